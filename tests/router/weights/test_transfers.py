@@ -159,8 +159,12 @@ async def test_vllms_client_gives_every_engine_its_ranks_and_version(mesh: Mesh)
         await replicas(client, 2)
     await asyncio.to_thread(_drive, mesh.addresses)
     async with Client(mesh.addresses) as client:
-        loads = [one.hello.load for one in (await replicas(client, 2)).values()]
-        assert [load.policy_version for load in loads] == [7, 7]
+
+        async def reported() -> bool:  # an engine answers before it reports
+            loads = [one.hello.load for one in (await replicas(client, 2)).values()]
+            return [load.policy_version for load in loads] == [7, 7]
+
+        await until(reported)
 
 
 def _drive(addresses: MeshAddresses) -> None:

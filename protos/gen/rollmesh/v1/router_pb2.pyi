@@ -1784,3 +1784,170 @@ class InitWeightTransfersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InitWeightTransfersResponse: _TypeAlias = InitWeightTransfersResponse  # noqa: Y015
+
+@_typing.final
+class KeptWeights(_message.Message):
+    """What a router keeps of a model. Of two different ones, that with the higher revision is later; if the
+    revisions are equal, that whose `offered`, or else `current`, has the higher push_id.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    OFFERED_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    revision: _builtins.int
+    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting."""
+    request_id: _builtins.str
+    """The request_id of the last push, so that a repeat at another router is recognised. May be empty."""
+    @_builtins.property
+    def current(self) -> _engine_pb2.UpdateWeightsHeader:
+        """The accepted weights. Not set before the first push, and after forgetting."""
+
+    @_builtins.property
+    def offered(self) -> _engine_pb2.UpdateWeightsHeader:
+        """A push whose outcome is not known yet."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        current: _engine_pb2.UpdateWeightsHeader | None = ...,
+        offered: _engine_pb2.UpdateWeightsHeader | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptWeights: _TypeAlias = KeptWeights  # noqa: Y015
+
+@_typing.final
+class ListKeptWeightsRequest(_message.Message):
+    """Request of ListKeptWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptWeightsRequest: _TypeAlias = ListKeptWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ListKeptWeightsResponse(_message.Message):
+    """What a router keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptWeights]:
+        """One for each model of which it keeps, or has forgotten, weights."""
+
+    def __init__(
+        self,
+        *,
+        kept: _abc.Iterable[Global___KeptWeights] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeptWeightsResponse: _TypeAlias = ListKeptWeightsResponse  # noqa: Y015
+
+@_typing.final
+class FetchWeightsRequest(_message.Message):
+    """Request of FetchWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    push_id: _builtins.str
+    """Id of the push."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        push_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "push_id", b"push_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FetchWeightsResponse(_message.Message):
+    """Part of a file of weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAFETENSORS_CHUNK_FIELD_NUMBER: _builtins.int
+    safetensors_chunk: _builtins.bytes
+    """The next bytes, at most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        safetensors_chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
+
+@_typing.final
+class SyncWeightsRequest(_message.Message):
+    """Request of SyncWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncWeightsRequest: _TypeAlias = SyncWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SyncWeightsResponse(_message.Message):
+    """Both routers keep the same, unless there is a later change already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SyncWeightsResponse: _TypeAlias = SyncWeightsResponse  # noqa: Y015

@@ -17,6 +17,8 @@ class RouterConfig(ServerConfig):
     """Port to listen on; 0 takes a free one."""
     data_dir: Path = Path("var/router")
     """Folder where accepted weights are kept, by model, for engines that join later."""
+    peers: str = ""
+    """host:port of the other routers, separated by commas; all of them keep the same weights."""
     control_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a control call to one engine, milliseconds."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000

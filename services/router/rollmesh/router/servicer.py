@@ -216,10 +216,30 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def push() -> router_pb2.PushWeightsResponse:
                 header = _update_header(first.header)
-                version, results = await self._pushes.push(header, chunks_of(request_iterator))
+                version, results = await self._pushes.push(
+                    header, chunks_of(request_iterator), first.header.request_id
+                )
                 return router_pb2.PushWeightsResponse(policy_version=version, results=results)
 
             return await self._repeats.once(first.header, push)
+
+    async def ListKeptWeights(
+        self, request: router_pb2.ListKeptWeightsRequest, context: Context
+    ) -> router_pb2.ListKeptWeightsResponse:
+        return router_pb2.ListKeptWeightsResponse(kept=self._pushes.all_kept())
+
+    async def FetchWeights(
+        self, request: router_pb2.FetchWeightsRequest, context: Context
+    ) -> AsyncIterator[router_pb2.FetchWeightsResponse]:
+        async with aclosing(self._pushes.fetch(request.model, request.push_id)) as chunks:
+            async for chunk in chunks:
+                yield router_pb2.FetchWeightsResponse(safetensors_chunk=chunk)
+
+    async def SyncWeights(
+        self, request: router_pb2.SyncWeightsRequest, context: Context
+    ) -> router_pb2.SyncWeightsResponse:
+        await self._pushes.sync()
+        return router_pb2.SyncWeightsResponse()
 
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context

@@ -2,12 +2,12 @@
 
 Each model has a folder:
 
-    current                      header of the weights that its engines must hold
-    offered                      header of a push that is being offered to engines
+    kept                         a `KeptWeights` message: the header of the weights that its engines
+                                 must hold, and that of a push that is being offered to them
     VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes
     *.part                       a push that is being received
 
-A header names its file and is replaced by one rename, so version and bytes change together.
+Headers name their files and are replaced by one rename, so version and bytes change together.
 `offered` becomes `current` once an engine has loaded the weights. It stays while the outcome of a
 push is unknown: an engine that registers with its push id has loaded it.
 """
@@ -25,9 +25,9 @@ from typing import IO
 from google.protobuf.message import DecodeError
 
 from rollmesh.runtime.errors import StoreError, StoreFullError
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, router_pb2
 
-_CURRENT, _OFFERED, _PART, _FILE = "current", "offered", ".part", ".safetensors"
+_KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
 
 
@@ -40,10 +40,18 @@ class KeptWeights:
         digest = hashlib.sha256(model.encode()).hexdigest()[:12]
         self.model = model
         self.folder = data_dir / "weights" / f"{slug}-{digest}"
-        self.current: engine_pb2.UpdateWeightsHeader | None = None
+        self.state = router_pb2.KeptWeights(model=model)
+        """What is kept; never changed in place."""
+
+    @property
+    def current(self) -> engine_pb2.UpdateWeightsHeader | None:
         """Header of the last accepted weights."""
-        self.offered: engine_pb2.UpdateWeightsHeader | None = None
+        return self.state.current if self.state.HasField("current") else None
+
+    @property
+    def offered(self) -> engine_pb2.UpdateWeightsHeader | None:
         """Header of a push whose outcome is not known yet."""
+        return self.state.offered if self.state.HasField("offered") else None
 
     @property
     def target_version(self) -> int:
@@ -63,8 +71,7 @@ class KeptWeights:
             StoreError: A file cannot be read.
         """
         with typed_errors(self.folder):
-            self.current = _read(self.folder / _CURRENT)
-            self.offered = _read(self.folder / _OFFERED)
+            self.state = _read(self.folder / _KEPT) or self.state
             self._sweep()
 
     def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
@@ -99,7 +106,7 @@ class KeptWeights:
         with suppress(OSError):
             self._part(header).unlink()
 
-    def offer(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+    def offer(self, header: engine_pb2.UpdateWeightsHeader, request_id: str = "") -> None:
         """Stores a received push until it is accepted or withdrawn; replaces an earlier offer.
 
         Raises:
@@ -107,12 +114,8 @@ class KeptWeights:
         """
         with typed_errors(self.folder):
             self._make_folder()
-            file = self.file_of(header)
-            if file is not None:
-                self._part(header).replace(file)
-            self._write(_OFFERED, header)
-            self.offered = header
-            self._sweep()
+            self.keep_part(header)
+            self._store(current=self.current, offered=header, request_id=request_id)
 
     def accept(self) -> None:
         """Makes the offered weights current.
@@ -120,29 +123,68 @@ class KeptWeights:
         Raises:
             StoreError: The change could not be stored; the earlier weights stay current.
         """
-        with typed_errors(self.folder):
-            (self.folder / _OFFERED).replace(self.folder / _CURRENT)
-            _sync_folder(self.folder)
-            self.current, self.offered = self.offered, None
-            self._sweep()
+        self._store(current=self.offered, offered=None, request_id=self.state.request_id)
 
     def withdraw(self) -> None:
         """Drops the offer, which no engine has loaded."""
-        with typed_errors(self.folder):
-            (self.folder / _OFFERED).unlink(missing_ok=True)
-            _sync_folder(self.folder)
-            self.offered = None
-            self._sweep()
+        self._store(current=self.current, offered=None, request_id="")
 
     def forget(self) -> None:
         """Drops the current weights and the offer."""
+        self._store(current=None, offered=None, request_id="")
+
+    def stored(self, request_id: str, policy_version: int) -> engine_pb2.UpdateWeightsHeader | None:
+        """Returns the header of the last push if a request repeats it; None otherwise."""
+        last = self.offered or self.current
+        repeated = request_id and request_id == self.state.request_id
+        return last if last and repeated and last.policy_version == policy_version else None
+
+    def is_behind(self, state: router_pb2.KeptWeights) -> bool:
+        """Returns whether what a peer keeps is later."""
+        return _position(state) > _position(self.state)
+
+    def missing(self, state: router_pb2.KeptWeights) -> list[engine_pb2.UpdateWeightsHeader]:
+        """Returns the headers of what a peer keeps whose files are not here; may block."""
+        headers = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
+        files = [(header, self.file_of(header)) for header in headers]
+        return [header for header, file in files if file is not None and not file.exists()]
+
+    def keep_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Keeps a file that was received completely."""
+        file = self.file_of(header)
+        if file is not None:
+            with typed_errors(self.folder):
+                self._part(header).replace(file)
+
+    def adopt(self, state: router_pb2.KeptWeights) -> None:
+        """Keeps what a peer keeps; the files are here.
+
+        Raises:
+            StoreError: It could not be stored; what was kept remains.
+        """
         with typed_errors(self.folder):
-            for name in (_OFFERED, _CURRENT):
-                (self.folder / name).unlink(missing_ok=True)
-            if self.folder.exists():
-                _sync_folder(self.folder)
-            self.current = self.offered = None
-            self._sweep()
+            self._make_folder()
+            self._write(state)
+
+    def _store(
+        self,
+        *,
+        current: engine_pb2.UpdateWeightsHeader | None,
+        offered: engine_pb2.UpdateWeightsHeader | None,
+        request_id: str,
+    ) -> None:
+        with typed_errors(self.folder):
+            self._make_folder()
+            revision = self.state.revision + 1
+            self._write(
+                router_pb2.KeptWeights(
+                    model=self.model,
+                    revision=revision,
+                    current=current,
+                    offered=offered,
+                    request_id=request_id,
+                )
+            )
 
     def _make_folder(self) -> None:
         if not self.folder.exists():
@@ -153,13 +195,15 @@ class KeptWeights:
     def _part(self, header: engine_pb2.UpdateWeightsHeader) -> Path:
         return self.folder / f"{header.policy_version}-{header.push_id}{_PART}"
 
-    def _write(self, name: str, header: engine_pb2.UpdateWeightsHeader) -> None:
-        written = self.folder / f"{name}.new"
+    def _write(self, state: router_pb2.KeptWeights) -> None:
+        written = self.folder / f"{_KEPT}.new"
         with written.open("wb") as file:
-            file.write(header.SerializeToString())
+            file.write(state.SerializeToString())
             sync(file)
-        written.replace(self.folder / name)
+        written.replace(self.folder / _KEPT)
         _sync_folder(self.folder)
+        self.state = state
+        self._sweep()
 
     def _sweep(self) -> None:
         """Removes files that no header references, except pushes that are being received."""
@@ -181,10 +225,8 @@ def kept_models(data_dir: Path) -> Iterator[str]:
         for folder in (data_dir / "weights").glob("*/"):
             for part in folder.glob(f"*{_PART}"):
                 part.unlink(missing_ok=True)
-            headers = (_read(folder / name) for name in (_CURRENT, _OFFERED))
-            header = next((one for one in headers if one is not None), None)
-            if header is not None:
-                yield header.model
+            if (state := _read(folder / _KEPT)) is not None:
+                yield state.model
 
 
 def check_folder(folder: Path) -> None:
@@ -231,10 +273,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> engine_pb2.UpdateWeightsHeader | None:
+def _position(state: router_pb2.KeptWeights) -> tuple[int, str]:
+    """Returns what tells the later of two states."""
+    return state.revision, state.offered.push_id or state.current.push_id
+
+
+def _read(path: Path) -> router_pb2.KeptWeights | None:
     if not path.exists():
         return None
     try:
-        return engine_pb2.UpdateWeightsHeader.FromString(path.read_bytes())
+        return router_pb2.KeptWeights.FromString(path.read_bytes())
     except DecodeError as error:
         raise StoreError(f"data_dir: {path} is damaged; remove its folder") from error

@@ -90,15 +90,23 @@ class Models:
         return kept
 
     def left(self, model: str) -> None:
-        """Forgets a model whose last member has left, unless it has weights."""
+        """Forgets a model whose last member has left, unless it has weights.
+
+        The revision of weights that were forgotten remains, for peers that do not know of it.
+        """
         kept = self._kept.get(model)
         if kept is None or kept.current or kept.offered or model in self.names():
             return
         if (lock := self._locks.get(model)) is None or not lock.locked():
-            self._locks.pop(model, None)
-            del self._kept[model]
             with suppress(KeyError):
                 metrics.TARGET_VERSION.remove(model)
+            self._locks.pop(model, None)
+            if not kept.state.revision:
+                del self._kept[model]
+
+    def all_kept(self) -> list[KeptWeights]:
+        """Returns what is kept of each model that was ever pushed."""
+        return [kept for kept in self._kept.values() if kept.state.revision]
 
     def lock(self, model: str) -> asyncio.Lock:
         """Returns the lock that guards changes of a model's kept weights."""

@@ -3,27 +3,30 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.kept import KeptWeights, sync, typed_errors
 from rollmesh.router.weights.models import Models
+from rollmesh.router.weights.peers import Peers
 from rollmesh.router.weights.updates import Updates
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StaleVersionError,
+    SupersededError,
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.rpc.uploads import check_update, write_chunks
-from rollmesh.runtime.tasks import begun, finish
+from rollmesh.runtime.tasks import begun, contained, finish
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2
 
 _log = logging.getLogger(__name__)
+_CHUNK_BYTES = 1024 * 1024
 _REFUSALS = (InvalidFieldError, WeightTransferError)
 """Errors that mean an engine can never load the push."""
 
@@ -46,12 +49,14 @@ class Pushes:
             wanted=self._wanted,
             file_of=lambda header: models.kept(header.model).file_of(header),
             taken=self._taken,
+            before=self._before,
         )
+        self._peers = Peers(models, config, self._adopted)
         self._tasks: asyncio.TaskGroup
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Restores the kept weights and runs the updates of engines.
+        """Restores the kept weights, compares them with the peers', and runs updates of engines.
 
         Raises:
             StoreError: The folder cannot be read or written.
@@ -59,15 +64,23 @@ class Pushes:
         await self._models.restore()
         async with asyncio.TaskGroup() as self._tasks:
             self._updates.tasks = self._tasks
+            await contained(self._peers.sync, "kept weights could not be compared")
+            comparing = self._tasks.create_task(self._peers.keep_equal())
             try:
                 yield
             finally:
+                comparing.cancel()
                 await self._updates.close()
 
     async def push(
-        self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
+        self,
+        header: engine_pb2.UpdateWeightsHeader,
+        chunks: AsyncIterator[bytes],
+        request_id: str = "",
     ) -> tuple[int, list[router_pb2.EngineResult]]:
         """Receives new weights and offers them to the engines of their model.
+
+        A push that is repeated here after another router received it is offered again.
 
         Returns:
             The version that engines must hold now, and one result for each engine.
@@ -83,11 +96,18 @@ class Pushes:
         header.push_id = uuid.uuid4().hex
         kept = self._models.kept(header.model)
         check_update(header)
+        await self._peers.sync()
+        stored = kept.stored(request_id, header.policy_version)
+        if stored is not None:
+            async for _ in chunks:
+                pass
+            results = await finish(self._tasks, self._offer_to_all(stored, kept))
+            return kept.target_version, results
         self._check_version(header, kept)
         if header.HasField("safetensors_bytes"):
             await self._receive(header, kept, chunks)
         _log.info("weights pushed", extra=_what(header, source=str(header.WhichOneof("source"))))
-        results = await finish(self._tasks, self._offer(header, kept))
+        results = await finish(self._tasks, self._offer(header, kept, request_id))
         return kept.target_version, results
 
     async def forget(self, model: str) -> tuple[str, int]:
@@ -99,10 +119,12 @@ class Pushes:
         """
         model = self._models.named(model)
         kept = self._models.kept(model)
+        await self._peers.sync()
         async with self._models.lock(model):
             former = kept.target_version
             await asyncio.to_thread(kept.forget)
             self._models.show(kept)
+        await self._peers.share()
         _log.warning("forgot the kept weights", extra=fields(model=model, policy_version=former))
         return model, former
 
@@ -168,18 +190,34 @@ class Pushes:
             self._claimed -= header.safetensors_bytes
 
     async def _offer(
-        self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
+        self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights, request_id: str
     ) -> list[router_pb2.EngineResult]:
-        """Offers a received push; it is accepted once an engine has it, withdrawn if all refuse."""
+        """Stores a received push here and at the peers, and offers it to engines."""
         async with self._models.lock(kept.model):
             try:
                 self._check_version(header, kept)  # another push may have come first
-                await asyncio.to_thread(kept.offer, header)
+                await asyncio.to_thread(kept.offer, header, request_id)
                 self._models.show(kept)
             except BaseException:
                 await asyncio.to_thread(kept.discard_part, header)
                 raise
+        await self._peers.share()
         await faults.reach("router-offered")
+        return await self._offer_to_all(header, kept)
+
+    async def _offer_to_all(
+        self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
+    ) -> list[router_pb2.EngineResult]:
+        """Offers a stored push; it is accepted once an engine has it, withdrawn if all refuse.
+
+        Raises:
+            SupersededError: A peer keeps a later push.
+        """
+        if header.push_id not in {kept.state.offered.push_id, kept.state.current.push_id}:
+            raise SupersededError(
+                f"policy_version {header.policy_version}: another router received version "
+                f"{kept.last_version} at the same time; push again, above it"
+            )
         engines = self._models.engines(kept.model)
         if not engines:
             await self._accept(None, kept)
@@ -192,10 +230,13 @@ class Pushes:
                 )
         if results and all(_refused(result) for result in results):
             async with self._models.lock(kept.model):
-                if kept.offered is header:
+                is_offered = kept.state.offered.push_id == header.push_id
+                if is_offered:
                     await asyncio.to_thread(kept.withdraw)
                     self._models.show(kept)
                     _log.warning("weights withdrawn: every engine refused", extra=_what(header))
+            if is_offered:
+                await self._peers.share()
         return results
 
     async def _taken(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
@@ -214,8 +255,51 @@ class Pushes:
             self._models.show(kept)
             first = engine.engine_id if engine is not None else ""
             _log.info("weights accepted", extra=_what(offered, first_engine=first))
+        begun(self._tasks, self._peers.share())
         for other in self._models.engines(kept.model):
             self._updates.bring(other)
+
+    async def fetch(self, model: str, push_id: str) -> AsyncGenerator[bytes, None]:
+        """Yields the file of kept weights, for a peer.
+
+        Raises:
+            InvalidFieldError: It is not kept.
+        """
+        kept = self._models.kept(model)
+        headers = (kept.state.current, kept.state.offered)
+        header = next((one for one in headers if push_id and one.push_id == push_id), None)
+        path = None if header is None else kept.file_of(header)
+        try:
+            file = await asyncio.to_thread(path.open, "rb") if path is not None else None
+        except OSError:
+            file = None
+        if file is None:
+            raise InvalidFieldError("push_id", f"{push_id!r} is not kept; list what is")
+        with file:
+            while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+                yield chunk
+
+    def all_kept(self) -> list[router_pb2.KeptWeights]:
+        """Returns what is kept of each model, for a peer."""
+        return [kept.state for kept in self._models.all_kept()]
+
+    async def sync(self) -> None:
+        """Adopts what the peers keep where it is later."""
+        await self._peers.sync()
+
+    async def _before(self, engine: Engine) -> bool:
+        """Asks the peers before an engine is brought up to date; returns whether that may be.
+
+        A router that stood still knows neither its age nor later pushes. If peers are away, an
+        engine that is ahead is left as it is.
+        """
+        all_answered = await self._peers.sync()
+        return all_answered or engine.policy_version <= self._models.kept(engine.model).last_version
+
+    def _adopted(self, model: str) -> None:
+        """Compares the engines of a model with the weights that a peer kept."""
+        for engine in self._models.engines(model):
+            self.heed(engine)
 
     def _wanted(self, engine: Engine) -> engine_pb2.UpdateWeightsHeader | None:
         """Returns the weights that an engine needs; None if it has them or they are unavailable."""

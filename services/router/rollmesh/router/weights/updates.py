@@ -38,6 +38,7 @@ class Updates:
         wanted: Callable[[Engine], engine_pb2.UpdateWeightsHeader | None],
         file_of: Callable[[engine_pb2.UpdateWeightsHeader], Path | None],
         taken: Callable[[Engine, engine_pb2.UpdateWeightsHeader], Awaitable[None]],
+        before: Callable[[Engine], Awaitable[bool]],
     ) -> None:
         """Takes the timeout and the callbacks.
 
@@ -46,11 +47,13 @@ class Updates:
             wanted: Returns the weights that an engine needs; None if it needs none.
             file_of: Returns the weights file of a push; None if it has none.
             taken: Called after an engine has loaded an update.
+            before: Called before an engine is brought up to date; returns whether that may be.
         """
         self._timeout_s = timeout_s
         self._wanted = wanted
         self._file_of = file_of
         self._taken = taken
+        self._before = before
         self._running: dict[Engine, asyncio.Task[router_pb2.EngineResult]] = {}
         self._ended = False
         self.tasks: asyncio.TaskGroup
@@ -111,7 +114,14 @@ class Updates:
     async def _bring(self, engine: Engine) -> router_pb2.EngineResult:
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         result = router_pb2.EngineResult(engine_id=engine.engine_id)
-        while (header := self._wanted(engine)) is not None:
+        while self._wanted(engine) is not None:
+            may = await self._before(engine)
+            header = self._wanted(engine)
+            if header is None:
+                break
+            if not may:
+                await asyncio.sleep(backoff.next_s())
+                continue
             result = await self._update(engine, header)
             if not result.status.code:
                 _log.info(

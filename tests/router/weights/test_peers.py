@@ -1,0 +1,238 @@
+"""Two routers keep the same weights, whichever of them received a push and whichever dies."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from rollmesh.router.weights.kept import KeptWeights
+from rollmesh.runtime.errors import RemoteError, StaleVersionError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from tests.processes import ServiceProcess, reserved_port, running
+from tests.router.engines import NotingEngine, noting_engine
+from tests.waiting import until
+
+FIRST, SECOND = b"first" * 100, b"second" * 100
+
+
+class Pair:
+    """Two routers that are peers."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self.folder = folder
+        self.stack = stack
+        holders = [stack.enter_context(reserved_port()) for _ in range(2)]
+        self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in holders]
+        self.processes: dict[int, ServiceProcess] = {}
+
+    @property
+    def both(self) -> str:
+        return ",".join(self.addresses)
+
+    async def start(self, number: int, **flags: object) -> ServiceProcess:
+        folder = self.folder / f"router-{number}"
+        port = self.addresses[number].rpartition(":")[2]
+        settings = {"peers": self.addresses[1 - number], "data_dir": folder, "port": port, **flags}
+        process = await self.stack.enter_async_context(running("router", folder, **settings))
+        self.processes[number] = process
+        return process
+
+    async def push(self, number: int, version: int, data: bytes, request_id: str = "") -> int:
+        """Pushes weights to one of them; returns the version that engines must hold."""
+        header = router_pb2.PushWeightsHeader(
+            policy_version=version,
+            pause_mode=engine_pb2.PAUSE_MODE_KEEP,
+            safetensors_bytes=len(data),
+            request_id=request_id,
+        )
+        requests = [
+            router_pb2.PushWeightsRequest(header=header),
+            router_pb2.PushWeightsRequest(safetensors_chunk=data),
+        ]
+        async with open_channel(self.addresses[number]) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            with typed_errors():
+                response = await stub.PushWeights(iter(requests), timeout=60)
+        return response.policy_version
+
+    async def kept(self, number: int) -> router_pb2.KeptWeights | None:
+        async with open_channel(self.addresses[number]) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            request = router_pb2.ListKeptWeightsRequest()
+            with typed_errors():
+                response = await stub.ListKeptWeights(request, timeout=30)
+        return response.kept[0] if response.kept else None
+
+    async def target(self, number: int) -> int:
+        kept = await self.kept(number)
+        return kept.current.policy_version if kept is not None else 0
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        yield Pair(tmp_path, stack)
+
+
+async def start_both(pair: Pair) -> None:
+    for number in range(2):
+        await pair.start(number)
+
+
+def files(engine: NotingEngine) -> list[tuple[int, bytes]]:
+    return engine.taken
+
+
+async def test_a_late_engine_gets_from_one_router_what_was_pushed_to_the_other(pair: Pair) -> None:
+    await start_both(pair)
+    async with noting_engine(pair.both, "a") as engine:
+        assert await pair.push(0, 1, FIRST) == 1
+        assert files(engine) == [(1, FIRST)]
+        await pair.processes[0].kill()
+        await until(lambda: pair.target(1))
+        async with noting_engine(pair.addresses[1], "late") as late:
+            await late.until_taken(1)
+            assert files(late) == [(1, FIRST)]
+        with pytest.raises(StaleVersionError):
+            await pair.push(1, 1, SECOND)
+        assert await pair.push(1, 2, SECOND) == 2
+        await engine.until_taken(2)
+
+
+async def test_a_router_that_starts_knows_what_was_pushed_before_it_serves(pair: Pair) -> None:
+    await pair.start(0)
+    async with noting_engine(pair.addresses[0], "a"):
+        await pair.push(0, 1, FIRST)
+        await pair.start(1)
+        assert await pair.target(1) == 1
+        await pair.processes[0].kill()
+        async with noting_engine(pair.addresses[1], "late") as late:
+            await late.until_taken(1)
+            assert files(late) == [(1, FIRST)]
+
+
+async def test_a_router_that_slept_through_pushes_brings_no_engine_back(pair: Pair) -> None:
+    await start_both(pair)
+    async with noting_engine(pair.both, "a") as engine:
+        await pair.push(0, 1, FIRST)
+        os.kill(pair.processes[0].pid, signal.SIGSTOP)
+        await pair.push(1, 2, SECOND)
+        os.kill(pair.processes[0].pid, signal.SIGCONT)
+
+        async def awake() -> bool:
+            return await pair.target(0) == 2
+
+        await until(awake)
+        assert files(engine) == [(1, FIRST), (2, SECOND)]
+        assert engine.load.policy_version == 2
+
+
+async def refused(pair: Pair, data: bytes) -> None:
+    with pytest.raises(RemoteError):
+        await pair.push(0, 1, data, "once")
+
+
+async def test_a_push_whose_router_died_goes_on_at_the_other_when_it_is_repeated(
+    pair: Pair,
+) -> None:
+    await pair.start(0, fault="router-offered")
+    await pair.start(1)
+    async with noting_engine(pair.both, "a") as engine:
+        async with asyncio.TaskGroup() as tasks:
+            pushed = tasks.create_task(refused(pair, FIRST))
+            await pair.processes[0].wait_line("FAULT router-offered")
+            await pair.processes[0].kill()
+            await pushed
+        assert not files(engine)
+        assert await pair.target(1) == 0
+        assert await pair.push(1, 1, FIRST, "once") == 1
+        assert await pair.push(1, 1, FIRST, "once") == 1
+        assert files(engine) == [(1, FIRST)]
+        await pair.start(0)  # with what it had when it died
+        assert await pair.target(0) == 1
+
+
+async def test_what_an_engine_took_is_accepted_by_the_other_router_if_the_first_one_dies(
+    pair: Pair,
+) -> None:
+    await pair.start(0, fault="router-before-accept")
+    await pair.start(1)
+    async with noting_engine(pair.both, "a") as engine:
+        async with asyncio.TaskGroup() as tasks:
+            pushed = tasks.create_task(refused(pair, FIRST))
+            await pair.processes[0].wait_line("FAULT router-before-accept")
+            await pair.processes[0].kill()
+            await pushed
+        engine.member.notify()
+        await until(lambda: pair.target(1))
+        assert files(engine) == [(1, FIRST)]
+
+
+async def test_what_is_forgotten_at_one_router_is_forgotten_at_both(pair: Pair) -> None:
+    await start_both(pair)
+    async with noting_engine(pair.both, "a") as engine:
+        await pair.push(0, 9, FIRST)
+        async with open_channel(pair.addresses[1]) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            await stub.ForgetWeights(router_pb2.ForgetWeightsRequest(), timeout=60)
+        assert await pair.target(0) == 0
+        assert await pair.push(0, 1, SECOND) == 1
+        assert files(engine) == [(9, FIRST), (1, SECOND)]
+
+
+async def test_of_two_pushes_on_the_sides_of_a_cut_network_the_later_revision_wins(
+    pair: Pair,
+) -> None:
+    await pair.start(0, peers="")
+    await pair.start(1, peers="")
+    async with (
+        noting_engine(pair.addresses[0], "a") as one,
+        noting_engine(pair.addresses[1], "b") as other,
+    ):
+        await pair.push(0, 1, FIRST)
+        await pair.push(0, 2, FIRST)
+        await pair.push(1, 2, SECOND)
+        await pair.processes[1].kill()
+        await pair.start(1)  # the cut is healed
+        await until(lambda: (2, FIRST) in files(other))
+        assert files(one) == [(1, FIRST), (2, FIRST)]
+        assert (await pair.kept(0)) == (await pair.kept(1))
+
+
+def state(revision: int, *, offered: str = "", current: str = "") -> router_pb2.KeptWeights:
+    header = engine_pb2.UpdateWeightsHeader
+    return router_pb2.KeptWeights(
+        model="m",
+        revision=revision,
+        offered=header(push_id=offered) if offered else None,
+        current=header(push_id=current) if current else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        pytest.param(state(0), state(1, offered="a"), id="first"),
+        pytest.param(state(1, offered="b"), state(2, current="a"), id="higher-revision"),
+        pytest.param(state(3, current="a"), state(4), id="forgotten"),
+        pytest.param(state(1, offered="a"), state(1, offered="b"), id="at-the-same-time"),
+        pytest.param(state(2, current="a"), state(2, current="b"), id="accepted-on-both-sides"),
+    ],
+)
+def test_of_two_states_one_is_later_on_both_sides(
+    tmp_path: Path, earlier: router_pb2.KeptWeights, later: router_pb2.KeptWeights
+) -> None:
+    kept = KeptWeights(tmp_path, "m")
+    kept.adopt(earlier)
+    assert kept.is_behind(later)
+    kept.adopt(later)
+    assert not kept.is_behind(earlier)
+    assert not kept.is_behind(later)
+    again = KeptWeights(tmp_path, "m")
+    again.restore()
+    assert again.state == later
