@@ -351,7 +351,8 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
         in_it = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
 
-        def stop(_: Any) -> None:
+        def stop(tx: Any) -> None:
+            tx.rows("SELECT 1")
             loop.call_soon_threadsafe(in_it.set_result, None)
             assert go_on.wait(TIMEOUT_S)
 
@@ -364,7 +365,7 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
             except StoreAwayError:
                 return False
 
-        assert await until(stores)
+        assert await until(stores, 15)
         go_on.set()
         with pytest.raises(StoreAwayError):
             await writing

@@ -299,7 +299,7 @@ async def open_postgres(
         limits=Limits(lease_ms, _STATEMENT_MS, _SILENCE_MS),
     )
     async with (
-        Lane(address, "BEGIN", "journal") as writer,
+        Lane(address, "BEGIN", "journal", is_pipelined=True) as writer,
         Lane(address, _READING, "journal-reader") as reader,
     ):
         await writer.run(lambda db: prepare_tables(db, address, SCHEMA, schema.VERSION))

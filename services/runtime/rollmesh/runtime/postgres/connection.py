@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -125,8 +125,13 @@ class PostgresStatements(Statements):
 
     failures = (psycopg.Error,)
 
-    def __init__(self, connection: "Connection", pipeline: psycopg.Pipeline) -> None:
-        """Takes the connection, which is in a transaction when a statement runs."""
+    def __init__(self, connection: "Connection", pipeline: psycopg.Pipeline | None) -> None:
+        """Takes the connection, which is in a transaction when a statement runs.
+
+        Args:
+            connection: The connection.
+            pipeline: Through which statements are sent; None: each waits for its result.
+        """
         self._connection = connection
         self._pipeline = pipeline
 
@@ -136,18 +141,19 @@ class PostgresStatements(Statements):
         return rows
 
     def run(self, sql: str, *parameters: Any) -> None:
-        """Sends a statement without rows; nobody waits for it before the next that has some."""
+        """Runs a statement without rows; in a pipeline it waits for the next that has some."""
         self._connection.cursor().execute(_numbered(sql), parameters)
 
     def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows; returns the number of rows that it changed."""
         cursor = self._connection.cursor().execute(_numbered(sql), parameters)
-        self._pipeline.sync()
+        if self._pipeline is not None:
+            self._pipeline.sync()
         changed: int = cursor.rowcount
         return changed
 
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """Sends a statement without rows for each of the parameters."""
+        """Runs a statement without rows for each of the parameters, in one round trip."""
         rows = list(parameters)
         if rows:
             self._connection.cursor().executemany(_numbered(sql), rows)
@@ -164,8 +170,14 @@ class PostgresStatements(Statements):
 class Connection:
     """A connection that is opened when it is needed; used by one thread, but for `abort`."""
 
-    def __init__(self, address: Address, begin: str) -> None:
-        """Takes the database and the statements that begin a transaction."""
+    def __init__(self, address: Address, begin: str, *, is_pipelined: bool) -> None:
+        """Takes the database and the statements that begin a transaction.
+
+        In a pipeline, statements without rows wait for no round trip. But if the process stands
+        still in the middle, the server does not end the transaction after `Limits.lock_ms`, because
+        it waits for more statements: somebody else must.
+        """
+        self._is_pipelined = is_pipelined
         self._address = address
         self._begin = begin
         self._connection: psycopg.Connection[Row] | None = None
@@ -186,7 +198,8 @@ class Connection:
         """
         committing = False
         try:
-            with self._start().pipeline() as pipeline:
+            connection = self._start()
+            with connection.pipeline() if self._is_pipelined else nullcontext() as pipeline:
                 yield PostgresStatements(self, pipeline)
             committing = True
             self._execute("COMMIT")

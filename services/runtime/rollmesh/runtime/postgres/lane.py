@@ -25,9 +25,11 @@ _LOOK_S = 1.0
 class Lane(AbstractAsyncContextManager["Lane"]):
     """One connection, its thread, and the jobs that wait for it."""
 
-    def __init__(self, address: Address, begin: str, name: str) -> None:
-        """Takes the database, the statements that begin a transaction, and a name for the log."""
-        self._connection = Connection(address, begin)
+    def __init__(
+        self, address: Address, begin: str, name: str, *, is_pipelined: bool = False
+    ) -> None:
+        """Takes what a `Connection` takes, and a name for the log."""
+        self._connection = Connection(address, begin, is_pipelined=is_pipelined)
         self._patience_s = address.limits.silence_ms / 1000
         self._jobs = Jobs[Statements](_MAX_BATCH)
         self._thread = threading.Thread(target=self._serve, name=f"postgres-{name}")
