@@ -76,9 +76,18 @@ async def test_an_exception_closes_as_failed_and_goes_on(
 
 
 async def test_a_cancellation_closes_as_aborted(gateway: ScriptedGateway, client: Client) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05), client.session():
+    opened = asyncio.Event()
+
+    async def hold() -> None:
+        async with client.session():
+            opened.set()
             await asyncio.Event().wait()
+
+    holding = asyncio.ensure_future(hold())
+    await opened.wait()
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
     assert gateway.closed[0].outcome == ABORTED
 
 
