@@ -2,11 +2,11 @@
 
     make chaos
 
-A mesh of 3 scripted engines, 2 gateways and 2 routers, with its journals and its store in one
-PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a trainer that acknowledges.
-Meanwhile processes are killed and stopped, links between any two of them break, fall silent or slow
-down, and disks are full; clients that are stopped are slow readers, and some agents read slowly by
-habit. Which events happen in which order follows from the seed, which is printed.
+A mesh of 3 scripted engines, 2 gateways, 2 routers and 2 collectors, with its journals and its
+store in one PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a trainer that
+acknowledges. Meanwhile processes are killed and stopped, links between any two of them break, fall
+silent or slow down, and disks are full; clients that are stopped are slow readers, and some agents
+read slowly by habit. Which events happen in which order follows from the seed, which is printed.
 
 Afterwards everything is started again, and the books are checked: every answered turn must be in
 exactly one delivered trajectory, with exactly the tokens that the agent received; no lease is held;

@@ -21,7 +21,7 @@ from rollmesh.cli.up.plan import ProcessSpec, plan_mesh, read_mesh
 from tests.faults.proxy import Proxy
 from tests.processes import reserved_port
 
-_COUNTS = {"engines": 3, "gateways": 2, "sidecars": 2}
+_COUNTS = {"engines": 3, "gateways": 2, "sidecars": 2, "collectors": 2}
 _TWICE = ("router",)
 _DISK_MB = 256
 _HABITS = Habits(agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1)
@@ -71,13 +71,10 @@ class Mesh:
         """The mesh as the books see it."""
         return Matrix(self.folder, json.dumps(self.addresses()))
 
-    def addresses(self, sidecar: int = 0) -> dict[str, str]:
-        """Returns the addresses of the servers themselves, without links."""
-        found = {
-            service: ",".join(spec.address for spec in self.wiring.of(service))
-            for service in ("router", "collector")
-        }
-        return {**found, "sidecar": self.wiring.of("sidecar")[sidecar].address}
+    def addresses(self, routers: str = "", sidecar: int = 0) -> dict[str, str]:
+        """Returns what a client needs to know; without links to routers, their own addresses."""
+        direct = ",".join(spec.address for spec in self.wiring.of("router"))
+        return {"router": routers or direct, "sidecar": self.wiring.of("sidecar")[sidecar].address}
 
 
 @asynccontextmanager
@@ -147,13 +144,13 @@ async def _clients(mesh: Mesh, seed: int, stack: AsyncExitStack) -> list[Lane]:
         command = (f"benchmarks.kills.{service}", *arguments)
         return Lane(service, lambda *_: command, mesh.folder / f"{name}.log", seed)
 
-    async def addresses(name: str, service: str, sidecar: int = 0) -> str:
-        return json.dumps(mesh.addresses(sidecar) | await mesh.wiring.servers(name, service, stack))
+    async def addresses(name: str, sidecar: int = 0) -> str:
+        return json.dumps(mesh.addresses(await mesh.wiring.routers(name, stack), sidecar))
 
-    lanes = [lane("trainer", await addresses("trainer", "trainer"), str(matrix.trainer_log), "0")]
+    lanes = [lane("trainer", await addresses("trainer"), str(matrix.trainer_log), "0")]
     habits = json.dumps(asdict(_HABITS))
     for at in range(len(mesh.wiring.of("sidecar"))):
-        where = await addresses(f"agents-{at}", "agents", at)
+        where = await addresses(f"agents-{at}", at)
         log = str(matrix.agents_log)
         lanes.append(lane(f"agents-{at}", where, log, str(seed + at), "0", habits))
     return lanes

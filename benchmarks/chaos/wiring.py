@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 from rollmesh.cli.up.plan import ProcessSpec
 from tests.faults.proxy import Proxy, proxy_to
 
-_SERVERS = {
-    "engine": ("router",),
-    "gateway": ("router", "collector"),
-    "sidecar": ("router",),
-    "agents": ("router", "collector"),
-    "trainer": ("router", "collector"),
-}
-"""Which servers each process is given addresses of."""
-_ADVERTISED = ("engine", "gateway")
-"""Servers that others find through the router."""
+_ROUTED = ("engine", "gateway", "collector", "sidecar", "agents", "trainer")
+"""What is told where the routers are."""
+_ADVERTISED = ("engine", "gateway", "collector")
+"""What is found through the routers."""
 
 
 @dataclass
@@ -33,18 +27,16 @@ class Wiring:
 
     async def flags(self, spec: ProcessSpec, stack: AsyncExitStack) -> tuple[str, ...]:
         """Returns the flags of a process, with its links instead of the servers' addresses."""
-        servers = await self.servers(spec.name, spec.service, stack)
-        flags = [*spec.flags, *(f"--{name}={value}" for name, value in servers.items())]
+        flags = [*spec.flags]
+        if spec.service in _ROUTED:
+            flags.append(f"--router={await self.routers(spec.name, stack)}")
         if spec.service in _ADVERTISED:
             flags.append(f"--advertise={await self._link('', spec, stack)}")
         return tuple(flags)
 
-    async def servers(self, client: str, service: str, stack: AsyncExitStack) -> dict[str, str]:
-        """Returns the addresses that a client is given, by the service at them."""
-        return {
-            server: ",".join([await self._link(client, one, stack) for one in self.of(server)])
-            for server in _SERVERS.get(service, ())
-        }
+    async def routers(self, client: str, stack: AsyncExitStack) -> str:
+        """Returns the addresses of the routers that a client is given."""
+        return ",".join([await self._link(client, one, stack) for one in self.of("router")])
 
     async def _link(self, client: str, server: ProcessSpec, stack: AsyncExitStack) -> str:
         proxy = await stack.enter_async_context(proxy_to(server.address))
