@@ -246,9 +246,16 @@ class EngineFaultError(RollmeshError):
     spoils_tokens = True
     """Whether the tokens that it sampled before cannot be trusted either."""
 
-    def __init__(self, message: str, *, spoils_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        spoils_tokens: bool = True,
+        retry_delay_ms: int | None = None,
+        **metadata: str | int,
+    ) -> None:
         """Makes an error; an engine that is only stuck does not spoil its tokens."""
-        super().__init__(message)
+        super().__init__(message, retry_delay_ms=retry_delay_ms, **metadata)
         self.spoils_tokens = spoils_tokens
 
 
