@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -619,3 +620,12 @@ def test_turns_that_end_after_their_engine_has_left_change_nothing() -> None:
     for at in range(8):
         leases.release("g", str(at), pb.LEASE_OUTCOME_LOST)
     assert leases.fleet.exclusion(leases.engines["a"]) is None
+
+
+def test_engines_that_have_left_are_not_kept_though_nobody_asks_for_a_lease() -> None:
+    leases = table()
+    for at in range(500):
+        leases.add_engine(Engine(f"e{at}", "e:1", "m", 1))
+        leases.remove_engine(f"e{at}")
+    gc.collect()
+    assert sum(isinstance(one, Engine) for one in gc.get_objects()) < 100

@@ -61,7 +61,12 @@ class Pool:
         elif there and not wanted:
             self.engines.remove(engine)
             self.sessions -= len(engine.sessions)
-        self._changed.add(engine)
+        if wanted:
+            self._changed.add(engine)
+            return
+        self._changed.discard(engine)  # it may have left for good
+        self._ready.discard(engine)
+        self._paused.discard(engine)
 
     def touch(self, engine: Engine, sessions: int = 0) -> None:
         """Notes that an engine has changed, and by how many its sessions."""
