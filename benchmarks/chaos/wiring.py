@@ -30,13 +30,16 @@ class Wiring:
         flags = [*spec.flags]
         if spec.service in _ROUTED:
             flags.append(f"--router={await self.routers(spec.name, stack)}")
+        if spec.service == "router":
+            flags.append(f"--peers={await self.routers(spec.name, stack)}")
         if spec.service in _ADVERTISED:
             flags.append(f"--advertise={await self._link('', spec, stack)}")
         return tuple(flags)
 
     async def routers(self, client: str, stack: AsyncExitStack) -> str:
-        """Returns the addresses of the routers that a client is given."""
-        return ",".join([await self._link(client, one, stack) for one in self.of("router")])
+        """Returns the addresses of the routers, but itself, that a client is given."""
+        routers = [one for one in self.of("router") if one.name != client]
+        return ",".join([await self._link(client, one, stack) for one in routers])
 
     async def _link(self, client: str, server: ProcessSpec, stack: AsyncExitStack) -> str:
         proxy = await stack.enter_async_context(proxy_to(server.address))
