@@ -59,9 +59,17 @@ class PostgresServer:
         return int((self._data / "postmaster.pid").read_text().split()[0])
 
     def kill(self) -> None:
-        """SIGKILL for all its processes."""
+        """SIGKILL for all its processes.
+
+        The first one is stopped before the others are listed: a child that it forked meanwhile
+        would outlive it, hold its shared memory, and keep the server from starting again.
+        """
+        for process in self._processes()[:1]:
+            process.suspend()
         processes = self._processes()
-        self.signal(signal.SIGKILL)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         _, alive = psutil.wait_procs(processes, timeout=_START_S)
         assert not alive
 
