@@ -138,6 +138,17 @@ def test_gateways_and_sidecars_are_as_many_as_the_file_says() -> None:
     assert {found[name].router for name in ("sidecar", "sidecar-1")} == {specs["router"].address}
 
 
+def test_every_process_is_told_of_all_routers_and_each_router_of_the_others() -> None:
+    specs = plan(mesh={"routers": 2}, router={"port": 7100})
+    found = {name: config_of(spec) for name, spec in specs.items()}
+    routers = [found[name] for name in ("router", "router-1")]
+    assert [one.port for one in routers] == [7100, 7101]
+    assert [one.peers for one in routers] == ["127.0.0.1:7101", "127.0.0.1:7100"]
+    assert [one.data_dir.name for one in routers] == ["router", "router-1"]
+    for name in ("engine-0", "collector", "gateway-0", "sidecar"):
+        assert found[name].router == "127.0.0.1:7100,127.0.0.1:7101"
+
+
 def test_each_model_of_a_mesh_has_its_own_engines_and_gateways() -> None:
     specs = plan(
         mesh={"model_path": "base", "gpus_per_engine": 1},

@@ -24,6 +24,7 @@ MESH = """
 data_dir = "{data}"
 model_path = "{model}"
 engines = {engines}
+routers = 2
 
 [engine]
 backend = "scripted"
@@ -103,7 +104,8 @@ async def test_an_agent_is_answered_at_the_addresses_that_are_printed(mesh: Up) 
 
 
 async def test_what_is_killed_comes_back_at_its_address(mesh: Up) -> None:
-    named = {"router": mesh.line["router"], "gateway-0": mesh.line["gateway"]}
+    named = dict(zip(("router", "router-1"), mesh.line["router"].split(","), strict=True))
+    named |= {"gateway-0": mesh.line["gateway"]}
     named |= {"collector": mesh.line["collector"], **mesh.line["engines"]}
     killed = [psutil.Process(mesh.line["pids"][name]) for name in named]
     for process in killed:

@@ -47,6 +47,8 @@ class MeshConfig(Config):
     """Folder of the policy: weights, tokenizer and chat template."""
     model: str = "policy"
     """Name of the model, as agents give it."""
+    routers: Annotated[int, Bounds(1)] = 1
+    """Number of routers; with two the mesh goes on when one dies. All processes are told of all."""
     engines: Annotated[int, Bounds(1)] = 1
     """Number of engines."""
     gpus_per_engine: Annotated[int, Bounds(0)] = 0
@@ -148,7 +150,8 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
     address = {
         one.name: f"{one.table.get('host', mesh.host)}:{_port(one, free_port)}" for one in processes
     }
-    shared = _shared_settings(mesh, address)
+    routers = [address[one.name] for one in processes if one.service == "router"]
+    shared = _shared_settings(mesh, ",".join(routers))
     if "scorer" in tables:
         shared["collector"] |= _scoring(tables["scorer"], address["scorer"])
     specs: list[ProcessSpec] = []
@@ -157,11 +160,14 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
         if one.model is not None:
             config = one.model.config
             settings |= {"model_path": config.model_path, "model": config.name}
+        if one.service == "router" and mesh.routers > 1:
+            settings["peers"] = ",".join(other for other in routers if other != address[one.name])
         settings |= {**one.table, "port": address[one.name].rpartition(":")[2]}
         if one.model is not None:
             settings[f"{one.service}_id"] = one.name
-        if one.service == "gateway" and one.name != "gateway-0":  # each has a journal of its own
-            settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix('gateway')}"
+        if one.service in {"gateway", "router"} and one.name not in {"gateway-0", "router"}:
+            # Each has a journal, or weights, of its own.
+            settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix(one.service)}"
         grace_ms = _number(one, "grace_ms", GRACE_MS)
         flags = _flags(settings)
         specs.append(
@@ -173,7 +179,9 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
 def _processes(tables: _Tables, mesh: MeshConfig) -> Iterator[_Process]:
     """Yields the processes in the order in which they start."""
     models = _models(tables, mesh)
-    yield _Process("router", "router", 0, tables.get("router", {}))
+    for at in range(mesh.routers):
+        name = f"router-{at}" if at else "router"
+        yield _Process(name, "router", at, tables.get("router", {}))
     yield from _of_models("engine", tables, models)
     if "scorer" in tables:
         yield _Process("scorer", "scorer", 0, tables["scorer"])
@@ -207,18 +215,23 @@ def _of_models(service: str, tables: _Tables, models: list[MeshModel]) -> Iterat
             first_gpu += gpus
 
 
-def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Returns the settings of each service that follow from the mesh."""
+def _shared_settings(mesh: MeshConfig, routers: str) -> dict[str, dict[str, Any]]:
+    """Returns the settings of each service that follow from the mesh.
+
+    Args:
+        mesh: The mesh.
+        routers: Addresses of the routers, separated by commas.
+    """
     return {
         "router": {"data_dir": mesh.data_dir / "router"},
-        "engine": {"router": address["router"]},
+        "engine": {"router": routers},
         "scorer": {},
-        "collector": {"router": address["router"], "data_dir": mesh.data_dir / "collector"},
+        "collector": {"router": routers, "data_dir": mesh.data_dir / "collector"},
         "gateway": {
-            "router": address["router"],
+            "router": routers,
             "data_dir": mesh.data_dir / "gateway",
         },
-        "sidecar": {"router": address["router"]},
+        "sidecar": {"router": routers},
     }
 
 

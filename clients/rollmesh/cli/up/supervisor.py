@@ -146,6 +146,7 @@ class Supervisor:
         for service in ("engine", "collector", "gateway", "sidecar"):
             line[f"{service}s"] = {s.name: s.address for s in self._specs if s.service == service}
         del line["engine"]
+        line["router"] = ",".join(s.address for s in self._specs if s.service == "router")
         for service in ("collector", "gateway"):
             if len([spec for spec in self._specs if spec.service == service]) > 1:
                 del line[service]  # the router knows them
