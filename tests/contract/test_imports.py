@@ -11,9 +11,9 @@ LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, se
 FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}
 FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli", "psycopg", "redis"}
 STANDS_ON = {  # apart from itself, the runtime and the stubs
-    "router": set[str](),
+    "router": {"mesh"},
     "engine": {"mesh"},
-    "collector": set[str](),
+    "collector": {"mesh"},
     "gateway": {"mesh", "chat"},
     "sidecar": {"mesh"},
     "scorer": set[str](),
