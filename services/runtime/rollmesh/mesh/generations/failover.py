@@ -171,6 +171,7 @@ class Failover:
                 deadline_ms=order.lease_timeout_ms,
                 suspended_ms=max(order.began_ms + order.timeout_ms - _LAST_WORD_MS - now_ms, 0),
             )
+            grant: router_pb2.LeaseGrant | None = None
             order.waiting = waiting = asyncio.timeout(None)
             try:
                 async with waiting:
@@ -180,7 +181,8 @@ class Failover:
                     raise
             finally:
                 order.waiting = None
-            if order.stop_reason is not None:
+            if grant is None or order.stop_reason is not None:
+                assert order.stop_reason is not None  # whoever ends the wait gives the reason
                 order.generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
                 return
             runs = await stack.enter_async_context(aclosing(self._generate(order, grant)))
