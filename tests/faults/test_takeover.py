@@ -34,11 +34,11 @@ async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Fleet]:
 class Talk:
     """An agent that asks, and goes on with each answer."""
 
-    def __init__(self, fleet: Fleet, session: Session) -> None:
+    def __init__(self, fleet: Fleet, session: Session, retries: int = PATIENT) -> None:
         self.session = session
         self.answers: list[str] = []
         self.messages: list[Any] = [{"role": "user", "content": "plain"}]
-        self._agent = fleet.agent(session, max_retries=PATIENT, timeout=20)
+        self._agent = fleet.agent(session, max_retries=retries, timeout=20)
 
     async def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -53,13 +53,13 @@ class Talk:
             ]
 
 
-async def talking(fleet: Fleet, count: int = 6) -> list[Talk]:
+async def talking(fleet: Fleet, count: int = 6, retries: int = PATIENT) -> list[Talk]:
     """Agents whose sessions are at both gateways."""
     sessions = [
         await fleet.client.open_session(fleet.client.session_request()) for _ in range(count)
     ]
     assert {await fleet.owner(session) for session in sessions} == {"gateway-0", "gateway-1"}
-    return [Talk(fleet, session) for session in sessions]
+    return [Talk(fleet, session, retries) for session in sessions]
 
 
 async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
@@ -90,8 +90,10 @@ async def while_talking(fleet: Fleet, talks: list[Talk], happens: Any, turns: in
         await happens()
 
 
-async def test_agents_go_on_at_another_gateway_when_theirs_is_killed(fleet: Fleet) -> None:
-    talks = await talking(fleet)
+async def test_agents_that_never_retry_do_not_notice_that_a_gateway_is_killed(
+    fleet: Fleet,
+) -> None:
+    talks = await talking(fleet, retries=0)
     await while_talking(fleet, talks, fleet.mesh.processes["gateway-1"].kill)
     assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
     await check_books(fleet, talks)
@@ -175,8 +177,8 @@ async def test_a_database_that_is_killed_in_the_middle_loses_and_doubles_nothing
     await check_books(fleet, talks)
 
 
-async def test_a_gateway_that_is_stopped_hands_its_sessions_over(fleet: Fleet) -> None:
-    talks = await talking(fleet)
+async def test_a_gateway_that_is_stopped_hands_its_sessions_over_unnoticed(fleet: Fleet) -> None:
+    talks = await talking(fleet, retries=0)
     codes: list[int] = []
 
     async def stopped() -> None:

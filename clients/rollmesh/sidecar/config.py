@@ -28,6 +28,9 @@ class SidecarConfig(ListeningConfig):
     `model_not_found`. A name of another model of the mesh is always refused."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a turn, milliseconds."""
+    takeover_wait_ms: Annotated[int, Bounds(0)] = 15_000
+    """Longest wait of a turn for another gateway, milliseconds, if the session's gateway has gone
+    before the answer began; 0 answers 503 at once. Not with `gateway`."""
     keep_alive_ms: Annotated[int, Bounds(1)] = 10_000
     """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024

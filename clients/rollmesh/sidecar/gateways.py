@@ -1,17 +1,21 @@
 """The gateways of a mesh, as a sidecar's HTTP endpoints call them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TypedDict
 
 from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
+from rollmesh.v1 import gateway_pb2
 
 _CHECK_TIMEOUT_S = 5.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
 class _CallOptions(TypedDict):
@@ -32,12 +36,20 @@ class Gateways:
     ) -> gateway_pb2.ChatResponse:
         """Returns the complete answers, one for each choice.
 
+        If the session's gateway goes away, the one that takes over is asked again.
+
         Raises:
             RollmeshError: The gateway refused the request or failed.
         """
-        async with self._gateway_of(request.session_id) as gateway:
-            with typed_errors():
-                response = await gateway.Chat(request, **self._call_options(request_id))
+        takeover = _Takeover(self._config.takeover_wait_ms)
+        while True:
+            gateway = await self._directory.of(request.session_id)
+            try:
+                with typed_errors():
+                    response = await gateway.Chat(request, **self._call_options(request_id))
+                break
+            except RollmeshError as error:
+                await self._ask_again(request, error, takeover)
         if len(response.answers) != request.choices:
             raise RollmeshError("the gateway's answer ended without its final message")
         return response
@@ -47,16 +59,31 @@ class Gateways:
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
         """Yields the answers as they are generated; closing the iterator cancels the call.
 
+        If the session's gateway goes away before they begin, the one that takes over is asked
+        again.
+
         Raises:
             RollmeshError: The gateway refused the request or failed.
         """
-        async with self._gateway_of(request.session_id) as gateway:
+        takeover = _Takeover(self._config.takeover_wait_ms)
+        has_begun = False
+        while True:
+            gateway = await self._directory.of(request.session_id)
             call = gateway.StreamChat(
                 gateway_pb2.StreamChatRequest(chat=request), **self._call_options(request_id)
             )
-            async with aclosing(read_stream(call)) as responses:
-                async for response in responses:
-                    yield response
+            try:
+                async with aclosing(read_stream(call)) as responses:
+                    async for response in responses:
+                        has_begun = True
+                        yield response
+            except RollmeshError as error:
+                if has_begun:
+                    self._directory.failed(request.session_id, error)
+                    raise
+                await self._ask_again(request, error, takeover)
+            else:
+                return
 
     async def models(self) -> list[str]:
         """Returns the names of the models of the mesh, sorted.
@@ -115,19 +142,41 @@ class Gateways:
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
 
-    @asynccontextmanager
-    async def _gateway_of(
-        self, session_id: str
-    ) -> "AsyncIterator[gateway_pb2_grpc.GatewayServiceAsyncStub]":
-        """Yields the gateway of a session, and looks for it again if it did not answer."""
-        gateway = await self._directory.of(session_id)
-        try:
-            yield gateway
-        except RollmeshError as error:
-            self._directory.failed(session_id, error)
-            raise
+    async def _ask_again(
+        self, request: gateway_pb2.ChatRequest, error: RollmeshError, takeover: "_Takeover"
+    ) -> None:
+        """Waits a moment before a request is sent again, marked as a retry.
+
+        Raises:
+            RollmeshError: The error, if the gateway is there or the wait was long enough.
+        """
+        if not self._directory.failed(request.session_id, error) or takeover.is_over():
+            raise error
+        await asyncio.sleep(takeover.pause_s())
+        request.retry_count += 1  # the gateway may have committed the answer before it went away
 
     def _call_options(self, request_id: str) -> _CallOptions:
         return _CallOptions(
             timeout=self._config.turn_timeout_ms / 1000, metadata=(("x-request-id", request_id),)
         )
+
+
+class _Takeover:
+    """The wait of one request until another gateway serves its session."""
+
+    def __init__(self, wait_ms: int) -> None:
+        """Takes the longest wait, milliseconds from the first failure."""
+        self._wait_ms = wait_ms
+        self._until_ms: int | None = None
+        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+
+    def is_over(self) -> bool:
+        """Returns whether to give up at this failure; the first one starts the clock."""
+        now_ms = clock.monotonic_ms()
+        if self._until_ms is None:
+            self._until_ms = now_ms + self._wait_ms
+        return now_ms >= self._until_ms
+
+    def pause_s(self) -> float:
+        """Returns how long to wait before the gateway is looked for again, seconds."""
+        return self._backoff.next_s()

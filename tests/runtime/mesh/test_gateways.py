@@ -77,6 +77,22 @@ async def test_gateways_that_are_gone_for_long_are_forgotten_with_their_channels
             await directory.of("00000004-session")
 
 
+async def test_calls_to_a_gateway_whose_journal_has_moved_are_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [clock.monotonic_ms()]
+    monkeypatch.setattr(clock, "monotonic_ms", lambda: now[0])
+    async with naming_router() as (router, address):
+        async with aclosing(GatewayDirectory(address)) as directory:
+            router.gateways = [gateway(1)]
+            await directory.of("00000001-session")
+            router.gateways = [gateway(1, "127.0.0.1:9")]
+            directory.failed("00000001-session", RemoteError("it is gone", "UNAVAILABLE"))
+            now[0] += 1000
+            await directory.of("00000001-session")
+            assert directory.channels == 2
+
+
 async def test_a_session_whose_opening_got_no_answer_is_asked_for_where_it_may_be_open() -> None:
     first, second = ScriptedGateway(), ScriptedGateway()
     async with (

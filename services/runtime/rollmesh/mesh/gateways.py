@@ -113,14 +113,19 @@ class GatewayDirectory:
         known.used_ms = clock.monotonic_ms()
         return known
 
-    def failed(self, session_id: str, error: RollmeshError) -> None:
+    def failed(self, session_id: str, error: RollmeshError) -> bool:
         """Notes an error of a session's gateway; it is looked for again if it may be another one.
 
         It did not answer, is about to stop, or does not serve the session's journal any more.
+
+        Returns:
+            Whether it may be another one.
         """
         did_not_answer = isinstance(error, RemoteError) and error.code == "UNAVAILABLE"
-        if did_not_answer or isinstance(error, (JournalMovedError, ShuttingDownError)):
+        is_lost = did_not_answer or isinstance(error, (JournalMovedError, ShuttingDownError))
+        if is_lost:
             self._lost.add(journal_of(session_id))
+        return is_lost and not self._only
 
     async def _look_for(self, journal_id: str) -> None:
         self._lost.discard(journal_id)
@@ -200,7 +205,8 @@ class GatewayDirectory:
         for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
             del self._known[journal_id]
             self._lost.discard(journal_id)
-        await self._channels.keep({one.address for one in self._known.values()} | {self._only})
+        known = {one.address for one in self._known.values()}
+        await self._channels.close_unused(before_ms, known)
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]

@@ -29,9 +29,11 @@ class Channels:
         """Takes the idle time after which peers are pinged, milliseconds."""
         self._keepalive_ms = keepalive_ms
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used_ms: dict[str, int] = {}
 
     def of(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to an address, `host:port`."""
+        self._used_ms[address] = clock.monotonic_ms()
         if address not in self._channels:
             self._channels[address] = open_channel(address, self._keepalive_ms)
         return self._channels[address]
@@ -41,16 +43,22 @@ class Channels:
         """Number of open channels."""
         return len(self._channels)
 
-    async def keep(self, addresses: Collection[str]) -> None:
-        """Closes the channels to all other addresses."""
+    async def close_unused(self, before_ms: int, addresses: Collection[str]) -> None:
+        """Closes the channels that nobody has asked for since a time, except those to addresses.
+
+        A call that runs is cancelled, so the time must be longer ago than any call takes.
+        """
         for address in self._channels.keys() - set(addresses):
-            await self._channels.pop(address).close()
+            if self._used_ms[address] < before_ms:
+                del self._used_ms[address]
+                await self._channels.pop(address).close()
 
     async def aclose(self) -> None:
         """Closes the channels."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+        self._used_ms.clear()
 
 
 class Shared:
