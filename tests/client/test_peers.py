@@ -94,11 +94,17 @@ def delivery(session: session_pb2.SessionRecord) -> Callable[[bytes], bytes]:
     return lambda request: data
 
 
-def grant(request: bytes) -> bytes:
-    """Grants the lease that is asked for; to a hello it says nothing that matters."""
-    asked = router_pb2.DispatchRequest.FromString(request).acquire
-    granted = router_pb2.LeaseGrant(engine_id="e", address="127.0.0.1:1")
-    answer = router_pb2.DispatchResponse(lease_id=asked.lease_id, grant=granted)
+def lease(request: bytes) -> bytes:
+    """Answers a message of a gateway as a router does: the lease that is asked for is granted."""
+    asked = router_pb2.DispatchRequest.FromString(request)
+    answer = router_pb2.DispatchResponse(lease_id=asked.acquire.lease_id)
+    match asked.WhichOneof("part"):
+        case "hello":
+            answer.welcome.router_id = "r"
+        case "acquire":
+            answer.grant.engine_id, answer.grant.address = "e", "127.0.0.1:1"
+        case _:
+            answer.pong.SetInParent()
     return answer.SerializeToString()
 
 
@@ -128,7 +134,7 @@ async def test_what_only_a_newer_mesh_names_reaches_the_trainer_by_its_number() 
 
 
 async def test_leases_go_on_after_an_answer_that_is_no_message() -> None:
-    async with answering([garbage], [grant, grant, grant]) as address:
+    async with answering([garbage], [lease] * 100) as address:
         async with LeaseClient(address, "g") as leases, asyncio.timeout(WAIT_S):
             async with leases.lease(session_id="s", deadline_ms=WAIT_S * 1000) as granted:
                 assert granted.engine_id == "e"

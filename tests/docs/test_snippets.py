@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
 from rollmesh.integrations.trl import MeshRollouts
-from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
@@ -165,7 +165,8 @@ async def trl_trainer(block: Block, folder: Path) -> None:
 
 async def nccl(block: Block, folder: Path) -> None:
     with _patched("rollmesh.client.sync.Client") as client:
-        client.return_value.replicas.return_value.replicas = []
+        replicas = client.return_value.replicas.return_value
+        replicas.replicas, replicas.models = [], [router_pb2.ModelWeights(model="policy")]
         factory = "vllm.distributed.weight_transfer.WeightTransferTrainerFactory.trainer_init"
         with _patched(factory) as init, _patched("torch.distributed.get_rank", return_value=0):
             names = {

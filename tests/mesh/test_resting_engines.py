@@ -1,6 +1,7 @@
 """Engines that are paused, asleep, being updated or about to leave: turns wait or move."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -113,6 +114,19 @@ async def test_turns_wait_for_an_engine_that_is_to_be_updated(
             assert await turn == REPLY
 
 
+async def until_it_has_tokens(client: Client) -> None:
+    """Waits until an engine has sampled for half a second: two tokens at five a second."""
+    seen: list[float] = []
+
+    async def samples() -> bool:
+        replicas = (await client.replicas()).replicas
+        if any(one.hello.load.running for one in replicas):
+            seen.append(time.monotonic())
+        return bool(seen) and seen[-1] - seen[0] >= 0.5
+
+    await until(samples)
+
+
 @BOTH_FORMS
 async def test_a_turn_that_sleep_interrupts_goes_on_when_the_engines_wake_up(
     tmp_path: Path, tokenizer_dir: Path, *, stream: bool
@@ -123,12 +137,7 @@ async def test_a_turn_that_sleep_interrupts_goes_on_when_the_engines_wake_up(
     ):
         async with client.session() as session:
             turn = asyncio.ensure_future(ask(mesh, session, stream=stream))
-
-            async def samples() -> bool:
-                replicas = (await client.replicas()).replicas
-                return any(one.hello.load.running for one in replicas)
-
-            await until(samples)
+            await until_it_has_tokens(client)
             await client.sleep_engines()
             await until_known(client, sleeping=True)
             assert not turn.done()

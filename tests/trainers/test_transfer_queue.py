@@ -66,7 +66,7 @@ async def test_a_column_that_would_be_overwritten_is_refused(ran: Any) -> None:
 
 async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> None:
     refusals = ran["refusals"]
-    assert refusals["settings"] == "rollmesh: 'gateway'; see docs/trainers.md"
+    assert refusals["settings"] == "rollmesh: 'runners'; see docs/trainers.md"
     assert "'speed'" in refusals["unknown"]
     assert refusals["status"] == "status: 'some_failed' is invalid; give any_failed or all_failed"
     assert refusals["writer"] == refusals["status"]

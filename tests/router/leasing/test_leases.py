@@ -628,4 +628,4 @@ def test_engines_that_have_left_are_not_kept_though_nobody_asks_for_a_lease() ->
         leases.add_engine(Engine(f"e{at}", "e:1", "m", 1))
         leases.remove_engine(f"e{at}")
     gc.collect()
-    assert sum(isinstance(one, Engine) for one in gc.get_objects()) < 100
+    assert sum(type(one) is Engine for one in gc.get_objects()) < 100
