@@ -87,10 +87,12 @@ class GatewayServiceServicer(object):
     """
 
     def CreateSession(self, request, context):
-        """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
-        fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
-        id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+        """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
+        while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
+        `remembered_closes`).
+        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
+        (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+        TOO_MANY_SESSIONS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

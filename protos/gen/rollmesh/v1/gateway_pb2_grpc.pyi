@@ -34,10 +34,12 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     CreateSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]
-    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
-    fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
-    id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
+    while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
+    `remembered_closes`).
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
+    (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+    TOO_MANY_SESSIONS).
     """
     Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
@@ -88,10 +90,12 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]  # type: ignore[assignment]
-    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
-    fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
-    id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
+    while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
+    `remembered_closes`).
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
+    (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+    TOO_MANY_SESSIONS).
     """
     Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
@@ -145,10 +149,12 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CreateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CreateSessionResponse, _abc.Awaitable[_gateway_pb2.CreateSessionResponse]]:
-        """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
-        fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
-        id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+        """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
+        while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
+        `remembered_closes`).
+        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
+        (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+        TOO_MANY_SESSIONS).
         """
 
     @_abc_1.abstractmethod
