@@ -12,7 +12,7 @@ TORCH = torch==2.13.0
 # What has vLLM for GPUs, where `make test-gpu` is run.
 GPU_PYTHON ?= $(PYTHON)
 # Processes that run tests at the same time; most tests wait, so more than there are cores.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 5
 # Tests start hundreds of processes: what is compiled is kept, also where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -74,6 +74,13 @@ help: ## Lists the targets
 	.venv-trainers/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 
+# Its wheels are built for GPUs; tests/vision loads its transforms beside a torch for CPUs.
+.venv-vision/.ready: requirements/vision.txt | .venv/.ready
+	@echo "setup: .venv-vision from requirements/vision.txt: torchvision for vision models (20 MB, 10 s)"
+	rm -rf .venv-vision
+	.venv/bin/python $(PIP) --no-deps --require-hashes --target .venv-vision -r requirements/vision.txt
+	touch $@
+
 .venv-wheel/.ready: requirements/mesh.txt
 	@echo "setup: .venv-wheel from requirements/mesh.txt: what 'pip install rollmesh[mesh]' brings (10 s)"
 	$(PYTHON) -m venv .venv-wheel
@@ -106,7 +113,7 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-wheel/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -115,16 +122,18 @@ test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is
 test-long: $(TESTED) ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
-test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent or whole mesh: what to run while writing
-	.venv-fast/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" $(WHOLE:%=--ignore=tests/%)
+test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
+	.venv-fast/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
 
 # Folders whose tests start many services.
 WHOLE = cli docker docs faults mesh
+# A quarter of the remaining time: commands as processes, and conversations in every template.
+EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral gateway/turns/test_prompt
 
 CORE ?=
 MUTATION ?=
 
-mutation: .venv-mutation/.ready ## CORE=leases|groups|tree|cutter|parsers: changes the code and runs its tests, which must notice
+mutation: .venv-mutation/.ready ## CORE=leases|mesh|groups|tree|cutter|parsers: changes the code and runs its tests, which must notice
 	.venv-mutation/bin/python -m scripts.mutation $(CORE) $(MUTATION)
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
@@ -197,9 +206,10 @@ docs: .venv-docs/.ready ## Builds the documentation's site into build/site; a br
 	  -d build/doctrees . build/site
 	@echo "docs: build/site/index.html"
 
-docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors, templates, parsers, curve
+docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors, checks, templates, parsers, curve
 	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
 	.venv/bin/python -m scripts.pages.errors > docs/errors.md
+	.venv/bin/python -m scripts.pages.conformance > docs/conformance.md
 	.venv/bin/python -m scripts.curve
 	.venv/bin/python -m tests.chat.parsing.page > docs/parsers.md
 	.venv/bin/python -m tests.chat.families > docs/templates.md
@@ -285,9 +295,10 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
 	  -o requirements/trainers.txt
+	$(LOCK) --group vision --no-deps -o requirements/vision.txt
 	for service in $(SERVICES) mesh; do \
 	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -25,9 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from benchmarks.load import Connection, Conversation, Load
-from benchmarks.systems import Mesh, Model, System, make_model, running_mesh, running_peer
-from benchmarks.workload import Shape, reply_text, user_text, vocabulary
+from benchmarks.harness.load import Connection, Conversation, Load
+from benchmarks.harness.systems import Mesh, Model, System, make_model, running_mesh, running_peer
+from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
 from rollmesh.client import Session
 
 _CLIENTS, _ANSWERED = 32, 400

@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.load import Conversation, Load
-from benchmarks.measure import percentile
-from benchmarks.systems import make_model, read_line, run_process
-from benchmarks.workload import Shape, reply_text, user_text, vocabulary
+from benchmarks.harness.load import Conversation, Load
+from benchmarks.harness.measure import percentile
+from benchmarks.harness.systems import make_model, read_line, run_process
+from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
 from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses
@@ -200,7 +200,7 @@ async def peer(
     reply, speed = reply_text(vocabulary()), str(_TOKENS_PER_SECOND)
     with closing(free_ports()) as ports:
         port, *engine_ports = [next(ports) for _ in range(_ENGINES + 1)]
-    module = ("-m", "benchmarks.fake_stream_engine")
+    module = ("-m", "benchmarks.harness.fake_stream_engine")
     engines = Engines(
         folder,
         {

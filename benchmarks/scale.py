@@ -24,9 +24,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measure import Measured, measure
-from benchmarks.systems import Mesh, make_model, running_mesh
-from benchmarks.workload import Shape
+from benchmarks.harness.measure import Measured, measure
+from benchmarks.harness.systems import Mesh, make_model, running_mesh
+from benchmarks.harness.workload import Shape
 
 _COUNTS = (1, 2, 4)
 _SESSIONS = 64

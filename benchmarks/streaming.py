@@ -22,7 +22,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.systems import read_line, run_process
+from benchmarks.harness.systems import read_line, run_process
 from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2

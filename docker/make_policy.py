@@ -6,8 +6,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from examples.demo.policy import make_policy
-
 _CONFIG = "config.json"
 _log = logging.getLogger("policy")
 
@@ -19,6 +17,9 @@ def main() -> None:
     if (target / _CONFIG).exists():
         _log.info("%s already contains a model; it is kept", target)
         return
+    # Imports torch, which takes longer than everything else where a model is there.
+    from examples.demo.policy import make_policy  # noqa: PLC0415
+
     with tempfile.TemporaryDirectory() as folder:
         report = make_policy(Path(folder), seed=0, progress=_show)
         made = sorted(Path(folder).iterdir(), key=lambda file: file.name == _CONFIG)

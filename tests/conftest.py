@@ -13,7 +13,7 @@ from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.engine.engines import engine_with
 from tests.meshes import Mesh, scripted_mesh
-from tests.models import make_model_dir, make_tokenizer_dir
+from tests.models import make_model_dir, make_tokenizer_dir, make_vision_dir
 
 # A change is judged by the same examples wherever it is tested. Others are looked for by hand:
 # `pytest --hypothesis-profile=search`, as often as one likes.
@@ -32,6 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What needs torch or Ray, which the environment of `make test-fast` has not.
 _WITH_TORCH = (
     "agents",
+    "batches/test_images.py",
     "batches/test_tensors.py",
     "batches/test_tree_batches.py",
     "client/runners/test_ray_tasks.py",
@@ -41,6 +42,7 @@ _WITH_TORCH = (
     "examples",
     "gpu",
     "trainers",
+    "vision",
 )
 collect_ignore = [] if find_spec("torch") else list(_WITH_TORCH)
 pytest_plugins = ["tests.progress", "tests.schedule"]
@@ -50,6 +52,12 @@ pytest_plugins = ["tests.progress", "tests.schedule"]
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's files without weights."""
     return make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a model that takes images, without weights."""
+    return make_vision_dir(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(scope="session")

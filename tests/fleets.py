@@ -11,9 +11,9 @@ import openai
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
-from rollmesh.mesh.gateways import journal_of
+from rollmesh.mesh.directories.gateways import journal_of
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.collector.postgres_server import Database, postgres_database
 from tests.meshes import Mesh, write_script
 from tests.processes import ServiceProcess, running
@@ -29,7 +29,7 @@ class Fleet:
     client: Client
     lease_ms: int
 
-    async def start_gateway(self, name: str) -> ServiceProcess:
+    async def start_gateway(self, name: str, **flags: object) -> ServiceProcess:
         """Starts a gateway that has nothing but the database."""
         mesh = self.mesh
         process = await mesh.stack.enter_async_context(
@@ -42,6 +42,7 @@ class Fleet:
                 model_path=mesh.model,
                 journal=self.database.url,
                 journal_lease_ms=self.lease_ms,
+                **flags,
             )
         )
         mesh.processes[name] = process
@@ -58,6 +59,19 @@ class Fleet:
                 found = (served.epoch, gateway.gateway_id)
                 owners[served.journal_id] = max(found, owners.get(served.journal_id, (0, "")))
         return owners
+
+    async def live_sessions(self) -> int:
+        """Number of open sessions of all gateways, as they say."""
+        total = 0
+        for name, process in self.mesh.processes.items():
+            if name.startswith("gateway") and process.is_running:
+                async with open_channel(process.address) as channel:
+                    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                    info = await stub.GetGatewayInfo(
+                        gateway_pb2.GetGatewayInfoRequest(), timeout=30
+                    )
+                total += info.live_sessions
+        return total
 
     async def owner(self, session: Session) -> str:
         """The gateway that serves a session."""

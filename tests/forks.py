@@ -24,7 +24,7 @@ _LOADED = (
     "rollmesh.chat.constraints.structural_tag",
     "rollmesh.chat.parsing.formats",
     "rollmesh.chat.templates.loading",
-    "rollmesh.mesh.membership",
+    "rollmesh.mesh.routers.membership",
     "rollmesh.runtime.process.main",
     "rollmesh.v1.collector_pb2_grpc",
     "rollmesh.v1.engine_pb2_grpc",
@@ -34,6 +34,7 @@ _LOADED = (
     "starlette.applications",
     "uvicorn.protocols.http.httptools_impl",
 )
+_FORK_S = 120.0  # on a machine that does other work
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(list(_LOADED))
 
@@ -63,7 +64,8 @@ class Forked:
             process.start()
         forked = cls(process, stdout, writer)
         try:
-            await stdout.readline()  # from here on its session is its own
+            async with asyncio.timeout(_FORK_S):
+                await stdout.readline()  # from here on its session is its own
         except BaseException:
             process.kill()  # nobody else would: the exit of this process waits for it
             raise

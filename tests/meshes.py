@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +75,12 @@ class Mesh:
                 return {"data_dir": self.folder / service, **port}
             case "engine":
                 script = self.folder / "script.json"
+                config = json.loads((self.model / "config.json").read_text())
                 return {
                     **port,
                     **router,
                     "backend": "scripted",
-                    "vocabulary_tokens": json.loads((self.model / "config.json").read_text())[
-                        "vocab_size"
-                    ],
+                    "vocabulary_tokens": config.get("text_config", config)["vocab_size"],
                     "eos_id": 2,
                     "reply_tokens": 8,
                     "script": script if script.exists() else "",
@@ -100,9 +99,17 @@ class Mesh:
 
 @asynccontextmanager
 async def scripted_mesh(
-    folder: Path, model: Path, rules: Sequence[tuple[str, str]] = (), **engine: object
+    folder: Path,
+    model: Path,
+    rules: Sequence[tuple[str, str]] = (),
+    *,
+    first: Mapping[str, Mapping[str, object]] | None = None,
+    **engine: object,
 ) -> AsyncIterator[Mesh]:
-    """Runs a mesh; `rules` are pairs of the end of a prompt and the reply to it, as text."""
+    """Runs a mesh; `rules` are pairs of the end of a prompt and the reply to it, as text.
+
+    `first` has the flags of services' first processes, `engine` those of the engine's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if rules:
         write_script(folder / "script.json", Tokenizer(model), rules)
@@ -111,7 +118,7 @@ async def scripted_mesh(
         for together in (("router", "collector"), ("engine", "gateway", "sidecar")):
             async with asyncio.TaskGroup() as tasks:
                 for service in together:
-                    flags = engine if service == "engine" else {}
+                    flags = engine if service == "engine" else (first or {}).get(service, {})
                     tasks.create_task(mesh.start(service, **flags))
         yield mesh
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from examples.demo.chatml import make_tokenizer
 
@@ -29,6 +30,47 @@ def make_tokenizer_dir(path: Path, context: int = CONTEXT_TOKENS) -> Path:
         "max_position_embeddings": context,
     }
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+_SHOWN = """\
+{%- macro shown(content) %}
+    {%- if content is string %}{{- content }}{%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}{{- part.text }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+"""
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def make_vision_dir(path: Path, context: int = 8192) -> Path:
+    """Writes the same with images: one id for each 32 x 32 pixels, as Qwen3-VL has them."""
+    make_tokenizer_dir(path, context)
+    template = path / "chat_template.jinja"
+    source = template.read_text()
+    for before in ("message.role + '\\n'", "'\\n<tool_response>\\n'"):
+        assert f"{before} + message.content" in source
+        source = source.replace(f"{before} + message.content", f"{before} + shown(message.content)")
+    template.write_text(_SHOWN + source)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(VISION_TOKENS))
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {  # the language model's part apart, as published
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "max_position_embeddings": context,
+        },
+        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    processor = {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 65536}}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
     return path
 
 

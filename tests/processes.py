@@ -39,6 +39,11 @@ class ServiceProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
+
     async def wait_line(self, prefix: str) -> str:
         """Returns the next line of output that begins with `prefix`, the prefix cut off."""
         assert self._process.stdout is not None

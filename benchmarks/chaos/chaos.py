@@ -4,13 +4,15 @@
 
 A mesh of 3 scripted engines, 2 gateways, 2 routers and 2 collectors, with its journals and its
 store in one PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a trainer that
-acknowledges. Meanwhile processes are killed and stopped, links between any two of them break, fall
-silent or slow down, and disks are full; clients that are stopped are slow readers, and some agents
-read slowly by habit. Which events happen in which order follows from the seed, which is printed.
+acknowledges and pushes weights. Meanwhile processes are killed and stopped, links between any two
+of them break, fall silent or slow down, and disks are full; clients that are stopped are slow
+readers, and some agents read slowly by habit. Which events happen in which order follows from the
+seed, which is printed.
 
 Afterwards everything is started again, and the books are checked: every answered turn must be in
-exactly one delivered trajectory, with exactly the tokens that the agent received; no lease is held;
-and agents got errors only while a gateway, a sidecar or the database was away.
+exactly one delivered trajectory, with exactly the tokens that the agent received, sampled with
+versions that had been pushed by then; no lease is held; and agents got errors only while a gateway,
+a sidecar or the database was away.
 
 The last line of the output is one JSON object.
 """
@@ -25,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ _RESTART_S = 0.5
 _WARM_UP_S = 20.0
 """Age from which the memory of a process is watched, seconds."""
 _CLIENTS = ("agents", "trainer")
-_TOLD = ("agent_errors_unexplained", "crashes")
+_TOLD = ("agent_errors_unexplained", "wrong_versions", "crashes")
 
 
 @dataclass
@@ -191,6 +194,9 @@ async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         "doubled": audit.doubled,
         "wrong_tokens": audit.wrong_tokens,
         "drift_turns": audit.drift,
+        "pushes": len(audit.pushed),
+        "versions": len(set(chain.from_iterable(audit.versions.values()))),
+        "wrong_versions": audit.wrong_versions,
         "migrated": len(audit.migrated),
         "redelivered": audit.redelivered,
         "agent_errors": len(audit.failures),

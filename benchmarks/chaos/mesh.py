@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,10 +21,10 @@ from rollmesh.cli.up.plan import ProcessSpec, plan_mesh, read_mesh
 from tests.faults.proxy import Proxy
 from tests.processes import reserved_port
 
-_COUNTS = {"engines": 3, "gateways": 2, "sidecars": 2, "collectors": 2}
-_TWICE = ("router",)
+_COUNTS = {"routers": 2, "engines": 3, "gateways": 2, "sidecars": 2, "collectors": 2}
 _DISK_MB = 256
 _HABITS = Habits(agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1)
+_PUSH_EVERY_S = 3.0
 _NEEDED = ("gateway", "sidecar", "database")
 """Services without which agents get no answers. Others may be away."""
 
@@ -117,16 +117,7 @@ def _plan(tables: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Proc
     def free_port() -> int:
         return int(stack.enter_context(reserved_port()).getsockname()[1])
 
-    specs = plan_mesh(tables, free_port)
-    twins = [_twin(spec, free_port()) for spec in specs if spec.service in _TWICE]
-    return twins + specs
-
-
-def _twin(spec: ProcessSpec, port: int) -> ProcessSpec:
-    """Returns a second process of a service, with files of its own."""
-    folder = next(flag for flag in spec.flags if flag.startswith("--data-dir="))
-    flags = (*spec.flags, f"--port={port}", f"{folder}-1")
-    return replace(spec, name=f"{spec.name}-1", address=f"127.0.0.1:{port}", flags=flags)
+    return plan_mesh(tables, free_port)
 
 
 async def _service(mesh: Mesh, spec: ProcessSpec, seed: int, stack: AsyncExitStack) -> Lane:
@@ -147,7 +138,8 @@ async def _clients(mesh: Mesh, seed: int, stack: AsyncExitStack) -> list[Lane]:
     async def addresses(name: str, sidecar: int = 0) -> str:
         return json.dumps(mesh.addresses(await mesh.wiring.routers(name, stack), sidecar))
 
-    lanes = [lane("trainer", await addresses("trainer"), str(matrix.trainer_log), "0")]
+    trainer_log = str(matrix.trainer_log)
+    lanes = [lane("trainer", await addresses("trainer"), trainer_log, "0", str(_PUSH_EVERY_S))]
     habits = json.dumps(asdict(_HABITS))
     for at in range(len(mesh.wiring.of("sidecar"))):
         where = await addresses(f"agents-{at}", at)

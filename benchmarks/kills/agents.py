@@ -1,11 +1,11 @@
 """Agents in a separate process: short sessions through the sidecar, until stopped.
 
 Each event is appended to a file as one line before anything depends on it: `OPEN session key`,
-`ANSWERED answer-id crc` with the CRC-32 of the answer's token ids, `FAILED began ended error` with
-the seconds (monotonic clock) between which a request failed for good, `CLOSED session`. Arguments:
-the mesh's addresses as JSON, the file, a seed, the number of chunks of streamed answers after which
-to print `FAULT` and block (0: never), and the habits as JSON. When standard input ends, the process
-closes its sessions and exits.
+`ANSWERED answer-id crc at` with the CRC-32 of the answer's token ids and the time, `FAILED began
+ended error` with the times between which a request failed for good, `CLOSED session`. Times are
+seconds of the monotonic clock. Arguments: the mesh's addresses as JSON, the file, a seed, the
+number of chunks of streamed answers after which to print `FAULT` and block (0: never), and the
+habits as JSON. When standard input ends, the process closes its sessions and exits.
 """
 
 import asyncio
@@ -158,7 +158,7 @@ class Agents:
 
     def _answered(self, answer_id: str, ids: Iterable[int]) -> None:
         crc = zlib.crc32(np.array(list(ids), "<u4").tobytes())
-        self._note("ANSWERED", answer_id, str(crc))
+        self._note("ANSWERED", answer_id, str(crc), f"{time.monotonic():.3f}")
 
     def _note(self, *words: str) -> None:
         os.write(self._log, f"{' '.join(words)}\n".encode())

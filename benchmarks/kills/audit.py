@@ -36,6 +36,14 @@ class Audit:
     """CRC-32 of the token ids that the trainer received, by turn."""
     migrated: set[str] = field(default_factory=set)
     """Turns that one engine began and another one completed."""
+    versions: dict[str, list[int]] = field(default_factory=dict)
+    """Policy versions that sampled each turn."""
+    answered_s: dict[str, float] = field(default_factory=dict)
+    """When the agent had each answer, on the monotonic clock."""
+    pushing_s: dict[int, float] = field(default_factory=dict)
+    """When the push of each version began. Version 0 is what engines begin with."""
+    pushed: set[int] = field(default_factory=set)
+    """Versions whose push was accepted, as far as the trainer knows."""
     changed: int = 0
     """Redeliveries that differ from the first delivery."""
     after_acknowledgement: int = 0
@@ -55,13 +63,18 @@ class Audit:
             entry = json.loads(line)
             if "acknowledged" in entry:
                 acknowledged.add(entry["acknowledged"])
+            elif "pushing" in entry:
+                audit.pushing_s.setdefault(entry["pushing"], entry["at_s"])
+            elif "pushed" in entry:
+                audit.pushed.add(entry["pushed"])
+            if "received" not in entry:
                 continue
             audit.after_acknowledgement += entry["received"] in acknowledged
             for session in entry["sessions"]:
                 audit._receive(session)
         return audit
 
-    def _note(self, what: str, first: str, second: str = "", *_: str) -> None:
+    def _note(self, what: str, first: str, second: str = "", third: str = "", *_: str) -> None:
         """Takes one line of the agents' log."""
         match what:
             case "OPEN":
@@ -70,6 +83,8 @@ class Audit:
                 self.closed.add(first)
             case "ANSWERED":
                 self.answered[first] = int(second)
+                if third:
+                    self.answered_s[first] = float(third)
             case _:
                 self.failures.append(Interval(float(first), float(second)))
 
@@ -81,8 +96,9 @@ class Audit:
             return
         self.received[session_id] = digest
         self.drift += session["drift"]
-        for turn, is_trained, is_migrated, crc in session["turns"]:
+        for turn, is_trained, is_migrated, crc, versions in session["turns"]:
             self.tokens[turn] = crc
+            self.versions[turn] = versions
             if is_migrated:
                 self.migrated.add(turn)
             if is_trained:
@@ -111,6 +127,18 @@ class Audit:
         """Answered turns that arrived with other tokens than the agent received."""
         arrived = self.answered.keys() & self.tokens.keys()
         return sum(self.answered[turn] != self.tokens[turn] for turn in arrived)
+
+    @property
+    def wrong_versions(self) -> int:
+        """Turns with a version that nobody pushed, or only after the agent had the answer."""
+        begun_s = {0: 0.0, **self.pushing_s}
+        return sum(
+            any(
+                one not in begun_s or begun_s[one] > self.answered_s.get(turn, begun_s[one])
+                for one in versions
+            )
+            for turn, versions in self.versions.items()
+        )
 
     def unexplained(self, outages: Iterable[Interval], after_s: float) -> int:
         """Returns how many failures overlap none of the outages.

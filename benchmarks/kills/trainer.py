@@ -1,8 +1,10 @@
 """A trainer in a separate process: logs each delivery to a file, then acknowledges it.
 
 It writes one JSON line for each delivery before sending the acknowledgement, and one once that is
-durable. Arguments: the mesh's addresses as JSON, the file, and the number of deliveries after which
-to print `FAULT` and block before acknowledging (0: never). It ends when its standard input does.
+durable. If it pushes weights, it writes a line before each push and one after it. Arguments: the
+mesh's addresses as JSON, the file, the number of deliveries after which to print `FAULT` and block
+before acknowledging (0: never), and the seconds between two pushes of weights (0: it pushes none).
+It ends when its standard input does.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,19 @@ from typing import Any
 import numpy as np
 
 from rollmesh.client import Client, MeshAddresses, SessionResult
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import trajectory_pb2
 
 _CREDITS = 16
 _LEASE_MS = 60_000
+_WEIGHTS = {"w": np.zeros(1024, np.float32)}
 _MIGRATED = trajectory_pb2.FIDELITY_REASON_MIGRATED
 
 
 def describe(session: SessionResult) -> dict[str, Any]:
     """Returns the parts of a session that the audit needs, as JSON values."""
     digest = hashlib.sha256()
-    turns: list[tuple[str, bool, bool, int]] = []
+    turns: list[tuple[str, bool, bool, int, list[int]]] = []
     drift = 0
     for trajectory in session.trajectories:
         ids = np.ascontiguousarray(trajectory.token_ids, "<u4")
@@ -38,7 +43,9 @@ def describe(session: SessionResult) -> dict[str, Any]:
                 continue
             answer_id = f"chatcmpl-{session.session_id}-{segment.node_id}"
             crc = zlib.crc32(ids[segment.start : segment.end].tobytes())
-            turns.append((answer_id, segment.trained, _MIGRATED in segment.reasons, crc))
+            versions = np.unique(trajectory.policy_versions[segment.start : segment.end]).tolist()
+            is_migrated = _MIGRATED in segment.reasons
+            turns.append((answer_id, segment.trained, is_migrated, crc, versions))
             drift += zlib.crc32(ids[: segment.start].tobytes()) != segment.prompt_crc32
     return {
         "session_id": session.session_id,
@@ -48,8 +55,8 @@ def describe(session: SessionResult) -> dict[str, Any]:
     }
 
 
-async def main(addresses: str, log: str, fault_after: str) -> None:
-    """Processes deliveries until stopped."""
+async def main(addresses: str, log: str, fault_after: str, push_every_s: str = "0") -> None:
+    """Processes deliveries, and pushes weights, until stopped."""
     file = os.open(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     left = int(fault_after)
 
@@ -71,11 +78,27 @@ async def main(addresses: str, log: str, fault_after: str) -> None:
                 await deliveries.acknowledge(delivery)
                 note({"acknowledged": delivery.delivery_id})
 
+    async def push(client: Client, every_s: float) -> None:
+        while every_s:
+            await asyncio.sleep(every_s)
+            try:
+                version = await client.policy_version() + 1
+                note({"pushing": version, "at_s": time.monotonic()})
+                await client.push_weights(_WEIGHTS, version, allow_partial=True)
+            except RollmeshError as error:  # it may have reached some engines
+                note({"not_pushed": error.reason})
+            else:
+                note({"pushed": version})
+
     async with Client(MeshAddresses.from_json(addresses)) as client, asyncio.TaskGroup() as group:
-        consuming = group.create_task(consume(client))
+        work = [
+            group.create_task(consume(client)),
+            group.create_task(push(client, float(push_every_s))),
+        ]
         print("READY {}", flush=True)
         await asyncio.to_thread(sys.stdin.buffer.read)
-        consuming.cancel()
+        for task in work:
+            task.cancel()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import time
 from statistics import median
 
-from benchmarks.memory import rss_bytes
+from benchmarks.harness.memory import rss_bytes
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.v1 import router_pb2
@@ -78,7 +78,7 @@ def _turns(table: LeaseTable, round_: int) -> float:
         if at >= _HELD:
             done = asked[at - _HELD][0]
             table.release("g", done, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=at)
-            table.settle(at)
+            table.end_waits(at)
     spent = time.process_time() - started
     for lease_id, _, _ in asked[-_HELD:]:
         table.release("g", lease_id)

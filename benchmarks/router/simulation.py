@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.measure import percentile
+from benchmarks.harness.measure import percentile
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.leasing.policies import POLICIES
@@ -207,9 +207,9 @@ class Week:
 
     def _end_turn(self, agent: Agent, lease_id: str) -> None:
         self._table.release("g", lease_id, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=self._now_ms)
-        for settled in self._table.settle(self._now_ms):
-            assert isinstance(settled.result, router_pb2.LeaseGrant)
-            self._generate(settled.lease_id, settled.result.engine_id)
+        for ended in self._table.end_waits(self._now_ms):
+            assert isinstance(ended.result, router_pb2.LeaseGrant)
+            self._generate(ended.lease_id, ended.result.engine_id)
         agent.turns += 1
         agent.tokens += _tokens(agent.chance, _TOOL)
         is_last = agent.chance.random() < _LAST_TURN or agent.turns == _MOST_TURNS

@@ -4,6 +4,8 @@ Everything that agents do not echo as it was is in here: reasoning, white space 
 arguments as no serialiser would write them.
 """
 
+from datetime import datetime, timedelta
+
 
 def call(arguments: str, name: str = "calculator") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -77,5 +79,23 @@ MINI_TEXT = [
     ),
 ]
 
+# The Claude agent SDK, with the tool on a server of its own. Its first question is followed by the
+# date, which may become another one while the tests run.
+_TODAY = datetime.now().astimezone().date()
+_DAYS = [_TODAY + timedelta(days=days) for days in range(2)]
+_SERVED = "mcp__math__calculator"
+_COUNT = '{"description": "Count", "prompt": "Count it.", "subagent_type": "counter"'
+_BEGUN = f"<think>\nI take the tool.\n</think>\n\n I will compute.\n\n{call(ODD, _SERVED)}"
+_PAIR = (call('{"b": 2.0, "a": 42}', _SERVED), call('{"a": 1E2,  "b":1.26}', _SERVED))
+COUNTED = "All is counted."
+SDK = [
+    *((f"Today's date is {day}.", _BEGUN) for day in _DAYS),
+    (result("42.0 in all"), "\n".join(_PAIR)),
+    *((result(f"{ended} in all"), ANSWER) for ended in ("84.0", "126.0")),
+    (result("42.0 to count"), call(f'{_COUNT}, "run_in_background": false}}', "Agent")),
+    (result("42.0 as counted"), "It is 42."),
+    (result("</usage>"), COUNTED),
+]
+
 # The longer endings first: the first rule that fits gives the reply.
-RULES = [*CHAT, *BROKEN, *MINI_TEXT, *MINI, *MINI_TALK]
+RULES = [*CHAT, *BROKEN, *MINI_TEXT, *MINI, *MINI_TALK, *SDK]

@@ -23,8 +23,18 @@ ANSWERS = [dialogues.ANSWER, dialogues.FAREWELL]
         pytest.param("openai_chat", ("dump",), (), id="openai-whole-dumped"),
         pytest.param("openai_chat", ("helper",), (), id="openai-streamed-by-the-helper"),
         pytest.param("openai_chat", ("accumulated",), (), id="openai-streamed-by-hand"),
-        pytest.param("openai_agents", ("whole",), (), id="openai-agents-whole"),
-        pytest.param("openai_agents", ("streamed",), (), id="openai-agents-streamed"),
+        pytest.param("anthropic_messages", ("message",), (), id="anthropic-whole"),
+        pytest.param("anthropic_messages", ("helper",), (), id="anthropic-streamed"),
+        pytest.param("anthropic_messages", ("runner",), (), id="anthropic-tool-runner"),
+        pytest.param(
+            "anthropic_messages", ("streaming-runner",), (), id="anthropic-tool-runner-streamed"
+        ),
+        pytest.param("openai_agents", ("whole", "chat"), (), id="openai-agents-whole"),
+        pytest.param("openai_agents", ("streamed", "chat"), (), id="openai-agents-streamed"),
+        pytest.param("openai_agents", ("whole", "responses"), (), id="openai-agents-responses"),
+        pytest.param(
+            "openai_agents", ("streamed", "responses"), (), id="openai-agents-responses-streamed"
+        ),
         pytest.param("langgraph_react", ("whole", ""), (), id="langgraph-whole"),
         pytest.param("langgraph_react", ("streamed", ""), (), id="langgraph-streamed"),
         pytest.param(

@@ -25,7 +25,7 @@ QUESTIONS = ("What is 12 plus 30?", "Use the tools.", "I am not sure.")
 AGENTS = [
     ("openai_chat", ("message",)),
     ("openai_chat", ("accumulated",)),
-    ("openai_agents", ("streamed",)),
+    ("openai_agents", ("streamed", "chat")),
     ("langgraph_react", ("whole", "")),
 ]
 # What the policy may do: be cut by the limit, sample the mark of a call, or sample a text by other

@@ -16,7 +16,6 @@ from rollmesh.batches import (
 )
 from rollmesh.chat.messages import Message
 from rollmesh.client import Delivery, SessionResult
-from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
 from rollmesh.runtime.errors import InvalidFieldError
@@ -38,7 +37,7 @@ def exported(
         outcome=session_pb2.SESSION_OUTCOME_COMPLETED, rewards=rewards
     )
     spec = SessionSpec(name, 0, group_id="g", export_mode=mode)
-    return SessionResult.from_proto(write_record(Session(spec, world.tree), close, 1))
+    return SessionResult.from_proto(write_record(spec, world.tree, close, 1))
 
 
 def one_tree(name: str = "s", *, reward: float | None = 1.0, seed: int = 3) -> SessionResult:

@@ -14,6 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -23,6 +25,8 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate
 from rollmesh.chat.templates.mistral import MistralTemplate, MistralTokenizer
+from rollmesh.chat.templates.profile import Finding
+from rollmesh.chat.templates.system_messages import SystemRule
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.paths import package_folder
 
@@ -35,7 +39,8 @@ _LATER_TOKENS = ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 # too, but are kept when text is decoded, as in the models' own tokenizers.
 _CONTROL = re.compile(
     r"<\|[a-z_]+>|<[a-z_]+\|>|<[|\uff5c][^<>{}'\"\s]{1,40}[|\uff5c]>"
-    r"|<(?:start_of_turn|end_of_turn|end_of_utterance|bos|eos|sop)>|</s>|\[/?INST\]|\[gMASK\]"
+    r"|<(?:start_of_turn|end_of_turn|end_of_utterance|start_of_image|image|bos|eos|sop)>|</s>"
+    r"|\[/?INST\]|\[gMASK\]"
 )
 # Control tokens of the models' tokenizers that their templates do not print.
 _MORE_CONTROL = {"gptoss": {"<|constrain|>", "<|endoftext|>"}}
@@ -70,6 +75,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
+def parameters() -> list[ParameterSet]:
+    """The names for tests of random conversations.
+
+    A template for training prints what its plain one prints, and marks the answers: a long test.
+    """
+    known = set(names())
+    long = {f"{name}_training" for name in known} & known
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in long)) for name in names()]
+
+
 @cache
 def load(name: str) -> Family:
     with tempfile.TemporaryDirectory() as folder:
@@ -98,9 +113,13 @@ def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> 
     plain: list[dict[str, Any]] = []
     in_parts = family.name.startswith(("llava", "idefics", "smolvlm"))
     for message in messages:
-        text: Any = message.content
-        entry: dict[str, Any] = {"role": message.role}
-        entry["content"] = [{"type": "text", "text": text}] if in_parts else text
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        if in_parts or message.images:
+            parts = message.parts if message.images else [message.content]
+            entry["content"] = [
+                {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
+                for one in parts
+            ]
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -160,6 +179,15 @@ def _write_tokenizer(folder: Path, source: str, variables: dict[str, str], more:
         stops = ["<|user|>", "<|observation|>"]  # as in the models' own generation_config.json
     generation = {"eos_token_id": [rust.token_to_id(stop) for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def given(found: Continuation, messages: Sequence[Message]) -> list[Message]:
+    """The messages as the template is given them."""
+    findings = found.profile.findings
+    rule = SystemRule(
+        Finding.JOINS_FIRST_SYSTEM in findings, Finding.LATER_SYSTEM_AS_USER in findings
+    )
+    return rule.apply(messages)
 
 
 def mistral_names() -> list[str]:
@@ -274,6 +302,13 @@ at start. Gemma 4 ends a call with the `<|tool_response>` that begins the result
 sampled another end, or was cut, that token is added. Its template prints text beside a call after
 the call's results: sampled text stays where it was, also with `--history=rewrite`, and an agent's
 own message of that kind is refused with a 400.
+
+**System messages.** Agents send several at the beginning, and others within the conversation: Codex
+begins with two, Claude Code adds reminders. A template that prints only one at the beginning is
+given their texts as one, with an empty line between them. A template that refuses or drops later
+ones is given them as user messages, unchanged and in their place, if it takes more orders of
+messages like that. The last column says so, and so does `GetGatewayInfo`. The rule depends on the
+template and its options alone, so a message is printed the same in every turn.
 
 **Ids of tool calls** count where the template prints them: a message with another id is another
 message, and a call has the id that the model sampled. Elsewhere they are ignored.

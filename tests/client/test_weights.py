@@ -168,6 +168,7 @@ async def test_a_checkpoint_is_named_and_not_sent() -> None:
     router = push_router()
     async with pushing(router) as client:
         await client.push_weights(Path("/models/step-5"), 5, mode="wait")
+    router.header.request_id = ""
     assert router.header == router_pb2.PushWeightsHeader(
         policy_version=5, pause_mode=engine_pb2.PAUSE_MODE_WAIT, checkpoint_dir="/models/step-5"
     )
@@ -178,6 +179,7 @@ async def test_a_transfer_is_described_and_not_sent() -> None:
     router = push_router()
     async with pushing(router) as client:
         await client.push_weights(Transfer("nccl", [{"names": ["a"]}, [{}, {}]]), 6, mode="abort")
+    router.header.request_id = ""
     assert router.header == router_pb2.PushWeightsHeader(
         policy_version=6,
         pause_mode=engine_pb2.PAUSE_MODE_ABORT,

@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -25,6 +25,17 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LI
 DROP SCHEMA IF EXISTS rollmesh CASCADE; DROP SCHEMA IF EXISTS rollmesh_gateway CASCADE"""
 
 
+_AS_NOBODY = """
+import grp, os, pwd, sys
+os.setgroups([])
+os.setgid(grp.getgrnam("nogroup").gr_gid)
+os.setuid(pwd.getpwnam("nobody").pw_uid)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Python that runs a program as nobody. If `subprocess` changed the user, it would fork instead of
+vfork, and gRPC's fork handlers would run in the child of a process that has gRPC's threads."""
+
+
 class PostgresServer:
     """A server that keeps its port and its data over restarts; it refuses to run as root."""
 
@@ -34,9 +45,9 @@ class PostgresServer:
         self._data.mkdir()
         self._reserved = reserved_port()
         self.port = self._reserved.getsockname()[1]
-        self._as: dict[str, Any] = {}
+        self._as: list[str] = []
         if os.geteuid() == 0:
-            self._as = {"user": "nobody", "group": "nogroup", "extra_groups": []}
+            self._as = [sys.executable, "-I", "-S", "-c", _AS_NOBODY]
             for path in (self.folder, self._data):
                 shutil.chown(path, "nobody", "nogroup")
         self._run("initdb", "--no-sync", "--auth=trust", "--encoding=utf8", "--username=postgres")
@@ -56,7 +67,11 @@ class PostgresServer:
 
     @property
     def pid(self) -> int:
-        return int((self._data / "postmaster.pid").read_text().split()[0])
+        """Id of the first process; an OSError if there is none, or it has not written it yet."""
+        written = (self._data / "postmaster.pid").read_text().split()
+        if not written:
+            raise ProcessLookupError("postmaster.pid is empty: the server is starting")
+        return int(written[0])
 
     def kill(self) -> None:
         """SIGKILL for all its processes.
@@ -102,14 +117,13 @@ class PostgresServer:
         with (self.folder / "commands").open("a+") as said:
             began = said.tell()
             done = subprocess.run(
-                [*command, *arguments],
+                [*self._as, *command, *arguments],
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 timeout=_START_S,
                 check=False,
                 cwd=self.folder,
-                **self._as,
             )
             said.seek(began)
             text = said.read()

@@ -1,5 +1,7 @@
 """Session records for tests."""
 
+import hashlib
+
 import numpy as np
 
 from rollmesh.runtime.codec.token_arrays import pack_tokens
@@ -90,3 +92,14 @@ def tree_record(session_id: str) -> session_pb2.SessionRecord:
     del result.trajectories[:]
     result.tree.CopyFrom(tree())
     return result
+
+
+def with_images(session: session_pb2.SessionRecord, *images: bytes) -> session_pb2.SessionRecord:
+    """The session, each of whose trajectories shows the images in its first tokens."""
+    for data in images:
+        sha256 = hashlib.sha256(data).hexdigest()
+        size = len(data)
+        session.images.add(sha256=sha256, media_type="image/png", data=data, data_bytes=size)
+        for one in session.trajectories:
+            one.images.add(sha256=sha256, start=len(one.images), tokens=1)
+    return session

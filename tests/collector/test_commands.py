@@ -1,5 +1,6 @@
 """The collector's command line, as people run it."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
-from tests.collector.records import record
+from tests.collector.records import record, with_images
 from tests.processes import ServiceProcess, running
 
 
@@ -103,6 +104,33 @@ async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) 
     assert (gone.returncode, "'trainer' is not known" in gone.stderr) == (1, True)
 
 
+def inspect(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "rollmesh.cli", "collector", "inspect", *flags)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def test_a_router_knows_the_collectors(tmp_path: Path) -> None:
+    async with running("router", tmp_path, data_dir=tmp_path / "router") as router:
+        flags = ("--router", f"127.0.0.1:9,{router.address}")
+        none = inspect(*flags)
+        assert (none.returncode, "--collector" in none.stderr) == (1, True)
+        data_dir = tmp_path / "data"
+        async with (
+            running("collector", tmp_path, router=router.address, data_dir=data_dir) as process,
+            open_channel(process.address) as channel,
+        ):
+            stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+            await stub.Ingest(pb.IngestRequest(sessions=[record("a")]), timeout=TIMEOUT_S)
+            (stats,) = lines(inspect(*flags))
+            assert stats["sessions"] == "1"
+
+
+async def test_another_collector_is_asked_if_one_is_away(collector: ServiceProcess) -> None:
+    for addresses in (f"127.0.0.1:9,{collector.address}", f"{collector.address},127.0.0.1:9"):
+        (stats,) = lines(inspect("--collector", addresses))
+        assert stats["sessions"] == "4"
+
+
 @pytest.mark.parametrize(
     ("text", "position"),
     [
@@ -137,6 +165,20 @@ async def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     expected = [row async for session in sessions() for row in rows_of(session)]
     assert rows == expected
     assert rows[0]["turn_rewards"] == [{"node_id": 2, "end": 6, "reward": 0.5}]
+
+
+async def test_images_are_exported_once_beside_the_rows_that_name_them(tmp_path: Path) -> None:
+    async def shown() -> AsyncIterator[session_pb2.SessionRecord]:
+        yield with_images(record("a"), b"cat", b"dog")
+        yield with_images(record("b"), b"cat")
+
+    names = [hashlib.sha256(data).hexdigest() for data in (b"cat", b"dog")]
+    await export(shown(), tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [one["sha256"] for row in rows for one in row["images"]] == [*names, names[0]]
+    assert rows[0]["images"][1] == {"sha256": names[1], "start": 1, "tokens": 1}
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out.jsonl.images").iterdir()}
+    assert found == {f"{names[0]}.png": b"cat", f"{names[1]}.png": b"dog"}
 
 
 async def test_parquet_without_pyarrow_says_what_to_do(

@@ -6,19 +6,30 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rollmesh.client import MeshAddresses
 from tests.paths import ROOT
 
-_PORTS = {"router": 7100, "gateway": 7200, "collector": 7300, "sidecar": 8000, "engine": 7400}
-_SERVICES = frozenset(_PORTS)
+_SERVICES = ("router-1", "router-2", "collector", "gateway", "sidecar", "sidecar-host", "engine")
 _HEALTHY_S = 900.0
+_LABEL = "com.docker.compose"
 # What a user's environment may say otherwise; 0 takes a free port.
-_SETTINGS = {"COMPOSE_PROFILES": "", "CPU_ENGINES": "1", "MODEL": "model"}
-_SETTINGS |= {f"{service.upper()}_PORT": "0" for service in _PORTS}
+_SETTINGS = {
+    "COMPOSE_PROFILES": "",
+    "COMPOSE_FILE": "docker-compose.yml",
+    "CPU_ENGINES": "1",
+    "DATABASE": "sqlite",
+    "MODEL": "model",
+    "ROUTER_PORT": "0",
+    "ROUTER_2_PORT": "0",
+    "SIDECAR_PORT": "0",
+}
+POSTGRES_IMAGE = "rollmesh-test-postgres"
 
 
 def docker_problem() -> str:
@@ -44,7 +55,8 @@ class Project:
     name: str = field(default_factory=lambda: f"rollmesh-test-{uuid.uuid4().hex[:8]}")
     command: list[str] = field(default_factory=_compose_command)
     settings: dict[str, str] = field(default_factory=lambda: dict(_SETTINGS))
-    services: frozenset[str] = _SERVICES
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SERVICES, 1))
+    """How many containers of each service there are; those with several are scaled."""
 
     def compose(self, *arguments: str) -> str:
         """Runs a compose command; returns what it printed."""
@@ -62,39 +74,61 @@ class Project:
 
     def up(self) -> None:
         """Builds, starts, and returns when all services are healthy."""
-        self.compose("up", "--detach", "--build")
+        scaled = (f"--scale={name}={count}" for name, count in self.counts.items() if count > 1)
+        self.compose("up", "--detach", "--build", *scaled)
+        self.wait_healthy()
+
+    def wait_healthy(self) -> None:
+        """Returns when all services are healthy."""
         since = time.time()
         # Docker keeps 256 events, and health checks fill them while a slow service starts.
-        if not (sick := set(self.services - self._healthy())):
+        if not (sick := self._sick()):
             return
         for status, service in self._events(since):
             if status == "die" and service in sick:
                 break  # it would be started again and again
-            if status == "health_status: healthy":
-                sick.discard(service)
-            if not sick:
+            if status == "health_status: healthy" and not (sick := self._sick()):
                 return
         logs = self.compose("logs", "--tail=50", *sick)
         raise AssertionError(f"ended, or not healthy in {_HEALTHY_S:.0f} s: {sorted(sick)}\n{logs}")
 
-    def _healthy(self) -> set[str]:
-        label = "com.docker.compose"
-        filters = [f"--filter=label={label}.project={self.name}", "--filter=health=healthy"]
-        shown = f'--format={{{{.Label "{label}.service"}}}}'
-        return set(subprocess.check_output(["docker", "ps", *filters, shown], text=True).split())
+    def _sick(self) -> set[str]:
+        """The services of which too few containers are healthy."""
+        filters = [f"--filter=label={_LABEL}.project={self.name}", "--filter=health=healthy"]
+        shown = f'--format={{{{.Label "{_LABEL}.service"}}}}'
+        found = subprocess.check_output(["docker", "ps", *filters, shown], text=True).split()
+        return set(Counter(self.counts) - Counter(found))
+
+    def containers(self, service: str) -> list[str]:
+        """The ids of a service's containers."""
+        filters = [
+            f"--filter=label={_LABEL}.project={self.name}",
+            f"--filter=label={_LABEL}.service={service}",
+        ]
+        command = ["docker", "ps", "--all", "--quiet", *filters]
+        return subprocess.check_output(command, text=True).split()
+
+    def ip(self, container: str) -> str:
+        """The address of a container, which this machine reaches."""
+        shown = "--format={{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+        return subprocess.check_output(["docker", "inspect", shown, container], text=True).strip()
+
+    @property
+    def network(self) -> str:
+        """The name of the network of all containers."""
+        return f"{self.name}_default"
 
     def _events(self, since: float) -> Iterator[tuple[str, str]]:
         """Yields what happens to services and to which, from a time in Unix seconds on."""
-        label = "com.docker.compose"
         events = subprocess.Popen(
             [
                 "docker",
                 "events",
                 f"--since={since:.6f}",
-                f"--filter=label={label}.project={self.name}",
+                f"--filter=label={_LABEL}.project={self.name}",
                 "--filter=event=health_status",
                 "--filter=event=die",
-                f'--format={{{{.Status}}}}|{{{{index .Actor.Attributes "{label}.service"}}}}',
+                f'--format={{{{.Status}}}}|{{{{index .Actor.Attributes "{_LABEL}.service"}}}}',
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -113,22 +147,20 @@ class Project:
             events.stdout.close()
 
     def addresses(self) -> MeshAddresses:
-        """Where this machine reaches the services; other ports after every start."""
-        names = ("router", "gateway", "collector", "sidecar")
-        return MeshAddresses(
-            **{name: self.compose("port", name, str(_PORTS[name])).strip() for name in names}
-        )
+        """Where this machine reaches the mesh; other ports after every start."""
+        routers = (self.compose("port", name, "7100").strip() for name in ("router-1", "router-2"))
+        return MeshAddresses(router=",".join(routers))
 
-    def stop(self) -> dict[str, int]:
-        """Stops all containers as a user would; returns their exit codes."""
+    def stop(self) -> dict[str, set[int]]:
+        """Stops all containers as a user would; returns the exit codes of each service."""
         self.compose("stop")
-        return {service: self._exit_code(service) for service in self.services}
+        return {
+            service: {self._exit_code(one) for one in self.containers(service)}
+            for service in self.counts
+        }
 
-    def _exit_code(self, service: str) -> int:
-        label = "label=com.docker.compose"
-        filters = [f"--filter={label}.project={self.name}", f"--filter={label}.service={service}"]
-        found = subprocess.check_output(["docker", "ps", "-aq", *filters], text=True).strip()
-        inspect = ["docker", "inspect", "--format={{.State.ExitCode}}", found]
+    def _exit_code(self, container: str) -> int:
+        inspect = ["docker", "inspect", "--format={{.State.ExitCode}}", container]
         return int(subprocess.check_output(inspect, text=True))
 
 
@@ -137,11 +169,42 @@ def running_project() -> AbstractContextManager[Project]:
     return _running(Project())
 
 
+def scaled_project(model: Path, counts: dict[str, int]) -> AbstractContextManager[Project]:
+    """Runs a project on PostgreSQL with scripted engines; the model's folder has their script."""
+    settings = {
+        "COMPOSE_PROFILES": "postgres",
+        "COMPOSE_FILE": f"docker-compose.yml:{Path(__file__).parent / 'scripted.yml'}",
+        "DATABASE": "postgresql://rollmesh@postgres/rollmesh",
+        "POSTGRES_IMAGE": POSTGRES_IMAGE,
+        "MODEL": str(model),
+    }
+    _build_postgres()
+    return _running(
+        Project(
+            settings=_SETTINGS | settings,
+            counts=dict.fromkeys([*_SERVICES, "postgres"], 1) | counts,
+        )
+    )
+
+
+def _build_postgres() -> None:
+    """Builds PostgreSQL from Debian's packages, because an image may be out of reach."""
+    folder = Path(__file__).parent
+    base = os.environ.get("BASE_IMAGE", "python:3.11-slim")
+    subprocess.run(
+        [
+            *("docker", "build", "--quiet", f"--tag={POSTGRES_IMAGE}"),
+            *(f"--build-arg=BASE_IMAGE={base}", f"--file={folder}/postgres.Dockerfile", folder),
+        ],
+        check=True,
+    )
+
+
 def gpu_project() -> AbstractContextManager[Project]:
     """Runs a project whose only engine is on the GPU."""
-    gpu = {"COMPOSE_PROFILES": "gpu", "CPU_ENGINES": "0", "GPU_ENGINE_PORT": "0"}
-    services = _SERVICES - {"engine"} | {"engine-gpu"}
-    return _running(Project(settings=_SETTINGS | gpu, services=services))
+    gpu = {"COMPOSE_PROFILES": "gpu", "CPU_ENGINES": "0"}
+    services = [*_SERVICES[:-1], "engine-gpu"]
+    return _running(Project(settings=_SETTINGS | gpu, counts=dict.fromkeys(services, 1)))
 
 
 @contextmanager

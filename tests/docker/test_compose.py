@@ -117,10 +117,10 @@ async def test_an_agent_uses_its_tool_and_a_trainer_gets_the_exact_tokens(
 
 
 async def test_a_trainer_with_the_stubs_alone_gets_the_next_group(project: Project) -> None:
-    addresses = project.addresses()
-    async with Client(addresses) as client:
+    async with Client(project.addresses()) as client:
         runs = await run_group(client)
-    (sessions,) = await asyncio.to_thread(read_groups, addresses.collector, "trainer", 1)
+    collector = f"{project.ip(project.containers('collector')[0])}:7300"
+    (sessions,) = await asyncio.to_thread(read_groups, collector, "trainer", 1)
     assert [session.session_id for session in sessions] == [run.session_id for run in runs]
     assert summarise([sessions])["sessions"] == _SAMPLES
 
@@ -130,7 +130,7 @@ async def test_sigterm_is_a_clean_end_and_volumes_keep_what_was_not_acknowledged
 ) -> None:
     async with Client(project.addresses()) as client:
         runs = await run_group(client)
-    assert set(project.stop().values()) == {0}
+    assert all(codes == {0} for codes in project.stop().values())
     project.up()
     async with Client(project.addresses()) as client:
         assert_exact(runs, await next_group(client))

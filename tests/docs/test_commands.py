@@ -71,8 +71,8 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             assert {target for target in targets if "=" not in target} <= _TARGETS, where
         case ["rollmesh", "--version"]:
             assert "--version" in helps("rollmesh.cli")
-        case ["rollmesh", "up", *rest]:
-            check_flags(rest, helps("rollmesh.cli.up"))
+        case ["rollmesh", "up" | "conformance" as tool, *rest]:
+            check_flags(rest, helps({"up": "rollmesh.cli.up"}.get(tool, f"rollmesh.{tool}")))
         case ["rollmesh", "template", "check", *rest]:
             check_flags(rest, helps("rollmesh.chat.check"))
         case ["rollmesh", service, tool, *rest] if tool in _TOOLS.get(service, ()):

@@ -6,7 +6,7 @@ from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1.errors_pb2 import ErrorReason
 from scripts.curve import CURVE, TABLE, draw, measured
-from scripts.pages import configuration, errors
+from scripts.pages import configuration, conformance, errors
 from tests.chat.parsing import page as parsers
 from tests.paths import ROOT
 
@@ -15,6 +15,11 @@ AGAIN = "run `make docs-generate`"
 
 def test_the_page_of_errors_is_current() -> None:
     assert (ROOT / "docs" / "errors.md").read_text("utf-8") == errors.page(), AGAIN
+
+
+def test_the_page_of_checks_is_current() -> None:
+    found = (ROOT / "docs" / "conformance.md").read_text("utf-8")
+    assert found == conformance.page(), AGAIN
 
 
 def test_the_page_of_settings_is_current() -> None:

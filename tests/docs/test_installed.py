@@ -131,10 +131,10 @@ def test_chat_stands_alone(commands: Path, tmp_path: Path, tokenizer_dir: Path) 
     """The wheel and what `rollmesh[chat]` asks for: the page's example runs without gRPC."""
     packages = tmp_path / "packages"
     packages.mkdir()
-    for name in ("jinja2", "markupsafe", "numpy", "tokenizers"):
+    for name in ("jinja2", "markupsafe", "numpy", "PIL", "tokenizers"):
         (packages / name).symlink_to(package_folder(name))
-    for libraries in package_folder("numpy").parent.glob("numpy.libs"):
-        (packages / "numpy.libs").symlink_to(libraries)
+    for libraries in package_folder("numpy").parent.glob("*.libs"):
+        (packages / libraries.name).symlink_to(libraries)
     (example,) = (one.text for one in blocks("python") if one.page == "docs/chat.md")
     model = f"model_path = {str(tokenizer_dir)!r}"
     alone = "import sys, importlib.util\nassert importlib.util.find_spec('grpc') is None"

@@ -24,7 +24,7 @@ from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
 from tests.models import make_tokenizer_dir
-from tests.trainers.processes import run_script
+from tests.trainers.test_transfer_queue import SNIPPET as WITH_A_QUEUE
 
 GROUP = 8
 ADDRESSES = MeshAddresses(router="-", gateway="-", collector="-", sidecar="-")
@@ -141,12 +141,6 @@ async def verl_runner(block: Block, folder: Path) -> None:
     await names["run"]({"raw_prompt": []}, Session("id", "key", "http://127.0.0.1:1/v1"))
 
 
-async def queue_writer(block: Block, folder: Path) -> None:
-    """In the trainers' own environment, with a real queue."""
-    keys = await run_script("snippet_run", folder, text=block.text)
-    assert len(keys) == 1
-
-
 async def trl_trainer(block: Block, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL has not been told of this vLLM yet
@@ -215,7 +209,6 @@ ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/chat.md python 1": chat,
     "docs/operations.md python 1": scorer,
     "docs/trainers.md python 2": verl_runner,
-    "docs/trainers.md python 3": queue_writer,
     "docs/trainers.md python 4": trl_trainer,
     "docs/trainers.md python 5": nccl,
 }
@@ -236,4 +229,5 @@ async def test_a_snippet_calls_what_there_is(block: Block, tmp_path: Path) -> No
 
 
 def test_every_snippet_is_tested() -> None:
-    assert {block.name for block in blocks("python")} == {*WITH_MESH, *ALONE}
+    tested = {*WITH_MESH, *ALONE, WITH_A_QUEUE}
+    assert {block.name for block in blocks("python")} == tested

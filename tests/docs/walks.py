@@ -17,10 +17,10 @@ from tests.sidecar.scripted_gateway import sidecar_of
 
 
 class Tracer:
-    """Notes our functions in the order of their first calls, in all threads that begin later."""
+    """Notes the calls of our functions in their order, in all threads that begin later."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, str], None] = {}
+        self.calls: list[tuple[str, str]] = []
         """Module and qualified name."""
         self._noting = False
         self._awaited: tuple[tuple[str, str], Callable[[], object]] | None = None
@@ -48,7 +48,7 @@ class Tracer:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        self.calls = {}
+        self.calls = []
         self._noting = True
         try:
             yield
@@ -60,7 +60,7 @@ class Tracer:
             module = frame.f_globals.get("__name__", "")
             if module.startswith("rollmesh."):
                 call = (module, frame.f_code.co_qualname)
-                self.calls.setdefault(call)
+                self.calls.append(call)
                 if self._awaited is not None and self._awaited[0] == call:
                     self._awaited[1]()
 

@@ -1,6 +1,7 @@
 """The same promises for both backends, through real gRPC and a real engine process."""
 
 import asyncio
+import json
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -100,12 +101,38 @@ async def test_what_is_masked_is_not_sampled_and_log_probs_stay_the_models(engin
         result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
         assert result.ids == [second], masks
         assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
+    result = await engine.generate(
+        engine.request(1, 0, sampling=greedy, banned_token_ids=plain.ids[:1])
+    )
+    assert result.ids == [second]
+    assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4)
     # The last id of a longer sequence is masked only after the others.
     long = sampling_pb2.TokenSequence(token_ids=plain.ids[:3])
     sampling = greedy | {"bad_sequences": [long]}
     result = await engine.generate(engine.request(3, 0, sampling=sampling))
     assert result.ids[:2] == plain.ids[:2]
     assert result.ids[2] == plain.top_ids[2][1]
+
+
+async def test_ids_that_are_no_text_are_not_sampled_under_a_constraint_either(
+    engine: Engine,
+) -> None:
+    if (await engine.info()).backend == "scripted":
+        pytest.skip("a script is to keep the masks itself")
+    form = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    constraint = engine_pb2.Constraint(structural_tag_json=tag)
+
+    async def sampled(*banned: int) -> list[int]:
+        greedy = {"temperature": 0.0}
+        request = engine.request(
+            1, 0, sampling=greedy, constraint=constraint, banned_token_ids=banned
+        )
+        request.generate.sampling.ignore_eos = False
+        return (await engine.generate(request)).ids
+
+    (first,) = await sampled()
+    assert await sampled(first) != [first]
 
 
 async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None:
@@ -132,6 +159,17 @@ async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, sa
     with pytest.raises(InvalidConstraintError, match=says) as caught:
         await engine.generate(request)
     assert caught.value.field == "constraint.structural_tag_json"
+
+
+async def test_the_messages_of_a_long_collected_answer_grow_with_it(engine: Engine) -> None:
+    asked = engine.request(600, 64)
+    asked.min_chunk_tokens = 8
+    async with asyncio.timeout(120), aclosing(engine.stream(asked)) as responses:
+        sizes = [len(response.token_ids_u32le) // 4 async for response in responses]
+    assert sum(sizes) == 600
+    assert max(sizes) <= 64
+    assert sizes[0] <= 16  # few are lost early
+    assert len(sizes) <= 40  # in equal ones it would be 75
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
@@ -205,6 +243,8 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
             "INVALID_SAMPLING",
             "sampling.allowed_token_ids",
         ),
+        ({"banned_token_ids": [9999]}, "INVALID_FIELD", "banned_token_ids"),
+        ({"banned_token_ids": [5] * 65}, "INVALID_FIELD", "banned_token_ids"),
         (
             {"sampling": {"bad_sequences": [sampling_pb2.TokenSequence()]}},
             "INVALID_SAMPLING",

@@ -56,8 +56,8 @@ async def nothing(request: engine_pb2.GenerateRequest) -> Answers:
 
 @asynccontextmanager
 async def lying_mesh(folder: Path, model: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(folder, model, [(SAID, REPLY)]) as mesh:
-        await mesh.restart("gateway", stall_timeout_ms=1000)
+    first = {"gateway": {"stall_timeout_ms": 1000}}
+    async with scripted_mesh(folder, model, [(SAID, REPLY)], first=first) as mesh:
         yield mesh
 
 

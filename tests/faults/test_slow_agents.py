@@ -13,8 +13,8 @@ from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.metrics import CHATS
-from rollmesh.sidecar.openai_chat import endpoint
+from rollmesh.sidecar.metrics import TURNS
+from rollmesh.sidecar.turns import endpoint
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.faults.slow_agent import SlowAgent, slow_agent
 from tests.meshes import Mesh, scripted_mesh, until_free
@@ -78,7 +78,7 @@ async def test_a_stream_that_is_neither_read_nor_left_ends_with_its_turns_time(
     before = chats_ended()
     async with (
         serving(gateway) as address,
-        sidecar_of(SidecarConfig(gateway=address, turn_timeout_ms=300)) as url,
+        sidecar_of(SidecarConfig(gateway=address, turn_timeout_ms=2_000)) as url,
         slow_agent(f"{url}/v1", KEY, messages=ASK) as agent,
     ):
         await until(lambda: chats_ended() != before)
@@ -89,16 +89,15 @@ async def test_a_stream_that_is_neither_read_nor_left_ends_with_its_turns_time(
 
 def chats_ended() -> float:
     """Streams that this process' sidecars have ended."""
-    (metric,) = CHATS.collect()
+    (metric,) = TURNS.collect()
     return sum(sample.value for sample in metric.samples if sample.labels.get("status") == "200")
 
 
 @asynccontextmanager
 async def long_mesh(folder: Path, model: Path, **engine: object) -> AsyncIterator[Mesh]:
     """A mesh with room for answers that no connection holds."""
-    async with scripted_mesh(folder, model, RULES, **engine) as mesh:
-        await mesh.restart("gateway", max_context_tokens=131_072)
-        await mesh.restart("sidecar", metrics_port=0)
+    first = {"gateway": {"max_context_tokens": 131_072}, "sidecar": {"metrics_port": 0}}
+    async with scripted_mesh(folder, model, RULES, first=first, **engine) as mesh:
         yield mesh
 
 
@@ -132,7 +131,7 @@ async def in_flight(mesh: Mesh, session: Session) -> int:
 
 async def streams_ended(mesh: Mesh) -> float:
     samples = await mesh.processes["sidecar"].samples()
-    return samples.get('rollmesh_sidecar_chats_total{status="200"}', 0)
+    return samples.get('rollmesh_sidecar_turns_total{protocol="chat",status="200"}', 0)
 
 
 async def delivered(client: Client, session: Session) -> SessionResult:

@@ -1,8 +1,11 @@
 """A gateway in this process over real gRPC and SQLite, and engines that remember what they saw."""
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import random
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +17,9 @@ import grpc
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
-from rollmesh.engine.backend import Chunk, GenerateInput
+from rollmesh.engine.backend import Chunk, GenerateInput, PromptImage
 from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.requests.images import RequestImages
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
@@ -41,6 +45,11 @@ class Generation:
     prompt: list[int]
     """Without what another engine sampled before."""
     sampled: list[int] = field(default_factory=list)
+    banned: tuple[int, ...] = ()
+    """What the engine may not sample."""
+    images: tuple[PromptImage, ...] = ()
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order in which generations began."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class RememberingBackend(ScriptedBackend):
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
         ids, start = request.token_ids.tolist(), len(request.token_ids) - request.sampled_tokens
-        generation = Generation(ids[:start], ids[start:])
+        generation = Generation(ids[:start], ids[start:], request.banned_token_ids, request.images)
         self.generations.append(generation)
         if self._cuts:
             async for chunk in self._cut(self._cuts.pop(0), request):
@@ -134,7 +143,11 @@ class RememberingEngine(EngineService):
     def __init__(self, config: EngineConfig, backend: RememberingBackend) -> None:
         super().__init__(config)
         self._backend = backend
-        self._servicer = EngineServicer(backend, config.engine_id, config.model)
+        self._servicer = EngineServicer(backend, config.engine_id, config)
+
+    def forget_images(self) -> None:
+        """Drops the bytes of all images, as a restart does."""
+        self._servicer._images = RequestImages(self._config)  # noqa: SLF001
 
 
 class LiveGateway(GatewayService):
@@ -166,6 +179,19 @@ async def served(service: Service, config: ServerConfig) -> AsyncIterator[str]:
             stop.set()
 
 
+def lasting_port() -> int:
+    """Returns a free port that no outgoing connection takes while its service is away.
+
+    The system gives those to connections from 32,768 on.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port from 20,000 to 32,000 is free")
+
+
 class LiveMesh:
     """A mesh of services in this process; the gateway can be replaced."""
 
@@ -191,16 +217,18 @@ class LiveMesh:
         )
         dice = dice or random.Random(0)
         self._backends = [RememberingBackend(config, dice, faults, self.cuts) for _ in range(2)]
+        self.servicers: list[RememberingEngine] = []
         self._service: LiveGateway | None = None
         self.router = ""
-        self._port = 0
         self.collector = ""
         self.address = ""
+        self._port = lasting_port()
         self.stub: gateway_pb2_grpc.GatewayServiceAsyncStub
 
     @property
     def generations(self) -> list[Generation]:
-        return [one for backend in self._backends for one in backend.generations]
+        found = [one for backend in self._backends for one in backend.generations]
+        return sorted(found, key=lambda one: one.number)
 
     @property
     def gateway(self) -> Registry:
@@ -228,7 +256,9 @@ class LiveMesh:
                 backend="scripted",
                 grace_ms=0,
             )
-            await enter(served(RememberingEngine(engine, backend), engine))
+            service = RememberingEngine(engine, backend)
+            self.servicers.append(service)
+            await enter(served(service, engine))
         await self.start_gateway()
         return self
 
@@ -237,7 +267,7 @@ class LiveMesh:
         await self._stack.aclose()
 
     async def start_gateway(self, **settings: Any) -> None:
-        """Ends the gateway, where there is one, and starts another on its journal."""
+        """Ends the gateway, if there is one, and starts another on its journal and port."""
         await self._gateway_stack.aclose()
         config = GatewayConfig(
             router=self.router,
@@ -250,9 +280,8 @@ class LiveMesh:
         )
         self._service = LiveGateway(config)
         address = await self._gateway_stack.enter_async_context(served(self._service, config))
-        self.address = address
-        if not self._port:
-            self._port = int(address.rpartition(":")[2])
+        if not self.address:
+            self.address = address
             channel: grpc.aio.Channel = open_channel(address)
             self._stack.push_async_callback(channel.close)
             self.stub = gateway_pb2_grpc.GatewayServiceStub(channel)

@@ -35,16 +35,24 @@ async def test_a_request_id_of_a_closed_session_opens_nothing_and_names_it(mesh:
     request = gateway_pb2.CreateSessionRequest(request_id="once")
     opened = await mesh.stub.CreateSession(request)
     assert await mesh.stub.CreateSession(request) == opened
+    found = await mesh.stub.FindSession(gateway_pb2.FindSessionRequest(request_id="once"))
+    assert (found.session_id, found.closed) == (opened.session_id, False)
+    for request_id, reason in (("never", "SESSION_UNKNOWN"), ("", "INVALID_FIELD")):
+        unknown = gateway_pb2.FindSessionRequest(request_id=request_id)
+        assert (await refusal(mesh.stub.FindSession(unknown))).reason == reason
     close = gateway_pb2.CloseSessionRequest(
         session_id=opened.session_id,
         session_key=opened.session_key,
         outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
     )
     await mesh.stub.CloseSession(close)
+    find = gateway_pb2.FindSessionRequest(request_id="once")
     for _ in range(2):
         error = await refusal(mesh.stub.CreateSession(request, wait_for_ready=True))
         assert error.reason == "SESSION_CLOSED"
         assert error.metadata["session_id"] == opened.session_id
+        found = await mesh.stub.FindSession(find)
+        assert (found.session_id, found.closed) == (opened.session_id, True)
         await mesh.start_gateway()
     assert mesh.gateway.live_sessions == 0
 
@@ -135,3 +143,19 @@ async def test_tools_of_requests_that_fail_are_not_kept(mesh: LiveMesh) -> None:
     assert repr(tree) == "Tree(0 roots, 0 nodes, 0 turns)"
     await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK], tools_json=tools))
     assert tree.text_bytes > len(tools)
+
+
+@pytest.mark.parametrize(
+    ("deferred", "problem"),
+    [("{}", "is not an array of objects"), ("[", "is not JSON"), ("[1]", "is not an array")],
+)
+async def test_what_is_wrong_with_tools_that_are_not_printed_is_named(
+    mesh: LiveMesh, deferred: str, problem: str
+) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
+    request = gateway_pb2.ChatRequest(**who, messages=[ASK], deferred_tools_json=deferred)
+    error = await refusal(mesh.stub.Chat(request))
+    assert str(error).startswith("deferred_tools_json: ")
+    assert problem in str(error)
+    assert "tools_json" not in str(error).removeprefix("deferred_tools_json")

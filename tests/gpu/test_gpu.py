@@ -169,7 +169,9 @@ async def test_the_gpu_profile_of_compose_serves(monkeypatch: pytest.MonkeyPatch
     from tests.docker.compose import gpu_project  # noqa: PLC0415 - asks docker
 
     with gpu_project() as project:
-        async with open_channel(project.compose("port", "engine-gpu", "7400").strip()) as channel:
+        async with open_channel(
+            f"{project.ip(project.containers('engine-gpu')[0])}:7400"
+        ) as channel:
             stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
             info = await stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=60)
             assert info.policy_version == 0

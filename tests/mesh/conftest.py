@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,6 +35,6 @@ async def slow(
 
 
 def _of_module(
-    request: pytest.FixtureRequest, folder: Path, model: Path, **engine: object
+    request: pytest.FixtureRequest, folder: Path, model: Path, **engine: Any
 ) -> AbstractAsyncContextManager[Mesh]:
     return scripted_mesh(folder, model, getattr(request.module, "RULES", ()), **engine)

@@ -106,15 +106,17 @@ async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh)
                     await agent.chat.completions.create(model="policy", messages=ASK)
 
 
-async def test_no_key_is_in_a_log_or_in_an_error(mesh: Mesh) -> None:
+async def test_no_key_is_in_a_log_or_in_an_error(tmp_path: Path, tokenizer_dir: Path) -> None:
     async def said(session: Session, method: str, path: str, **more: Any) -> str:
         async with httpx2.AsyncClient() as http:
             answer = await http.request(method, f"{session.base_url}{path}", **more)
         return answer.text
 
-    async with mesh.client() as client:
-        await mesh.restart("gateway", log_level="debug")
-        await mesh.restart("sidecar", log_level="debug")
+    first = {service: {"log_level": "debug"} for service in ("gateway", "sidecar")}
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, first=first) as mesh,
+        mesh.client() as client,
+    ):
         async with client.session() as session:
             texts = [
                 await said(session, "POST", "/chat/completions", json={"messages": ASK}),

@@ -10,9 +10,8 @@ SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 
 
 async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_dir: Path) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh:
-        for service in SERVICES:
-            await mesh.restart(service, metrics_port=0)
+    first = {service: {"metrics_port": 0} for service in SERVICES}
+    async with scripted_mesh(tmp_path, tokenizer_dir, first=first, metrics_port=0) as mesh:
         async with mesh.client() as client:
             async with client.session() as session:
                 messages: list[Any] = [{"role": "user", "content": "hello"}]
@@ -39,4 +38,4 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
     assert seen["rollmesh_router_leases"] == 0
     assert seen['rollmesh_collector_sessions_total{kind="stored"}'] == 1
     assert seen['rollmesh_collector_acknowledged_total{consumer="trainer"}'] == 1
-    assert seen['rollmesh_sidecar_chats_total{status="200"}'] == 1
+    assert seen['rollmesh_sidecar_turns_total{protocol="chat",status="200"}'] == 1

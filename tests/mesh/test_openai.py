@@ -228,7 +228,7 @@ async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
             assert bad.value.param == "temperature"
             with pytest.raises(openai.BadRequestError) as bad:
                 await ask(agent, {"role": "user", "content": [{"type": "image_url"}]})
-            assert bad.value.param == "messages[0].content[0]"
+            assert bad.value.param == "messages[0].content[0].image_url"
             with pytest.raises(openai.BadRequestError) as long:
                 await ask(agent, user("word " * 3000))
             assert long.value.code == "context_length_exceeded"
@@ -250,10 +250,10 @@ async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
 async def test_an_overloaded_mesh_says_when_to_come_back(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
+    first = {"gateway": {"lease_timeout_ms": 300}}
     async with scripted_mesh(
-        tmp_path, tokenizer_dir, RULES, tokens_per_second=20, lease_capacity=1
+        tmp_path, tokenizer_dir, RULES, first=first, tokens_per_second=20, lease_capacity=1
     ) as mesh:
-        await mesh.restart("gateway", lease_timeout_ms=300)
         async with mesh.client() as client, client.session() as one, client.session() as two:
             stream = await ask(mesh.openai(one), user("at length"), stream=True)
             await anext(aiter(stream))  # it has its lease

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime.errors import InvalidWeightsError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.statuses import from_status
@@ -40,8 +40,10 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """What it says of itself."""
         self.asked = 0
         """How often it was asked for that."""
+        self.controls: list[tuple[str, str]] = []
+        """The control calls that it got: the name of each and its request id."""
         self.hangs = asyncio.Event()
-        """Set while it answers; cleared, updates get no answer."""
+        """Set while it answers; cleared, updates and control calls get no answer."""
         self.hangs.set()
 
     async def StreamGenerate(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -50,15 +52,29 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
             yield answer
 
     async def Abort(self, request: Any, context: Any) -> Any:
+        await self._controlled("Abort", request)
         return engine_pb2.AbortResponse()
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        await self._controlled("Pause", request)
+        return engine_pb2.PauseResponse()
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         self.asked += 1
         self.changed.set()
         return self.info
 
+    async def InitWeightTransfer(self, request: Any, context: Any) -> Any:
+        await self._controlled("InitWeightTransfer", request)
+        return engine_pb2.InitWeightTransferResponse()
+
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
         return engine_pb2.ResetPrefixCacheResponse(reset=False)  # as if it were in use
+
+    async def _controlled(self, name: str, request: Any) -> None:
+        self.controls.append((name, request.request_id))
+        self.changed.set()
+        await self.hangs.wait()
 
     async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
         self.calls += 1
@@ -85,6 +101,13 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Waits until the router knows it."""
         async with asyncio.timeout(30):
             await self.member.wait_registered()
+
+    async def until_controlled(self, count: int) -> None:
+        """Waits until it got some number of control calls."""
+        async with asyncio.timeout(30):
+            while len(self.controls) < count:
+                self.changed.clear()
+                await self.changed.wait()
 
     async def until_taken(self, policy_version: int) -> None:
         """Waits until it took an update to a version."""

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.leasing.leases import LeaseClient
 from rollmesh.router import dispatch
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.circuit import CircuitState
@@ -109,7 +109,7 @@ async def test_leases_that_end_together_share_one_message(tmp_path: Path) -> Non
 async def find_fault(leases: LeaseClient, held: list[str]) -> None:
     async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
         held.append(grant.engine_id)
-        raise EngineFaultError("it lies")
+        raise EngineFaultError("it lies; " * 100)
 
 
 async def test_a_faulty_engine_is_given_back_with_its_fault(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_faulty_engine_is_given_back_with_its_fault(tmp_path: Path) -> N
         (faulty,) = held
         async with leases.lease(session_id="s", deadline_ms=20_000) as other:
             assert other.engine_id != faulty
-        assert router.table.engines[faulty].fault == "it lies"
+        assert router.table.engines[faulty].fault == ("it lies; " * 100)[:500]
         assert router.table.engines[faulty].leases == 0
 
 

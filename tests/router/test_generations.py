@@ -1,6 +1,7 @@
 """Generations through a router: any client of engines may be pointed at it."""
 
 import asyncio
+import hashlib
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids, unpack_logprobs
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
+from tests.chat.images.pictures import picture
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.waiting import until
@@ -229,6 +233,34 @@ async def test_a_generation_survives_its_engine(tmp_path: Path, way: Any, quick:
     assert way is whole or seen.engines == ["first", "second"]
 
 
+async def test_images_are_sent_to_a_router_once_and_by_it_to_each_engine(
+    tmp_path: Path, quick: Fleet
+) -> None:
+    sha256 = hashlib.sha256(picture()).hexdigest()
+    image = engine_pb2.PromptImage(sha256=sha256, offset=1, length=2)
+    with pytest.raises(ImageUnknownError) as caught:
+        await whole(quick, request("unknown", images=[image]))
+    assert caught.value.sha256s == [sha256]
+    misplaced = engine_pb2.PromptImage(sha256=sha256, offset=2, length=2, data=picture())
+    with pytest.raises(InvalidFieldError) as refused:
+        await whole(quick, request("misplaced", images=[misplaced]))
+    assert refused.value.field == "images[0].length"
+    sent = engine_pb2.PromptImage(sha256=sha256, offset=1, length=2, data=picture())
+    undisturbed = await whole(quick, request("sent", images=[sent]))
+    assert undisturbed.token_ids != (await whole(quick, request("text"))).token_ids
+    async with fleet_of(tmp_path) as fleet:
+        first = await fleet.add("first", tokens_per_second=4)
+        await whole(fleet, request("one", images=[sent], sampling={"max_tokens": 1}))
+        started = asyncio.Event()
+        asking = asyncio.ensure_future(streamed(fleet, request("r", images=[image]), started))
+        await started.wait()
+        await first.kill()
+        await fleet.add("second")
+        seen = await asking
+    assert (seen.token_ids, seen.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
+    assert seen.engines == ["first", "second"]
+
+
 async def test_a_seed_begins_anew_where_nothing_was_sent_and_fails_where_it_was(
     tmp_path: Path, quick: Fleet
 ) -> None:
@@ -337,3 +369,21 @@ async def test_a_router_stops_when_its_last_generation_has_ended(tmp_path: Path)
         assert rest[-1].finish.reason == sampling_pb2.FINISH_REASON_STOP
         await engine.kill()
         assert await stopping == 0
+
+
+async def test_health_and_reflection_name_both_services_of_a_router(quick: Fleet) -> None:
+    names = ["rollmesh.v1.EngineService", "rollmesh.v1.RouterService"]
+    async with open_channel(quick.router.address) as channel:
+        untyped_channel: Any = channel
+        health: Any = health_pb2_grpc.HealthStub(untyped_channel)
+        for name in names:
+            request = health_pb2.HealthCheckRequest(service=name)
+            answer = await health.Check(request, timeout=30)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
+        asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        (listed,) = [
+            answer async for answer in reflection.ServerReflectionInfo(iter(asked), timeout=30)
+        ]
+    found = {one.name for one in listed.list_services_response.service}
+    assert found >= set(names)

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.leasing.leases import LeaseClient
+from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidFieldError,

@@ -23,6 +23,8 @@ from tests.processes import ServiceProcess
 Script: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 
 NAME = "rollmesh.test.ScriptedService"
+OTHER = "rollmesh.test.Other"
+"""A further service of it, with the same methods."""
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 _WAIT_S = 60
 
@@ -55,6 +57,10 @@ class ScriptedService:
     """What is put here ends the service."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, OTHER
+
+    @property
     def capabilities(self) -> tuple[server_pb2.Capability.ValueType, ...]:
         return (server_pb2.CAPABILITY_SCORING,)
 
@@ -64,7 +70,7 @@ class ScriptedService:
             for kind in KINDS
         }
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(self.name, handlers),)
+            [grpc.method_handlers_generic_handler(name, handlers) for name in self.names]
         )
 
     @asynccontextmanager

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import grpc
 
-from rollmesh.mesh.gateways import GatewayDirectory
-from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.runtime.errors import AnswerUnknownError, SessionUnknownError
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
@@ -103,6 +103,10 @@ def waiting(
     return script
 
 
+async def _opens(request: gateway_pb2.CreateSessionRequest) -> None:
+    """Lets a session be opened."""
+
+
 class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     """Answers every Chat with `script`, after `failures`, and records the requests."""
 
@@ -115,6 +119,22 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.opened: list[gateway_pb2.CreateSessionRequest] = []
         self.closed: list[gateway_pb2.CloseSessionRequest] = []
         self.failures: list[Exception] = []
+        self.opening: Callable[[gateway_pb2.CreateSessionRequest], Awaitable[None]] = _opens
+        self.dead: set[str] = set()
+        """Ids of its dead letters."""
+        self.found: dict[str, gateway_pb2.FindSessionResponse] = {}
+        """What it says of a request id."""
+        self.finds = asyncio.Event()
+        """Set while it says so; cleared, it is silent."""
+        self.finds.set()
+
+    async def FindSession(
+        self, request: gateway_pb2.FindSessionRequest, context: Context
+    ) -> gateway_pb2.FindSessionResponse:
+        await self.finds.wait()
+        if (found := self.found.get(request.request_id)) is None:
+            raise SessionUnknownError(f"request_id: {request.request_id!r} opened no session here")
+        return found
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
@@ -136,6 +156,14 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
             async for event in events:
                 yield event
 
+    async def CountTokens(
+        self, request: gateway_pb2.CountTokensRequest, context: Context
+    ) -> gateway_pb2.CountTokensResponse:
+        self.requests.append(request.chat)
+        if self.failures:
+            raise self.failures.pop(0)
+        return gateway_pb2.CountTokensResponse(prompt_tokens=11)
+
     async def _events(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
@@ -153,6 +181,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.CreateSessionRequest, context: Context
     ) -> gateway_pb2.CreateSessionResponse:
         self.opened.append(request)
+        await self.opening(request)
         if self.failures:
             raise self.failures.pop(0)
         session_id = f"5e55{len(self.opened):04x}"
@@ -178,20 +207,38 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.GetGatewayInfoResponse:
         return gateway_pb2.GetGatewayInfoResponse(model=self.model, max_context_tokens=8192)
 
+    async def GetAnswer(
+        self, request: gateway_pb2.GetAnswerRequest, context: Context
+    ) -> gateway_pb2.GetAnswerResponse:
+        raise AnswerUnknownError("answer_id: is unknown")
+
+    async def WithdrawAnswer(
+        self, request: gateway_pb2.WithdrawAnswerRequest, context: Context
+    ) -> gateway_pb2.WithdrawAnswerResponse:
+        raise AnswerUnknownError("answer_id: is unknown")
+
     async def ListDeadLetters(
         self, request: gateway_pb2.ListDeadLettersRequest, context: Context
     ) -> gateway_pb2.ListDeadLettersResponse:
-        return gateway_pb2.ListDeadLettersResponse()
+        letters = [gateway_pb2.DeadLetter(session_id=one) for one in sorted(self.dead)]
+        return gateway_pb2.ListDeadLettersResponse(dead_letters=letters)
 
     async def RetryDeadLetter(
         self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
     ) -> gateway_pb2.RetryDeadLetterResponse:
-        raise SessionUnknownError("session_id: is no dead letter")
+        self._forget(request.session_id)
+        return gateway_pb2.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
         self, request: gateway_pb2.DropDeadLetterRequest, context: Context
     ) -> gateway_pb2.DropDeadLetterResponse:
-        raise SessionUnknownError("session_id: is no dead letter")
+        self._forget(request.session_id)
+        return gateway_pb2.DropDeadLetterResponse()
+
+    def _forget(self, session_id: str) -> None:
+        if session_id not in self.dead:
+            raise SessionUnknownError("session_id: is no dead letter")
+        self.dead.remove(session_id)
 
 
 @asynccontextmanager

@@ -352,7 +352,7 @@ async def test_other_paths_and_methods_are_refused_in_the_same_form(base_url: st
         unknown = await http.post("/v1/embeddings", json={})
         method = await http.get("/v1/chat/completions")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "path_unknown")
-    assert (method.status_code, method.json()["error"]["code"]) == (405, "path_unknown")
+    assert (method.status_code, method.json()["error"]["code"]) == (405, "method_unknown")
     assert unknown.headers["x-request-id"]
 
 

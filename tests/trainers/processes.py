@@ -12,7 +12,7 @@ ENVIRONMENT = ROOT / ".venv-trainers"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
-_SCRIPT_S = 240.0
+_SCRIPT_S = 500.0
 
 
 async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:

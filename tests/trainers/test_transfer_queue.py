@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.docs.pages import blocks
 from tests.trainers.processes import run_script
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+SNIPPET = "docs/trainers.md python 3"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ran(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    yield await run_script("queue_run", tmp_path_factory.mktemp("queue"))
+    (shown,) = (block for block in blocks("python") if block.name == SNIPPET)
+    yield await run_script("queue_run", tmp_path_factory.mktemp("queue"), snippet=shown.text)
 
 
 async def test_the_main_conversation_is_the_last_of_its_session(ran: Any) -> None:
@@ -90,3 +93,9 @@ async def test_a_batch_of_trees_is_a_tensordict_with_all_of_it_side_by_side(ran:
 
 async def test_extra_fields_are_columns_too_where_that_is_asked_for(ran: Any) -> None:
     assert ran["tensordicts"]["flat"] == [["SUB_AGENT", "MAIN"], [6, 4]]
+
+
+async def test_the_pages_snippet_writes_a_prompt_and_its_row(ran: Any) -> None:
+    prompt, row = ran["snippet"]
+    assert prompt == "u"
+    assert row.startswith("u_")

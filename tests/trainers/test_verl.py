@@ -58,7 +58,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         sessions: dict[tuple[str, int], SessionResult] = {}
         superseded: list[SessionResult] = []
         async with client.subscribe("audit", unit="session") as deliveries:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while len(sessions) + len(superseded) < _SESSIONS:
                     (session,) = (await anext(deliveries)).sessions
                     if session.superseded:

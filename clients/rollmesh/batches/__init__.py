@@ -3,6 +3,8 @@
 `rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `pack_trees` lays out
 complete trees; `to_torch` and `to_tensordict` convert batches. Nothing is truncated: a trajectory
 that does not fit is refused, or left out and counted.
+
+May import `client` and `runtime`.
 """
 
 from rollmesh.batches.columns import TrajectoryColumns, TreeColumns, group_advantages
@@ -11,6 +13,7 @@ from rollmesh.batches.errors import (
     PackageMissingError,
     TrajectoryTooLongError,
 )
+from rollmesh.batches.images import ImageInputs, ImageProcessor
 from rollmesh.batches.layouts import Batch, pack, pad
 from rollmesh.batches.ragged import RaggedBatch, ragged
 from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
@@ -20,6 +23,8 @@ from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [
     "Batch",
+    "ImageInputs",
+    "ImageProcessor",
     "LeftOut",
     "MissingRewardError",
     "PackageMissingError",

@@ -18,6 +18,8 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh collector delete|export|inspect|replay [flags]
        rollmesh gateway dead-letters list|retry|drop [flags]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
+       rollmesh conformance --base-url URL --key KEY
+                                       checks any server as agents would use it
        rollmesh --version
 """
 
@@ -41,6 +43,7 @@ _COMMANDS = {
     ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
     ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
     ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
+    ("conformance",): _Command("rollmesh.conformance", "conformance", ("httpx2",)),
     ("up",): _Command(
         "rollmesh.cli.up",
         "mesh",

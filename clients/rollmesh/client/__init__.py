@@ -1,4 +1,7 @@
-"""The SDK for trainers and agent runners."""
+"""The SDK for trainers and agent runners.
+
+May import `mesh`, `runtime` and `v1`.
+"""
 
 from rollmesh.client.client import Client
 from rollmesh.client.connections import MeshAddresses

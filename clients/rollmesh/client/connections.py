@@ -4,22 +4,35 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import grpc
 
 from rollmesh.client.retries import retried
-from rollmesh.mesh.gateways import GatewayDirectory
-from rollmesh.mesh.members import CollectorDirectory, SidecarDirectory
-from rollmesh.mesh.router_calls import Routers
-from rollmesh.runtime.errors import RemoteError, RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
-from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
+from rollmesh.mesh.directories.gateways import GatewayDirectory, Reached, journal_of
+from rollmesh.mesh.directories.members import CollectorDirectory, SidecarDirectory
+from rollmesh.mesh.routers.calls import Routers
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    RemoteError,
+    RollmeshError,
+    SessionClosedError,
+    StoreFullError,
+    StoreInDoubtError,
+    TooManySessionsError,
+)
+from rollmesh.runtime.rpc.channels import open_channel, request_metadata, stub_of, typed_errors
+from rollmesh.v1 import collector_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
 CALL_S = 60.0
 """Time for one call, with its repetitions, seconds."""
 _TRY_S = 20.0
 """Time for one try of a call if another collector can be tried, seconds."""
+_DOUBT_MS = 8_000
+"""Time within which another gateway takes over the sessions of one that died, milliseconds."""
+GatewayMethod: TypeAlias = Callable[
+    ["gateway_pb2_grpc.GatewayServiceAsyncStub"], Callable[..., Any]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,15 @@ class MeshAddresses:
         if len(found.get("sidecars", ())) > 1:
             del found["sidecar"]  # the router knows them all
         return cls(**{name: found[name] for name in names if name in found})
+
+
+class _Doubt(NamedTuple):
+    """A session that may be open, because the call that opens it got no answer."""
+
+    journal_id: str
+    """The journal that has it in this case."""
+    until_ms: int
+    """When it is opened elsewhere, on the monotonic clock."""
 
 
 class Connections:
@@ -95,7 +117,7 @@ class Connections:
                 timeout_s = min(timeout_s, _TRY_S)
 
             async def at(channel: grpc.aio.Channel) -> Any:
-                stub = collector_pb2_grpc.CollectorServiceStub(channel)
+                stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
                 with typed_errors():
                     return await method(stub)(
                         request,
@@ -108,56 +130,94 @@ class Connections:
 
         return await retried(once, CALL_S, *also)
 
-    async def _at_gateway(
-        self,
-        session_id: str,
-        method: Callable[["gateway_pb2_grpc.GatewayServiceAsyncStub"], Callable[..., Any]],
-        request: Any,
-        model: str = "",
-    ) -> Any:
-        """Makes a repeatable call at the gateway of a session, or places a new session.
+    async def _at_gateway(self, session_id: str, method: GatewayMethod, request: Any) -> Any:
+        """Makes a repeatable call at the gateway of a session.
 
         A gateway that does not answer may have returned elsewhere, or another may serve its journal
-        by now, so every repetition asks where to go. A new session is asked for a second time where
-        the first call got no answer, because it may be open there.
+        by now, so every repetition asks where to go. A call to a gateway that stands still is
+        repeated as soon as another one serves the journal.
 
         Args:
-            session_id: The session; empty: the call opens one, at the gateway with the fewest.
+            session_id: The session.
             method: Returns the method of a stub.
             request: Its request.
-            model: Model of a new session; empty: the only one.
         """
-        gateways = self._gateways
-
-        doubtful: gateway_pb2_grpc.GatewayServiceAsyncStub | None = None
 
         async def once(timeout_s: float) -> Any:
-            nonlocal doubtful
-            again, doubtful = doubtful, None
-            if session_id:
-                stub = await gateways.of(session_id)
-            else:
-                stub = again or await gateways.place(model)
-            try:
-                with typed_errors():
-                    return await method(stub)(
-                        request,
-                        timeout=timeout_s,
-                        metadata=request_metadata(),
-                        wait_for_ready=gateways.is_fixed,
-                    )
-            except RollmeshError as error:
-                if session_id:
-                    gateways.failed(session_id, error)
-                elif again is None and isinstance(error, RemoteError):
-                    doubtful = stub
-                raise
+            gateway = await self._gateways.of(session_id)
+            return await self._ask_gateway(gateway, method, request, timeout_s)
 
         return await retried(once, CALL_S)
 
-    async def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
-        """Returns a router that answers."""
-        return await self._routers.stub()
+    async def _opened(
+        self, request: gateway_pb2.CreateSessionRequest, *, is_repeat: bool
+    ) -> gateway_pb2.CreateSessionResponse:
+        """Opens a session at the gateway with the fewest.
+
+        A call that got no answer may have opened it. It is repeated where the journal is in which
+        that gateway opens sessions, at the gateway itself or at one that took over. Only if nobody
+        serves the journal for 8 s, another session is opened elsewhere.
+
+        Args:
+            request: Has a request id.
+            is_repeat: Whether an earlier process may have opened it; all gateways are asked first.
+
+        Raises:
+            SessionClosedError: The request id opened a session that is closed.
+        """
+        doubt: _Doubt | None = None
+        if is_repeat and (known := await self._found(request.request_id)):
+            doubt = _Doubt(known, clock.monotonic_ms() + _DOUBT_MS)
+
+        async def once(timeout_s: float) -> Any:
+            nonlocal doubt
+            if doubt is not None and clock.monotonic_ms() < doubt.until_ms:
+                gateway = await self._gateways.place_again(doubt.journal_id)
+            else:
+                gateway, doubt = await self._gateways.place(request.model), None
+            try:
+                return await self._ask_gateway(
+                    gateway, lambda stub: stub.CreateSession, request, timeout_s
+                )
+            except (TooManySessionsError, StoreFullError):  # so it is not open there
+                doubt = None
+                raise
+            except (RemoteError, StoreInDoubtError):
+                if doubt is None:
+                    until_ms = clock.monotonic_ms() + _DOUBT_MS
+                    doubt = _Doubt(gateway.route.journal_id, until_ms)
+                raise
+
+        opened: gateway_pb2.CreateSessionResponse = await retried(once, CALL_S)
+        return opened
+
+    async def _found(self, request_id: str) -> str:
+        """Returns the journal of the session that a request id opened; empty if it opened none."""
+        found = await retried(lambda _: self._gateways.find(request_id), CALL_S)
+        if found is not None and found.closed:
+            raise SessionClosedError(
+                f"request_id: {request_id!r} belongs to session {found.session_id}, which is "
+                "closed; give a new one to open another session",
+                session_id=found.session_id,
+            )
+        return journal_of(found.session_id) if found is not None else ""
+
+    async def _ask_gateway(
+        self, gateway: Reached, method: GatewayMethod, request: Any, timeout_s: float
+    ) -> Any:
+        """Makes one call at a gateway; if it was lost, it is looked for again."""
+        call = method(gateway.stub)(
+            request,
+            timeout=timeout_s,
+            metadata=request_metadata(),
+            wait_for_ready=self._gateways.is_fixed,
+        )
+        try:
+            with typed_errors(), gateway.watched(call):
+                return await call
+        except RollmeshError as error:
+            self._gateways.failed(gateway.route.journal_id, error)
+            raise
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -1,16 +1,16 @@
 """The client's control calls, each to all engines of a model at once."""
 
 import uuid
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 from rollmesh.client.arguments import chosen
 from rollmesh.client.connections import Connections
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import engine_pb2, router_pb2
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _TIMEOUT_S = 600.0
+RouterMethod: TypeAlias = Callable[["router_pb2_grpc.RouterServiceAsyncStub"], Callable[..., Any]]
 PauseModeName = Literal["keep", "abort", "wait"]
 PAUSE_MODES = {
     "keep": engine_pb2.PAUSE_MODE_KEEP,
@@ -47,7 +47,9 @@ class EngineCalls(Connections):
     """Controls the engines of a model.
 
     Every method returns one result per engine and raises `EngineControlError` if an engine failed.
-    `model` may be empty if the mesh has only one.
+    If the router is lost in the middle, it is repeated, at another router or at the same one when
+    it is back, for a minute; no engine does anything twice. `model` may be empty if the mesh has
+    only one.
     """
 
     async def pause_engines(
@@ -63,12 +65,12 @@ class EngineCalls(Connections):
         request = router_pb2.PauseEnginesRequest(
             mode=chosen("mode", mode, PAUSE_MODES), model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled((await self._router()).PauseEngines, request)
+        return await self._controlled(lambda router: router.PauseEngines, request)
 
     async def resume_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Resumes sampling."""
         request = router_pb2.ResumeEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled((await self._router()).ResumeEngines, request)
+        return await self._controlled(lambda router: router.ResumeEngines, request)
 
     async def sleep_engines(self, level: int = 1, model: str = "") -> list[router_pb2.EngineResult]:
         """Frees accelerator memory; turns of sessions wait until engines wake up.
@@ -80,29 +82,31 @@ class EngineCalls(Connections):
         request = router_pb2.SleepEnginesRequest(
             level=level, model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled((await self._router()).SleepEngines, request)
+        return await self._controlled(lambda router: router.SleepEngines, request)
 
     async def wake_up_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Allocates the memory again and samples again."""
         request = router_pb2.WakeUpEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled((await self._router()).WakeUpEngines, request)
+        return await self._controlled(lambda router: router.WakeUpEngines, request)
 
     async def reset_prefix_caches(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Empties the prefix caches; an engine whose running generations use its own fails."""
         request = router_pb2.ResetPrefixCachesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled((await self._router()).ResetPrefixCaches, request)
+        return await self._controlled(lambda router: router.ResetPrefixCaches, request)
 
     async def abort_generations(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Aborts all running generations; turns of sessions continue or begin again."""
         request = router_pb2.AbortGenerationsRequest(
             all=True, model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled((await self._router()).AbortGenerations, request)
+        return await self._controlled(lambda router: router.AbortGenerations, request)
 
-    @staticmethod
-    async def _controlled(method: Any, request: Any) -> list[router_pb2.EngineResult]:
-        with typed_errors():
-            response: _Response = await method(request, timeout=_TIMEOUT_S)
+    async def _controlled(
+        self, method: RouterMethod, request: Any
+    ) -> list[router_pb2.EngineResult]:
+        response: _Response = await self._routers.repeat(
+            lambda router: method(router)(request, timeout=_TIMEOUT_S)
+        )
         results = list(response.results)
         if any(result.status.code for result in results):
             raise EngineControlError(results)

@@ -25,7 +25,7 @@ class ServerCalls(Connections):
             with typed_errors():
                 return await stub.GetServerInfo(request, timeout=CALL_S)
 
-        found["router"] = await ask(self._channel(await self._routers.address()))
+        found["router"] = await self._routers.info()
         found["gateway"] = await ask(self._channel(await self._gateways.any_address()))
         found["collector"] = await self._collectors.call(ask)
         return found

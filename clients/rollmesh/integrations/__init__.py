@@ -1,5 +1,5 @@
 """Trainers that know nothing of rollmesh: verl, TRL, and vLLM's weight transfer.
 
-Each module is imported by name, because each needs packages of its own. They build on
-`rollmesh.client` and `rollmesh.batches`, and not on each other.
+Each module is imported by name, because each needs packages of its own. They may import `client`,
+`batches`, `runtime` and `v1`, and not each other.
 """

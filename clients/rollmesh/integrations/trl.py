@@ -175,6 +175,10 @@ class MeshRollouts:
         if not rows:
             raise InvalidFieldError("session", f"{result.session_id} has no trainable trajectory")
         self.counts["left_out"] += len(rows) - 1
+        if rows[0].trajectory.images:
+            raise InvalidFieldError(
+                "images", "a rollout function cannot give TRL images; train on text, or with verl"
+            )
         return rows[0]
 
 

@@ -1,4 +1,4 @@
 """The sidecar: OpenAI-compatible HTTP in front of the gateway.
 
-May import `runtime` and `v1`.
+May import `mesh`, `runtime` and `v1`.
 """

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
-from rollmesh.mesh.gateways import GatewayDirectory
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import print_ready

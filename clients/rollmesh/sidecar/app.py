@@ -8,12 +8,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.mesh.directories.gateways import GatewayDirectory
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.sidecar.anthropic_messages.protocol import CountTokens, Messages
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, error_response
+from rollmesh.sidecar.errors import (
+    MethodUnknownError,
+    ModelUnknownError,
+    PathUnknownError,
+    as_response,
+    typed,
+)
 from rollmesh.sidecar.gateways import Gateways
-from rollmesh.sidecar.openai_chat.endpoint import ChatEndpoint
+from rollmesh.sidecar.openai_chat.protocol import ChatCompletions
+from rollmesh.sidecar.openai_responses.protocol import Responses
+from rollmesh.sidecar.openai_responses.stored import StoredResponses
+from rollmesh.sidecar.paths import protocol_of
+from rollmesh.sidecar.turns.endpoint import TurnEndpoint
+from rollmesh.sidecar.turns.fetching import ImageFetcher
 
 
 def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
@@ -23,43 +35,45 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         config: Its settings.
         directory: Finds the gateways.
     """
-    gateways = Gateways(config, directory)
+    gateways, images = Gateways(config, directory), ImageFetcher(config)
 
     async def models(_request: Request) -> Response:
-        try:
-            entries = [_entry(name) for name in await gateways.models()]
-        except RollmeshError as error:
-            return error_response(error, uuid.uuid4().hex)
+        entries = [_entry(name) for name in await gateways.models()]
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        try:
-            served = await gateways.models()
-            if name not in served:
-                listed = ", ".join(served) or "none is served now"
-                problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
-                raise ModelUnknownError("model", problem)
-        except RollmeshError as error:
-            return error_response(error, uuid.uuid4().hex)
+        served = await gateways.models()
+        if name not in served:
+            listed = ", ".join(served) or "none is served now"
+            problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
+            raise ModelUnknownError("model", problem)
         return JSONResponse(_entry(name))
 
     async def health(_request: Request) -> Response:
-        try:
-            await gateways.check()
-        except RollmeshError as error:
-            return error_response(error, uuid.uuid4().hex)
+        await gateways.check()
         return JSONResponse({"status": "ok"})
 
-    chat, routes = ChatEndpoint(gateways, config), []
+    chat = TurnEndpoint(ChatCompletions(), gateways, images, config)
+    messages = TurnEndpoint(Messages(), gateways, images, config)
+    count_tokens = TurnEndpoint(CountTokens(), gateways, images, config)
+    responses = TurnEndpoint(Responses(), gateways, images, config)
+    stored, routes = StoredResponses(gateways, images), []
     for prefix in ("", "/sessions/{session}"):
         routes += [
             Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
+            Route(f"{prefix}/v1/messages", messages, methods=["POST"]),
+            Route(f"{prefix}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route(f"{prefix}/v1/responses", responses, methods=["POST"]),
+            Route(f"{prefix}/v1/responses/input_tokens", stored.count_tokens, methods=["POST"]),
+            Route(f"{prefix}/v1/responses/{{response}}", stored.retrieve, methods=["GET"]),
+            Route(f"{prefix}/v1/responses/{{response}}", stored.delete, methods=["DELETE"]),
             Route(f"{prefix}/v1/models", models),
             Route(f"{prefix}/v1/models/{{model:path}}", model),
             Route(f"{prefix}/healthz", health),
         ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
+    handlers = {HTTPException: _refuse_path, RollmeshError: _refuse, Exception: _refuse}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _entry(name: str) -> dict[str, object]:
@@ -68,10 +82,22 @@ def _entry(name: str) -> dict[str, object]:
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method with an error body that the SDKs read."""
-    refused = PathUnknownError(  # the path is not echoed: it may contain a key
-        f"{request.method}: this path is not served; call .../v1/chat/completions or .../v1/models"
-    )
-    response = error_response(refused, uuid.uuid4().hex)
-    response.status_code = error.status_code if isinstance(error, HTTPException) else 404
+    """Answers an unknown path or method; the path is not echoed, because it may contain a key."""
+    allowed = error.headers if isinstance(error, HTTPException) else None
+    if not allowed:
+        problem = (
+            f"{request.method}: this path is not served; call .../v1/chat/completions, "
+            ".../v1/messages, .../v1/responses or .../v1/models"
+        )
+        return await _refuse(request, PathUnknownError(problem))
+    problem = f"{request.method}: this path is served with {', '.join(allowed.values())}"
+    response = await _refuse(request, MethodUnknownError(problem))
+    response.headers.update(allowed)
     return response
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answers an error in the form of the protocol that the path speaks."""
+    protocol, request_id = protocol_of(request.scope["path"]), uuid.uuid4().hex
+    http = protocol.error(typed(error), request_id)
+    return as_response(http, protocol.request_id_header, request_id)

@@ -21,7 +21,8 @@ class SidecarConfig(ListeningConfig):
     this sidecar."""
     advertise: str = ""
     """host:port at which agents reach this sidecar; the router tells it to the SDK. Empty means the
-    host and the bound port."""
+    host and the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from
+    which its host reaches the router."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
     """How to treat a request that names a model that the mesh does not have: `take` answers it with
     the session's model under that name, as agents' auxiliary calls need; `refuse` answers 404,
@@ -35,6 +36,15 @@ class SidecarConfig(ListeningConfig):
     """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024
     """Largest request body, bytes; a larger one is answered 413."""
+    image_hosts: str = ""
+    """Hosts from which images that agents give by http or https URLs are fetched, separated by
+    commas: HOST for the usual ports, or HOST:PORT. Empty fetches none. Redirects to other hosts are
+    not followed, and addresses that are not public are never connected to."""
+    max_image_bytes: Annotated[int, Bounds(1)] = 20 * 1024 * 1024
+    """Largest image that is fetched, bytes. Those of one request together may have as many bytes as
+    a body."""
+    image_timeout_ms: Annotated[int, Bounds(1)] = 10_000
+    """Timeout for fetching one image, milliseconds."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
     """Largest request line and headers together (431), and largest trailers, bytes."""
     max_url_bytes: Annotated[int, Bounds(256)] = 8 * 1024

@@ -1,6 +1,7 @@
 """HTTP errors as the official SDKs expect them, from gRPC codes and reasons."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -26,6 +27,7 @@ _STATUS = {
     "UNIMPLEMENTED": (501, "server_error"),
 }
 _STATUS_OF_REASON = {
+    "METHOD_UNKNOWN": 405,
     "REQUEST_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
     "URL_TOO_LONG": 414,
@@ -34,7 +36,7 @@ _STATUS_OF_REASON = {
 }
 _MAX_PARAM_BYTES = 200
 _MOST_DELAY_S = 120  # SDKs ignore longer delays
-_PARAMS = {
+CHAT_PARAMS: Mapping[str, str] = {
     "tools_json": "tools",
     "template_options_json": "chat_template_kwargs",
     "json_format": "response_format",
@@ -52,6 +54,15 @@ class ModelUnknownError(InvalidFieldError):
 
     code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
+
+
+class PreviousResponseUnknownError(InvalidFieldError):
+    """A request continues a response that its session does not have.
+
+    Give the id of a response of this session that was not deleted, or send the complete input.
+    """
+
+    reason = "PREVIOUS_RESPONSE_NOT_FOUND"
 
 
 class BodyTooLargeError(InvalidFieldError):
@@ -122,11 +133,30 @@ class TooManyConnectionsError(RollmeshError):
 class PathUnknownError(RollmeshError):
     """Nothing is served at this path with this method.
 
-    Call `.../v1/chat/completions` or `.../v1/models`.
+    Call one of the paths that the message names.
     """
 
     code = "NOT_FOUND"
     reason = "PATH_UNKNOWN"
+
+
+class MethodUnknownError(PathUnknownError):
+    """This path is served, but not with this method.
+
+    Use a method that the header `allow` names.
+    """
+
+    reason = "METHOD_UNKNOWN"
+
+
+class StoppingError(RollmeshError):
+    """The sidecar stopped before the answer was complete.
+
+    Retry: another sidecar, or this one after its restart, gives the answer.
+    """
+
+    code = "UNAVAILABLE"
+    reason = "STOPPING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +168,16 @@ class HttpError:
     headers: tuple[tuple[bytes, bytes], ...]
 
 
-def to_http(error: RollmeshError) -> HttpError:
-    """Returns an error as an HTTP answer, with its message cut to 1,500 bytes."""
+def to_http(
+    error: RollmeshError,
+    params: Mapping[str, str] = CHAT_PARAMS,
+) -> HttpError:
+    """Returns an error as an HTTP answer in OpenAI's form, its message cut to 1,500 bytes.
+
+    Args:
+        error: The error.
+        params: The protocol's names of the gateway's fields.
+    """
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
@@ -151,25 +189,29 @@ def to_http(error: RollmeshError) -> HttpError:
     body = {
         "message": message,
         "type": kind,
-        "param": _PARAMS.get(param, param.removeprefix("sampling.") or None),
+        "param": params.get(param, param.removeprefix("sampling.") or None),
         "code": reason.lower(),
     }
     headers = [(b"content-type", b"application/json")]
     if status in {429, 503}:
         delay = min(max(-(-(error.retry_delay_ms or 1000) // 1000), 1), _MOST_DELAY_S)
         headers.append((b"retry-after", str(delay).encode()))
-    if status == 409:  # SDKs would retry a conflict, but a closed session stays closed
+    if status in {409, 501}:  # SDKs would retry, but a closed session stays closed
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
 
 
-def error_response(error: RollmeshError, request_id: str) -> Response:
-    """Returns the HTTP answer that reports an error."""
-    http = to_http(error)
+def as_response(http: HttpError, id_header: bytes, request_id: str) -> Response:
+    """Returns an error as a response of the routes.
+
+    Args:
+        http: The error.
+        id_header: Name of the header with the request's id.
+        request_id: The id.
+    """
     response = Response(http.body, http.status)
-    for name, value in http.headers:
+    for name, value in (*http.headers, (id_header, request_id.encode())):
         response.headers[name.decode()] = value.decode()
-    response.headers["x-request-id"] = request_id
     return response
 
 
@@ -184,5 +226,5 @@ def typed(error: Exception) -> RollmeshError:
 
 
 def error_event(error: RollmeshError) -> bytes:
-    """Returns the server-sent event that reports an error inside a stream."""
+    """Returns the server-sent event that reports an error inside a stream of chat completions."""
     return b"data: " + to_http(error).body + b"\n\n"

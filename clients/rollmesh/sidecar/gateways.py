@@ -1,11 +1,11 @@
 """The gateways of a mesh, as a sidecar's HTTP endpoints call them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.mesh.directories.gateways import GatewayDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
@@ -15,6 +15,7 @@ from rollmesh.sidecar.errors import ModelUnknownError
 from rollmesh.v1 import gateway_pb2
 
 _CHECK_TIMEOUT_S = 5.0
+_STORED_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
@@ -36,20 +37,15 @@ class Gateways:
     ) -> gateway_pb2.ChatResponse:
         """Returns the complete answers, one for each choice.
 
-        If the session's gateway goes away, the one that takes over is asked again.
+        If the session's gateway goes away or stands still, the one that takes over is asked again.
 
         Raises:
             RollmeshError: The gateway refused the request or failed.
         """
-        takeover = _Takeover(self._config.takeover_wait_ms)
-        while True:
-            gateway = await self._directory.of(request.session_id)
-            try:
-                with typed_errors():
-                    response = await gateway.Chat(request, **self._call_options(request_id))
-                break
-            except RollmeshError as error:
-                await self._ask_again(request, error, takeover)
+        options = self._call_options(request_id)
+        response: gateway_pb2.ChatResponse = await self._ask(
+            request.session_id, lambda stub: stub.Chat(request, **options), turn=request
+        )
         if len(response.answers) != request.choices:
             raise RollmeshError("the gateway's answer ended without its final message")
         return response
@@ -59,8 +55,8 @@ class Gateways:
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
         """Yields the answers as they are generated; closing the iterator cancels the call.
 
-        If the session's gateway goes away before they begin, the one that takes over is asked
-        again.
+        If the session's gateway goes away or stands still before they begin, the one that takes
+        over is asked again.
 
         Raises:
             RollmeshError: The gateway refused the request or failed.
@@ -69,21 +65,79 @@ class Gateways:
         has_begun = False
         while True:
             gateway = await self._directory.of(request.session_id)
-            call = gateway.StreamChat(
+            call = gateway.stub.StreamChat(
                 gateway_pb2.StreamChatRequest(chat=request), **self._call_options(request_id)
             )
             try:
-                async with aclosing(read_stream(call)) as responses:
-                    async for response in responses:
-                        has_begun = True
-                        yield response
+                with gateway.watched(call) as peer:
+                    async with aclosing(read_stream(call)) as responses:
+                        async for response in responses:
+                            has_begun = peer.heard = True
+                            yield response
             except RollmeshError as error:
                 if has_begun:
                     self._directory.failed(request.session_id, error)
                     raise
-                await self._ask_again(request, error, takeover)
+                await self._await_another(request.session_id, error, takeover)
+                request.retry_count += 1  # the gateway may have committed the answer
             else:
                 return
+
+    async def answer(
+        self, session_id: str, key: str, answer_id: str, *, with_messages: bool
+    ) -> gateway_pb2.GetAnswerResponse:
+        """Returns an earlier answer of a session, with the conversation that it answers if wanted.
+
+        If the session's gateway goes away or stands still, the one that takes over is asked again.
+
+        Raises:
+            AnswerUnknownError: The session does not have it.
+            RollmeshError: The gateway refused the request or failed.
+        """
+        request = gateway_pb2.GetAnswerRequest(
+            session_id=session_id,
+            session_key=key,
+            answer_id=answer_id,
+            with_messages=with_messages,
+        )
+        response: gateway_pb2.GetAnswerResponse = await self._ask(
+            session_id, lambda stub: stub.GetAnswer(request, timeout=_STORED_TIMEOUT_S)
+        )
+        return response
+
+    async def withdraw(self, session_id: str, key: str, answer_id: str) -> None:
+        """Withdraws an answer of a session.
+
+        If the session's gateway goes away or stands still, the one that takes over is asked again.
+
+        Raises:
+            AnswerUnknownError: The session does not have it, or the gateway that went away had
+                withdrawn it.
+            RollmeshError: The gateway refused the request or failed.
+        """
+        request = gateway_pb2.WithdrawAnswerRequest(
+            session_id=session_id, session_key=key, answer_id=answer_id
+        )
+        await self._ask(
+            session_id, lambda stub: stub.WithdrawAnswer(request, timeout=_STORED_TIMEOUT_S)
+        )
+
+    async def count_tokens(
+        self, request: gateway_pb2.ChatRequest, request_id: str
+    ) -> gateway_pb2.CountTokensResponse:
+        """Returns the size of a request's prompt; nothing is sampled.
+
+        If the session's gateway goes away or stands still, the one that takes over is asked again.
+
+        Raises:
+            RollmeshError: The gateway refused the request or failed.
+        """
+        options = self._call_options(request_id)
+        asked = gateway_pb2.CountTokensRequest(chat=request)
+        response: gateway_pb2.CountTokensResponse = await self._ask(
+            request.session_id, lambda stub: stub.CountTokens(asked, **options)
+        )
+        return response
 
     async def models(self) -> list[str]:
         """Returns the names of the models of the mesh, sorted.
@@ -142,18 +196,44 @@ class Gateways:
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
 
-    async def _ask_again(
-        self, request: gateway_pb2.ChatRequest, error: RollmeshError, takeover: "_Takeover"
+    async def _ask(
+        self,
+        session_id: str,
+        begin: Callable[[Any], Any],
+        *,
+        turn: gateway_pb2.ChatRequest | None = None,
+    ) -> Any:
+        """Returns the response of a session's gateway, or of the one that takes over.
+
+        Args:
+            session_id: Id of the session.
+            begin: Starts the call at a stub of the gateway.
+            turn: The request, if it may have been answered by a gateway that then went away; it is
+                marked as a retry.
+        """
+        takeover = _Takeover(self._config.takeover_wait_ms)
+        while True:
+            gateway = await self._directory.of(session_id)
+            call = begin(gateway.stub)
+            try:
+                with typed_errors(), gateway.watched(call):
+                    return await call
+            except RollmeshError as error:
+                await self._await_another(session_id, error, takeover)
+                if turn is not None:
+                    turn.retry_count += 1
+
+    async def _await_another(
+        self, session_id: str, error: RollmeshError, takeover: "_Takeover"
     ) -> None:
-        """Waits a moment before a request is sent again, marked as a retry.
+        """Waits a moment before a session's gateway is looked for and asked again.
 
         Raises:
             RollmeshError: The error, if the gateway is there or the wait was long enough.
         """
-        if not self._directory.failed(request.session_id, error) or takeover.is_over():
+        if not self._directory.failed(session_id, error) or takeover.is_over():
             raise error
         await asyncio.sleep(takeover.pause_s())
-        request.retry_count += 1  # the gateway may have committed the answer before it went away
 
     def _call_options(self, request_id: str) -> _CallOptions:
         return _CallOptions(

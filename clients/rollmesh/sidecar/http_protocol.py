@@ -6,8 +6,10 @@ enforced here. The measurements are in docs/decisions/http-server.md.
 
 import asyncio
 import math
+import uuid
 from collections import deque
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import httptools
 import uvicorn
@@ -26,9 +28,12 @@ from rollmesh.sidecar.errors import (
     RequestTimeoutError,
     TooManyConnectionsError,
     UrlTooLongError,
-    to_http,
 )
 from rollmesh.sidecar.metrics import REFUSED
+from rollmesh.sidecar.turns.protocol import Protocol
+
+ProtocolOf: TypeAlias = Callable[[str], Protocol]
+"""Returns the protocol in which a path's errors are written."""
 
 _LINGER_S = 2.0
 """How long a refused client may keep sending before its connection is reset."""
@@ -42,14 +47,16 @@ _PHRASES = {
     429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     503: b"Service Unavailable",
+    529: b"Overloaded",
 }
 
 
-def bounded(config: SidecarConfig) -> type[asyncio.Protocol]:
+def bounded(config: SidecarConfig, protocol_of: ProtocolOf) -> type[asyncio.Protocol]:
     """Returns the protocol class for the connections of a server."""
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
-    return type("Connection", (BoundedProtocol,), {"bounds": config, "in_flight": in_flight})
+    shared = {"bounds": config, "in_flight": in_flight, "protocol_of": staticmethod(protocol_of)}
+    return type("Connection", (BoundedProtocol,), shared)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -63,6 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     bounds: ClassVar[SidecarConfig]
     in_flight: ClassVar[BytesInFlight]
+    protocol_of: ClassVar[ProtocolOf]
 
     def __init__(
         self,
@@ -73,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         """Takes uvicorn's arguments."""
         super().__init__(config, server_state, app_state, _loop)
+        self.url = b""
         self._running: RequestResponseCycle | None = None
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
@@ -149,9 +158,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """Takes a part of the URL."""
         most = self.bounds.max_url_bytes
-        if len(self.url) + len(url) > most:
-            self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
         super().on_url(url)
+        if len(self.url) > most:
+            self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Takes a header; trailers are counted and dropped, so that they do not become headers."""
@@ -314,9 +323,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if running.response_started:
                 self.transport.abort()
                 return
-        http = to_http(error)
+        spoken, request_id = type(self).protocol_of(self.url.decode("latin-1")), uuid.uuid4().hex
+        http = spoken.error(error, request_id)
         head = [b"HTTP/1.1 %d %s" % (http.status, _PHRASES[http.status])]
         head += [b"%s: %s" % header for header in http.headers]
+        head += [b"%s: %s" % (spoken.request_id_header, request_id.encode())]
         head += [b"content-length: %d" % len(http.body), b"connection: close", b"", http.body]
         self.transport.write(b"\r\n".join(head))
         self._hang_up()

@@ -1,6 +1,8 @@
 """The HTTP server of a sidecar."""
 
+import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 
 import uvicorn
@@ -8,6 +10,10 @@ from starlette.types import ASGIApp
 
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.http_protocol import bounded
+from rollmesh.sidecar.paths import protocol_of
+
+_LAST_WORD_S = 1.0
+"""How long requests that are cancelled at the end of the grace may take to send their errors."""
 
 
 class HttpServer(uvicorn.Server):
@@ -18,7 +24,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded(config),
+                http=bounded(config, protocol_of),
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
@@ -28,6 +34,12 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=config.grace_ms // 1000,
             )
         )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets running requests finish within the grace, and ends the others with an error."""
+        await super().shutdown(sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(list(self.server_state.tasks), timeout=_LAST_WORD_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

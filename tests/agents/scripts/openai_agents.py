@@ -1,11 +1,20 @@
-"""An agent of the `openai-agents` package; arguments: whole or streamed, and the questions."""
+"""An agent of the `openai-agents` package.
+
+Arguments: whole or streamed, chat or responses, and the questions.
+"""
 
 import asyncio
 import json
 import sys
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+)
 from openai import AsyncOpenAI
 
 
@@ -20,8 +29,9 @@ def calculator(a: float, b: float, note: str = "") -> float:
     return a * b
 
 
-async def main(form: str, *questions: str) -> None:
-    model = OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI())
+async def main(form: str, protocol: str, *questions: str) -> None:
+    kind = OpenAIResponsesModel if protocol == "responses" else OpenAIChatCompletionsModel
+    model = kind(model="policy", openai_client=AsyncOpenAI())
     agent = Agent(
         name="computer",
         instructions="You compute.",

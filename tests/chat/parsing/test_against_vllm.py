@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from rollmesh.chat.parsing.formats import AnswerFormat
-from tests.chat.parsing.differences import CLASSES, SPELLED, Pair, Reading, folded
-from tests.chat.parsing.outputs import TAGS, WRITERS, outputs
+from tests.chat.parsing.differences import CLASSES
+from tests.chat.parsing.outputs import outputs
+from tests.chat.parsing.readings import SPELLED, Pair, Reading, folded
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
+from tests.chat.parsing.writers import TAGS, WRITERS
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 SEEDS = 20
 
 

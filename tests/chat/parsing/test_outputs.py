@@ -5,9 +5,10 @@ import random
 import pytest
 
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, HARMONY
-from tests.chat.parsing.outputs import WRITERS, outputs
+from tests.chat.parsing.outputs import outputs
 from tests.chat.parsing.test_against_vllm import ours
 from tests.chat.parsing.test_formats import joined, parse
+from tests.chat.parsing.writers import WRITERS
 
 
 def test_every_format_has_a_writer() -> None:

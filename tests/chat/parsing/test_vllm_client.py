@@ -170,14 +170,18 @@ async def test_a_worker_that_cannot_start_is_not_tried_again_at_once(
     await parser.close()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 async def test_a_turn_has_the_calls_that_vllm_found_and_survives_its_worker(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     rules = [("call", CALL), ("again", CALL), ("talk", "Just text."), ("wrong", "[h(n=1)]")]
-    async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
-        parser = {"tool_parser": "vllm:pythonic", "tool_parser_timeout_ms": 200_000}
-        gateway = await mesh.restart("gateway", **parser)
+    parser = {"tool_parser": "vllm:pythonic", "tool_parser_timeout_ms": 200_000}
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, rules, first={"gateway": parser}) as mesh,
+        mesh.client() as client,
+    ):
+        gateway = mesh.processes["gateway"]
         async with client.session() as session:
             agent = mesh.openai(session, timeout=200)
 

@@ -39,7 +39,7 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
     """
     messages: list[Message] = []
     if draw(st.booleans()):
-        messages.append(Message("system", draw(texts)))
+        messages += [Message("system", draw(texts)) for _ in range(draw(st.integers(1, 2)))]
         if not draw(st.integers(0, 9)):
             return tuple(messages)
     if not draw(st.integers(0, 3)):
@@ -84,7 +84,7 @@ def node_by_node(
     return [*first, *rest]
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.parameters())
 @given(messages=conversations(), context=st.sampled_from(CONTEXTS), data=st.data())
 @families.for_each
 def test_pieces_are_the_render_or_a_refusal(
@@ -93,7 +93,8 @@ def test_pieces_are_the_render_or_a_refusal(
     family, continuation = loaded(name)
     groups = group_messages(messages)
     try:
-        full = family.template.render(messages, context, generation_prompt=True)
+        seen = families.given(continuation, messages)
+        full = family.template.render(seen, context, generation_prompt=True)
         cut = data.draw(st.integers(1, len(groups)))
         parts = node_by_node(continuation, groups, context, cut)
         parts.append(continuation.generation_prompt(groups, context))
@@ -111,7 +112,7 @@ def test_pieces_are_the_render_or_a_refusal(
 whitespace = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.parameters())
 @given(before=whitespace, after=whitespace)
 @families.for_each
 def test_the_profile_says_which_answers_lose_whitespace(name: str, before: str, after: str) -> None:

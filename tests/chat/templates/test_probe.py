@@ -31,6 +31,9 @@ CONVERSATIONS = (
     (SYSTEM, SAID, ASK, SAID, ASK),
     (ASK, SAID),
     (SYSTEM, ASK, CALLED, GOT, SAID),
+    (SYSTEM, SYSTEM, ASK, SAID, ASK),
+    (SYSTEM, ASK, SYSTEM),
+    (SYSTEM, ASK, SYSTEM, CALLED, GOT, SYSTEM, SAID, SYSTEM, ASK),
 )
 
 
@@ -49,7 +52,8 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     encode, checked = families.load(name).tokenizer.encode, 0
     for messages in CONVERSATIONS:
         for tools in (b"", TOOLS):
-            full = families.rendered(families.load(name), messages, tools)
+            seen = families.given(found, messages)
+            full = families.rendered(families.load(name), seen, tools)
             groups, context = group_messages(messages), make_context(tools, b"")
             if full is None:
                 continue

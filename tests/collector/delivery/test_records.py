@@ -2,9 +2,10 @@
 
 import pytest
 
-from rollmesh.collector.delivery.records import keep, split, tokens_of, turns_of
+from rollmesh.collector.delivery.records import join, keep, split, tokens_of, turns_of
+from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import session_pb2, trajectory_pb2
-from tests.collector.records import record, trajectory, tree, tree_record
+from tests.collector.records import record, trajectory, tree, tree_record, with_images
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,16 @@ def test_a_head_has_the_lengths_of_the_arrays_and_not_the_arrays(
     assert arrays == [ids, logprobs, mask]
     assert ids not in head
     assert tokens_of(row) == len(mask) == 6
+
+
+def test_two_parts_are_one_session_again_with_its_images_in_order() -> None:
+    session = with_images(record("s"), b"cat" * 5, b"dog")
+    whole = with_images(record("s"), b"cat" * 5, b"dog")
+    head, arrays = split(session)
+    joined = b"".join(arrays)
+    assert join(session_pb2.SessionRecord.FromString(head), joined) == whole
+    with pytest.raises(SessionDamagedError, match="bytes, which do not fit 6 tokens and 2 images"):
+        join(session_pb2.SessionRecord.FromString(head), joined[:-1])
 
 
 def test_turns_are_those_of_the_trajectory_or_the_sampled_nodes_of_the_tree() -> None:

@@ -12,7 +12,7 @@ from rollmesh.collector.storage.store import LOAD_BYTES, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP
-from tests.collector.records import record, trajectory
+from tests.collector.records import record, trajectory, with_images
 from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, group, ingest, sessions_of
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
@@ -31,6 +31,33 @@ async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store
     assert counts.stored_bytes
     with pytest.raises(SessionUnknownError):
         await store.session("b", arrays=True)
+
+
+async def test_images_come_back_beside_the_arrays_and_count(store: Store) -> None:
+    session = with_images(record("a"), b"cat" * 1000, b"dog")
+    await ingest(store, with_images(record("a"), b"cat" * 1000, b"dog"), 1)
+    assert await store.session("a", arrays=True) == session
+    head = await store.session("a", arrays=False)
+    assert [(one.data, one.data_bytes) for one in head.images] == [(b"", 3000), (b"", 3)]
+    assert (await store.counts()).stored_bytes > 3000
+    reader = await Reader.open(store)
+    (unit,) = await reader.fetch()
+    (loaded,) = await store.load(reader.name, [unit], partial(judge, MAIN_ONLY, None), 0)
+    assert sessions_of(loaded) == [session]
+
+
+async def test_images_of_filtered_trajectories_are_not_delivered(store: Store) -> None:
+    session = with_images(auxiliary("a"), b"title")
+    session.trajectories.add().CopyFrom(trajectory("a"))
+    session.trajectories[1].trajectory_id = "a-2"
+    expected = record("a")
+    expected.trajectories[0].trajectory_id = "a-2"
+    await ingest(store, session, 1)
+    reader = await Reader.open(store, filter=MAIN_ONLY)
+    (unit,) = await reader.fetch()
+    rules = partial(judge, reader.settings.filter, None)
+    (loaded,) = await store.load(reader.name, [unit], rules, 0)
+    assert sessions_of(loaded) == [expected]
 
 
 async def test_sessions_of_one_call_are_stored_in_order_and_make_their_groups_whole(

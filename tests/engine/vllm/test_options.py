@@ -56,6 +56,7 @@ def test_an_option_is_what_vllm_makes_of_it(option: str, value: Any, read: Any) 
         ("model", "other", "model_path"),
         ("max_model_len", 10, "max_context_tokens"),
         ("max_num_seqs", 10, "lease_capacity"),
+        ("mm_processor_cache_gb", 1, "image_cache_bytes"),
         ("logprobs_mode", "processed_logprobs", "before temperature"),
     ],
 )

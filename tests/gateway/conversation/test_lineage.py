@@ -208,6 +208,41 @@ def test_an_auxiliary_call_at_the_end_leaves_the_work_before_it_trained() -> Non
     world.turn(after, said("A summary"), context=TOOLS, said=trajectory_pb2.LINEAGE_AUXILIARY)
     (trajectory,) = world.export()
     assert [one.trained for one in trajectory.segments if one.sampled] == [True, False]
+    assert trajectory.lineage == trajectory_pb2.LINEAGE_MAIN
+
+
+def summarise(world: World, before: tuple[Message, ...], summary: str) -> None:
+    after = (*before[:-1], user("Summarise."))
+    world.turn(after, said(summary), context=TOOLS, said=trajectory_pb2.LINEAGE_COMPACTION)
+
+
+def test_a_summary_that_goes_on_from_the_work_does_not_take_its_place() -> None:
+    world = World()
+    before = worked(world, 3)
+    summarise(world, before, "A summary")
+    world.turn((SYSTEM, user("go"), user("A summary")), said("on"), context=TOOLS)
+    main, after = world.export()
+    assert (main.lineage, main.turns) == (trajectory_pb2.LINEAGE_MAIN, 4)
+    assert (after.lineage, after.turns) == (trajectory_pb2.LINEAGE_COMPACTION, 1)
+    assert all(one.trained for one in main.segments if one.sampled)
+
+
+def test_of_two_summaries_one_goes_on_from_the_work() -> None:
+    world = World()
+    before = worked(world, 2)
+    summarise(world, before, "A summary")
+    summarise(world, before, "Another one")
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
+    assert [mask_of(one).sum() for one in world.export()] == [12, 4]
+
+
+def test_work_that_goes_on_after_a_summary_is_trained_as_work() -> None:
+    world = World()
+    before = worked(world, 2)
+    summarise(world, before, "A summary")
+    world.turn(before, said("more"), context=TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_COMPACTION, trajectory_pb2.LINEAGE_MAIN]
+    assert [mask_of(one).sum() for one in world.export()] == [4, 12]
 
 
 def test_the_conversation_that_continues_is_the_main_one() -> None:

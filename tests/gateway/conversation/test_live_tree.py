@@ -8,6 +8,7 @@ import sqlite3
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from tests.chat.images.pictures import picture
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
@@ -35,6 +37,9 @@ MODES = gateway_pb2.ExportMode.values()[1:]
 ORPHANED = trajectory_pb2.FIDELITY_REASON_ORPHANED
 EXCUSES = {trajectory_pb2.FIDELITY_REASON_AUXILIARY, ORPHANED}
 POLICIES = gateway_pb2.DisconnectPolicy.values()
+PICTURES = picture(64, 64), picture(96, 64, seed=1), picture(64, 32, seed=2)
+"""Of 4, 6 and 2 ids, so that a prompt says which it shows."""
+SIZES = dict(zip((sha256(one).hexdigest() for one in PICTURES), (4, 6, 2), strict=True))
 
 
 @dataclass
@@ -52,6 +57,8 @@ class Agent:
     asked: list[tuple[gateway_pb2.ChatRequest, str]] = field(default_factory=list)
     unanswered: int = 0
     """Calls that ended without an answer."""
+    sees: bool = False
+    """Whether it shows images."""
 
     def request(self) -> gateway_pb2.ChatRequest:
         """A new turn on any conversation so far, perhaps edited, perhaps with other tools."""
@@ -65,6 +72,9 @@ class Agent:
             edited = dice.choice(messages)
             edited.content.add(text=dice.choice([" ", "!"]))
         messages.append(said(dice.choice(["x", "y", " z "])))
+        if self.sees and dice.random() < 0.4:
+            media = chat_pb2.Media(data=dice.choice(PICTURES))
+            messages[-1].content.insert(dice.randrange(2), chat_pb2.ContentPart(image=media))
         if dice.random() < 0.1:
             tools = TOOLS if not tools else ""
         max_tokens = dice.randrange(1, 12) if dice.random() < 0.3 else None
@@ -262,15 +272,38 @@ def check_memory(session: Session) -> None:
 def exported(session: Session, mode: gateway_pb2.ExportMode.ValueType) -> SessionResult:
     close = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
     spec = dataclasses.replace(session.spec, export_mode=mode)
-    return SessionResult.from_proto(write_record(Session(spec, session.tree), close, 1))
+    record = write_record(spec, session.tree, close, 1)
+    for trajectory in record.trajectories:
+        check_images(trajectory)
+    check_images(record.tree)
+    return SessionResult.from_proto(record)
 
 
-async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
+def check_images(one: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> None:
+    """The images are exactly where the ids that stand for them are, in their order."""
+    ids = np.frombuffer(one.tokens.token_ids_u32le, "<u4")
+    told = np.zeros(len(ids), bool)
+    for image in one.images:
+        assert image.tokens == SIZES[image.sha256]
+        assert len(set(ids[image.start : image.start + image.tokens].tolist())) == 1
+        assert not told[image.start : image.start + image.tokens].any()
+        told[image.start : image.start + image.tokens] = True
+    sampled = np.zeros(len(ids), bool)  # a script does not know which ids it may not sample
+    if isinstance(one, trajectory_pb2.TrajectoryTree):
+        for node in one.nodes:
+            sampled[node.start + node.scaffold_tokens : node.end] = node.sampled
+    else:
+        for segment in one.segments:
+            sampled[segment.start : segment.end] = segment.sampled
+    assert not len(one.images) or np.array_equal(np.isin(ids, ids[told]) & ~sampled, told)
+
+
+async def live(folder: Path, model: Path, seed: int, rounds: int, *, sees: bool) -> None:
     dice = random.Random(seed)
     async with LiveMesh(folder, model, dice, faults=0.25) as mesh:
         mode = dice.choice(MODES)
         opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest(export_mode=mode))
-        agent = Agent(mesh, dice, opened.session_id, opened.session_key)
+        agent = Agent(mesh, dice, opened.session_id, opened.session_key, sees=sees)
         for _ in range(rounds):
             kinds = dice.choices([agent.new_turn, agent.again, agent.twins], [6, 2, 1], k=4)
             async with asyncio.TaskGroup() as group:
@@ -305,8 +338,9 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
 @given(seed=st.integers(0, 2**32), rounds=st.integers(2, 8))
 @settings(max_examples=30)
 def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(
-    tokenizer_dir: Path, seed: int, rounds: int
+    tokenizer_dir: Path, vision_dir: Path, seed: int, rounds: int
 ) -> None:
+    sees = seed % 2 == 1
     insert, dice = journal.insert_turn, random.Random(seed)
 
     def insert_or_fail(tx: Transaction, *arguments: object) -> None:
@@ -316,4 +350,5 @@ def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "insert_turn", insert_or_fail)
-        asyncio.run(live(Path(folder), tokenizer_dir, seed, rounds))
+        model = vision_dir if sees else tokenizer_dir
+        asyncio.run(live(Path(folder), model, seed, rounds, sees=sees))

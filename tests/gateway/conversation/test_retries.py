@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from rollmesh.chat.parsing.events import TextEvent
 from rollmesh.gateway.conversation.retries import retried
-from rollmesh.gateway.conversation.session import Begun, Turn
+from rollmesh.gateway.conversation.session import Begun, Reading, Turn
 
 
 @dataclass(eq=False)
@@ -141,5 +141,6 @@ async def test_events_of_an_answer_that_was_lost_do_not_reach_who_joins_later() 
     turn.stream = True
     turn.emit([TextEvent("kept")])
     assert turn.has_emitted
+    turn.prompt_tokens = 7
     events = turn.events()
-    assert [await anext(events) for _ in range(2)] == [Begun("a"), TextEvent("kept")]
+    assert [await anext(events) for _ in range(3)] == [Begun("a"), Reading(7), TextEvent("kept")]

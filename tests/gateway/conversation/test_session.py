@@ -13,6 +13,7 @@ from rollmesh.gateway.conversation.session import (
     Answered,
     Begun,
     PromptIds,
+    Reading,
     Session,
     Turn,
     TurnEvent,
@@ -220,7 +221,7 @@ async def test_a_reader_gets_the_prompt_and_the_events_of_the_try_that_succeeded
     turn.begin_again()
     assert not turn.has_emitted
     turn.emit([TextEvent("A"), TextEvent("B")])
-    early = [Begun(turn.answer_id), prompt, TextEvent("A"), TextEvent("B")]
+    early = [Begun(turn.answer_id), Reading(0), prompt, TextEvent("A"), TextEvent("B")]
     assert await events_of(turn, len(early)) == early
     reading = asyncio.ensure_future(events_of(turn))
     waiting = asyncio.ensure_future(turn.result())
@@ -243,6 +244,7 @@ async def test_an_answer_that_is_there_is_told_in_the_order_of_its_parts() -> No
     session.end(turn, answer(world, turn, reply))
     assert await events_of(turn) == [
         Begun(turn.answer_id),
+        Reading(turn.prompt_tokens),
         ReasoningEvent("thought"),
         TextEvent("text"),
         ToolCallEvent(0, "one", "f", "{}"),
@@ -251,7 +253,11 @@ async def test_an_answer_that_is_there_is_told_in_the_order_of_its_parts() -> No
     ]
     empty = begun(session, request(session))
     session.end(empty, answer(world, empty, said("")))
-    assert await events_of(empty) == [Begun(empty.answer_id), empty.answered]
+    assert await events_of(empty) == [
+        Begun(empty.answer_id),
+        Reading(empty.prompt_tokens),
+        empty.answered,
+    ]
 
 
 async def never() -> None:

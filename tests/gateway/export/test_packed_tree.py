@@ -22,7 +22,7 @@ def record_of(
     close: gateway_pb2.CloseSessionRequest = CLOSE,
 ) -> session_pb2.SessionRecord:
     spec = SessionSpec("s", 0, export_mode=mode)
-    return write_record(Session(spec, world.tree), close, 1)
+    return write_record(spec, world.tree, close, 1)
 
 
 def tree_of(world: World) -> TrajectoryTree:

@@ -8,14 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.gateway.storage.transaction import Journal, Transaction
-from rollmesh.mesh.members import CollectorDirectory
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionUnknownError,
@@ -78,7 +77,6 @@ async def delivering(
         outbox = Outbox(
             database,
             collectors,
-            new_tree=new_tree,
             remembered=10,
         )
         await outbox.restore()
@@ -158,6 +156,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
         await collector.has(set(names) - wrong)
         await until(lambda: len(outbox.dead) >= len(wrong))
         await until(lambda: not outbox.undelivered)
+        assert not outbox.retried
         found = await letters.list("", 100)
         assert [one.session_id for one in found] == sorted(wrong)
         assert {one.reason for one in found} == {gateway_pb2.DEAD_LETTER_REASON_REFUSED}
@@ -257,7 +256,7 @@ async def test_what_is_sent_is_the_record_of_the_tree_and_it_is_no_larger_than_w
         await collector.has(set(worlds))
         await forgotten(database)
     for name, world in worlds.items():
-        record = write_record(Session(specs[name], world.tree), COMPLETED, 1)
+        record = write_record(specs[name], world.tree, COMPLETED, 1)
         assert collector.records[name] == record
         assert record.ByteSize() <= sizes[name] + 512
 
@@ -265,8 +264,10 @@ async def test_what_is_sent_is_the_record_of_the_tree_and_it_is_no_larger_than_w
 async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits_of_others(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in ("closed", "outbox"):
+        monkeypatch.setattr(f"rollmesh.gateway.storage.{module}.PIECE_NODES", 64)
     world = World()
-    for _ in range(3 * closed.PIECE_NODES):
+    for _ in range(192):
         world.turn((user("x"),), said("A"))
     counts: list[int] = []
     read = journal.read_nodes
@@ -284,8 +285,8 @@ async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits
         await collector.has({"s"})
         await forgotten(database)
     assert sum(counts) == len(world.tree.nodes)
-    assert max(counts) == closed.PIECE_NODES
-    assert len(collector.records["s"].trajectories) == 3 * closed.PIECE_NODES
+    assert max(counts) == 64
+    assert len(collector.records["s"].trajectories) == 192
 
 
 async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
@@ -296,12 +297,19 @@ async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
         tx.db.run("UPDATE nodes SET sample = '[' WHERE session_id = 'b' AND sample IS NOT NULL")
         tx.db.run("UPDATE sessions SET spec = '{}' WHERE session_id = 'c'")
 
-    async with delivering(opened, []) as (collector, outbox, database):
+    failures = [StoreFullError("full", retry_delay_ms=1)] * 2
+
+    def check(ids: list[str]) -> None:
+        if failures:
+            raise failures.pop()
+
+    async with delivering(opened, [], check) as (collector, outbox, database):
         await database.run(damage)
         outbox.added(4)
         await collector.has({"a", "d"})
         await until(lambda: not outbox.undelivered)
         assert outbox.dead == {"b", "c"}
+        assert not outbox.retried  # which a session that is never sent again would stay
         contexts = await database.run(lambda tx: tx.db.rows("SELECT * FROM contexts"))
         assert len(contexts) == 1  # of the sessions that were set aside
 

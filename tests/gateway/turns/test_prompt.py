@@ -190,7 +190,7 @@ def without_text_beside_calls(step: Step) -> Step:
     )
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.parameters())
 @given(session=sessions, context=st.sampled_from(CONTEXTS))
 @families.for_each
 def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
@@ -203,7 +203,7 @@ def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
         assert flagged == (ids != prompt.ids().tolist())
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.parameters())
 @given(session=sessions, context=st.sampled_from(CONTEXTS))
 @families.for_each
 def test_a_rewritten_history_is_what_the_template_prints(

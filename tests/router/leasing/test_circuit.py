@@ -86,3 +86,11 @@ def test_it_stays_open_for_longer_each_time_and_not_for_ever() -> None:
     for _ in range(3):
         turn(circuit, LOST, 1000)
     assert circuit.until_ms == 1100
+
+
+def test_the_while_stops_doubling_long_before_its_number_has_no_end() -> None:
+    circuit, limits = Circuit(), CircuitLimits(losses=1, first_ms=1, longest_ms=1 << 62)
+    for _ in range(40):
+        circuit.end(circuit.grant(), LOST, 0, limits)
+        circuit.half_open()
+    assert circuit.until_ms == 1 << 30

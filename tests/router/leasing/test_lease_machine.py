@@ -76,7 +76,7 @@ class LeaseMachine(RuleBasedStateMachine):
         engine = Engine(name, f"{name}:1", "m", capacity, tokenizer_sha256=tokenizer)
         self.table.add_engine(engine)
         self._await_no_longer(name, engine)
-        self._settle()
+        self._end_waits()
 
     @precondition(lambda self: self.awaited)
     @rule(data=st.data(), capacity=st.integers(1, 3))
@@ -87,7 +87,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def engine_goes(self, name: str) -> None:
         self._drop_engine(name)
         self.table.remove_engine(name)
-        self._settle()
+        self._end_waits()
 
     @rule(name=names, what=st.sampled_from(["paused", "sleeping", "draining"]), on=st.booleans())
     def engine_changes(self, name: str, what: str, *, on: bool) -> None:
@@ -95,7 +95,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if engine is not None:
             setattr(engine, what, on)
             self.table.fleet.changed(engine)
-            self._settle()
+            self._end_waits()
 
     @rule(name=names)
     def engine_is_away_for_a_moment(self, name: str) -> None:
@@ -119,7 +119,7 @@ class LeaseMachine(RuleBasedStateMachine):
         places = [*self.held.values(), *self.placed.values()]
         for name in [one for one in self.awaited if one not in places]:
             self._await_no_longer(name, None)
-        self._settle()
+        self._end_waits()
 
     @precondition(lambda self: self.open)
     @rule(
@@ -139,7 +139,8 @@ class LeaseMachine(RuleBasedStateMachine):
     ) -> None:
         stream = data.draw(st.sampled_from(sorted(self.open)))
         self.count += new
-        leases = [str(self.count - at) for at in range(new)] + known
+        given = [one for one in known if int(one) <= self.count]  # others are yet to be asked for
+        leases = [str(self.count - at) for at in range(new)] + given
         engine = self.table.engines.get(name)
         place: Place = name if engine is None else engine
         holdings = pb.EngineHoldings(engine_id=name, lease_ids=leases)
@@ -155,7 +156,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for session, group in restated:
             if self.users.get(session) != stream or session not in self.placed:
                 self._place(stream, session, group, place)
-        self._settle()
+        self._end_waits()
 
     @precondition(lambda self: self.open)
     @rule(
@@ -215,7 +216,7 @@ class LeaseMachine(RuleBasedStateMachine):
         stream, lease = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[stream, lease]
         self.table.release(stream, lease, outcome, now_ms=self.now_ms)
-        self._settle()
+        self._end_waits()
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -229,7 +230,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.held.pop((stream, lease), None)
         self.waiting.pop((stream, lease), None)
         self.table.release(stream, lease, now_ms=self.now_ms)
-        self._settle()
+        self._end_waits()
 
     @rule(session=sessions)
     def forget(self, session: str) -> None:
@@ -241,7 +242,7 @@ class LeaseMachine(RuleBasedStateMachine):
         end_ms = self.now_ms + passed_ms
         while (due_ms := self.table.due_ms(self.now_ms)) is not None and due_ms <= end_ms:
             self.now_ms = max(due_ms, self.now_ms)
-            self._settle()
+            self._end_waits()
         self.now_ms = end_ms
 
     @invariant()
@@ -274,20 +275,20 @@ class LeaseMachine(RuleBasedStateMachine):
             assert not wait.awaits or wait.awaits in self.awaited
             assert wait.deadline_ms > self.now_ms - 150
 
-    def _settle(self) -> None:
+    def _end_waits(self) -> None:
         for name in [one for one, until_ms in self.awaited.items() if until_ms <= self.now_ms]:
             self._await_no_longer(name, None)
-        for settled in self.table.settle(self.now_ms):
-            key = settled.stream_id, settled.lease_id
+        for ended in self.table.end_waits(self.now_ms):
+            key = ended.stream_id, ended.lease_id
             wait = self.waiting.pop(key)
             assert not wait.awaits or self.now_ms >= wait.deadline_ms
             if not self._fitting(wait):
                 assert self.now_ms >= min(wait.asked_ms + 200, wait.deadline_ms)
                 wait.excluded = frozenset()
-            if isinstance(settled.result, RollmeshError):
+            if isinstance(ended.result, RollmeshError):
                 assert self.now_ms >= wait.deadline_ms
                 continue
-            engine = self.table.engines[settled.result.engine_id]
+            engine = self.table.engines[ended.result.engine_id]
             assert engine in self._fitting(wait)
             self._note(*key, wait, engine)
 

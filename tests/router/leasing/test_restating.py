@@ -59,11 +59,11 @@ def test_an_engine_that_registers_later_gets_what_was_restated_of_it() -> None:
     leases = table("a")
     leases.restate("g", holdings("b", "1", sessions=("s",)))
     assert leases.acquire("g", "2", "s", wait_ms=1_000) is None  # it waits for its engine
-    assert not leases.settle(0)
+    assert not leases.end_waits(0)
     leases.add_engine(Engine("b", "b:1", "m", 8))
-    (settled,) = leases.settle(0)
-    assert isinstance(settled.result, pb.LeaseGrant)
-    assert settled.result.engine_id == "b"
+    (ended,) = leases.end_waits(0)
+    assert isinstance(ended.result, pb.LeaseGrant)
+    assert ended.result.engine_id == "b"
     assert leases.engines["b"].leases == 2
 
 
@@ -84,10 +84,10 @@ def test_an_engine_that_does_not_register_is_given_up_in_time() -> None:
     leases.restate("g", holdings("b", "1", sessions=("s",)), now_ms=100)
     leases.acquire("g", "2", "s", wait_ms=60_000, now_ms=200)
     assert leases.due_ms(200) == 100 + AWAITED_MS
-    assert not leases.settle(99 + AWAITED_MS)
-    (settled,) = leases.settle(100 + AWAITED_MS)
-    assert isinstance(settled.result, pb.LeaseGrant)
-    assert settled.result.engine_id == "a"
+    assert not leases.end_waits(99 + AWAITED_MS)
+    (ended,) = leases.end_waits(100 + AWAITED_MS)
+    assert isinstance(ended.result, pb.LeaseGrant)
+    assert ended.result.engine_id == "a"
     assert leases.leases == 1
     leases.release("g", "1")  # nobody knows it any more
     assert leases.leases == 1

@@ -4,26 +4,61 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
+from rollmesh.router.membership.members import Member
 from rollmesh.runtime.errors import InvalidFieldError, NoGatewayError
 from rollmesh.v1 import router_pb2
 
 
 def gateway(
-    name: str, sessions: int = 0, *, model: str = "policy", draining: bool = False
-) -> router_pb2.ReplicaHello:
-    return router_pb2.ReplicaHello(
+    name: str,
+    sessions: int = 0,
+    *,
+    model: str = "policy",
+    draining: bool = False,
+    silent_ms: int = 0,
+) -> Member:
+    hello = router_pb2.ReplicaHello(
         replica_id=name,
         kind=router_pb2.REPLICA_KIND_GATEWAY,
         address=f"{name}:1",
         model=model,
         journal_id=f"journal-{name}",
+        report_interval_ms=1_000,
         load=router_pb2.ReplicaLoad(live_sessions=sessions, draining=draining),
     )
+    return Member(hello, silent_ms=silent_ms)
 
 
-def table_of(*hellos: router_pb2.ReplicaHello) -> tuple[GatewayTable, list[RegisteredGateway]]:
+def table_of(*members: Member) -> tuple[GatewayTable, list[RegisteredGateway]]:
     table = GatewayTable()
-    return table, [table.add(hello) for hello in hellos]
+    return table, [table.add(member) for member in members]
+
+
+def test_a_gateway_of_which_a_report_is_missing_gets_a_session_only_if_all_are_late() -> None:
+    punctual, late = gateway("a", 9, silent_ms=1_750), gateway("b", 0, silent_ms=2_000)
+    table, _ = table_of(punctual, late)
+    assert table.place("").gateway_id == "a"
+    punctual.silent_ms = 3_000
+    assert table.place("").gateway_id == "b"
+    punctual.silent_ms = late.silent_ms = 0
+    assert table.place("").gateway_id == "b"
+
+
+def test_a_gateway_is_shown_as_it_reported_itself() -> None:
+    member = gateway("a", 3, draining=True)
+    served = [router_pb2.ServedJournal(journal_id=f"journal-{name}") for name in "ab"]
+    member.hello.load.journals.extend(served)
+    _, (shown,) = table_of(member)
+    expected = router_pb2.Gateway(
+        gateway_id="a",
+        address="a:1",
+        model="policy",
+        journal_id="journal-a",
+        live_sessions=3,
+        draining=True,
+        journals=served,
+    )
+    assert shown.to_proto() == expected
 
 
 def test_a_session_goes_to_the_gateway_with_the_fewest() -> None:
@@ -77,11 +112,9 @@ def test_a_model_whose_gateways_are_away_is_waited_for() -> None:
         table.place("three", known={"one", "two"})
 
 
-@pytest.mark.parametrize("hellos", [(), (gateway("a", draining=True),)])
-def test_without_a_gateway_the_caller_tries_again(
-    hellos: tuple[router_pb2.ReplicaHello, ...],
-) -> None:
-    table, _ = table_of(*hellos)
+@pytest.mark.parametrize("members", [(), (gateway("a", draining=True),)])
+def test_without_a_gateway_the_caller_tries_again(members: tuple[Member, ...]) -> None:
+    table, _ = table_of(*members)
     with pytest.raises(NoGatewayError) as refused:
         table.place("")
     assert refused.value.retry_delay_ms

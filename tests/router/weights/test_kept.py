@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.leasing.leases import LeaseClient
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,

@@ -3,12 +3,17 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.client.weights.tensors import file_of
 from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.runtime.errors import RemoteError, StaleVersionError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
@@ -155,6 +160,53 @@ async def test_a_push_whose_router_died_goes_on_at_the_other_when_it_is_repeated
         assert files(engine) == [(1, FIRST)]
         await pair.start(0)  # with what it had when it died
         assert await pair.target(0) == 1
+
+
+class Stalling(dict[str, Any]):
+    """Tensors of which the last one comes when it may, the first time that it is sent.
+
+    A thread sends them; before that the event loop's own reads their sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(a=np.arange(700_000, dtype=np.float32), z=np.zeros(3, np.uint8))
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def __getitem__(self, name: str) -> Any:
+        is_sent = threading.current_thread() is not threading.main_thread()
+        if name == "z" and is_sent and not self.reached.is_set():
+            self.reached.set()
+            self.may_go_on.wait(60)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("moment", ["received", "router-offered", "router-before-accept"])
+async def test_the_sdk_finishes_a_push_at_the_other_router_if_the_first_one_dies(
+    pair: Pair, moment: str
+) -> None:
+    await pair.start(0, fault="" if moment == "received" else moment)
+    await pair.start(1)
+    tensors = Stalling()
+    if moment != "received":
+        tensors.may_go_on.set()
+    size, chunks = file_of(dict(tensors))
+    async with (
+        noting_engine(pair.both, "a") as engine,
+        Client(MeshAddresses(router=pair.both)) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        pushing = tasks.create_task(client.push_weights(tensors, 1))
+        if moment == "received":
+            assert await asyncio.to_thread(tensors.reached.wait, 60)
+        else:
+            await pair.processes[0].wait_line(f"FAULT {moment}")
+        await pair.processes[0].kill()
+        tensors.may_go_on.set()
+        assert not any(result.status.code for result in await pushing)
+        assert await pair.target(1) == 1
+        assert files(engine) == [(1, b"".join(chunks))]
+        assert len(files(engine)[0][1]) == size
+        await client.push_weights({"w": np.ones(1, np.float32)}, 2)
 
 
 async def test_what_an_engine_took_is_accepted_by_the_other_router_if_the_first_one_dies(

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollmesh.runtime.errors import StaleVersionError
-from rollmesh.runtime.rpc.channels import drained_on_refusal
+from rollmesh.runtime.rpc.channels import drained_on_refusal, open_channel, stub_of
+from rollmesh.v1 import router_pb2_grpc, server_pb2_grpc
 
 
 async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:
@@ -24,3 +25,11 @@ async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:
     with pytest.raises(StaleVersionError):
         await refuse(requests())
     assert taken == [0, 1, 2, 3, 4]
+
+
+async def test_a_channel_has_one_stub_of_each_service() -> None:
+    async with open_channel("127.0.0.1:1") as one, open_channel("127.0.0.1:1") as other:
+        stub = stub_of(one, router_pb2_grpc.RouterServiceStub)
+        assert stub_of(one, router_pb2_grpc.RouterServiceStub) is stub
+        assert stub_of(other, router_pb2_grpc.RouterServiceStub) is not stub
+        assert stub_of(one, server_pb2_grpc.ServerServiceStub)

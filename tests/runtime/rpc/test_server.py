@@ -22,7 +22,7 @@ from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import serve
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.processes import ServiceProcess
-from tests.runtime.services import KINDS, NAME, ScriptedService, ask, begin, served, started
+from tests.runtime.services import KINDS, NAME, OTHER, ScriptedService, ask, begin, served, started
 from tests.waiting import until
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -56,7 +56,7 @@ async def listening(
             stop.set()
 
 
-@pytest.mark.parametrize("name", ["", NAME])
+@pytest.mark.parametrize("name", ["", NAME, OTHER])
 async def test_health_is_not_serving_until_the_service_has_started(name: str) -> None:
     service = ScriptedService()
     async with listening(service) as (channel, _):
@@ -66,7 +66,7 @@ async def test_health_is_not_serving_until_the_service_has_started(name: str) ->
         assert await status_of(channel, name) == SERVING
 
 
-@pytest.mark.parametrize("name", ["", NAME])
+@pytest.mark.parametrize("name", ["", NAME, OTHER])
 async def test_a_watcher_of_health_sees_start_and_stop_and_does_not_hold_it_up(name: str) -> None:
     service, hour_ms = ScriptedService(), 3_600_000
     async with listening(service, grace_ms=hour_ms) as (channel, stop):
@@ -100,7 +100,7 @@ async def test_health_is_not_serving_while_calls_finish() -> None:
         assert await call.read() == b"finished"
 
 
-async def test_reflection_lists_the_service() -> None:
+async def test_reflection_lists_the_services() -> None:
     async with served(ScriptedService()) as (channel, _):
         untyped_channel: Any = channel
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
@@ -112,7 +112,7 @@ async def test_reflection_lists_the_service() -> None:
             async for answer in call
             for service in answer.list_services_response.service
         }
-    assert names >= {NAME, "grpc.health.v1.Health"}
+    assert names >= {NAME, OTHER, "grpc.health.v1.Health"}
 
 
 async def test_a_message_of_many_megabytes_passes() -> None:
@@ -333,12 +333,14 @@ async def test_a_server_says_what_it_is_while_its_service_still_starts() -> None
 async def test_a_call_before_the_service_has_started_is_told_to_come_again(kind: str) -> None:
     service = ScriptedService()
     async with listening(service) as (channel, _):
-        with pytest.raises(StartingError) as refused, typed_errors():
-            await ask(channel, kind=kind)
-        assert refused.value.retry_delay_ms
+        for name in service.names:
+            with pytest.raises(StartingError) as refused, typed_errors():
+                await ask(channel, kind=kind, name=name)
+            assert refused.value.retry_delay_ms
         service.may_start.set()
         await service.announced.wait()
-        assert await ask(channel, kind=kind) == b"x"
+        for name in service.names:
+            assert await ask(channel, kind=kind, name=name) == b"x"
 
 
 LARGE, SMALL = 300_000, 100_000

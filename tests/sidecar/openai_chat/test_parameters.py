@@ -1,21 +1,18 @@
 """Every parameter of the two APIs has a place in the table, and the table is what happens."""
 
-import ast
-import importlib.util
-import re
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from openai.types.chat import completion_create_params
-from prometheus_client import REGISTRY
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.parameters import REFUSED, SERVED, UNUSED
-from rollmesh.sidecar.openai_chat.requests import parse_body, read_request, wants_usage
+from rollmesh.sidecar.openai_chat.requests import read_request, wants_usage
+from rollmesh.sidecar.turns.values import parse_body
 from rollmesh.v1 import gateway_pb2
 from tests.paths import ROOT
+from tests.sidecar.parameters import documented, fields_of_sdk, fields_of_vllm, ignored
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 TABLE = SERVED | REFUSED.keys() | UNUSED.keys()
@@ -34,52 +31,27 @@ def read(**more: Any) -> gateway_pb2.ChatRequest:
     return read_request(body)
 
 
-def ignored(name: str) -> float:
-    labels = {"name": name}
-    found = REGISTRY.get_sample_value("rollmesh_sidecar_ignored_parameters_total", labels)
-    return found or 0.0
-
-
 def test_a_parameter_has_one_place() -> None:
     assert len(TABLE) == len(SERVED) + len(REFUSED) + len(UNUSED)
 
 
 def test_every_parameter_of_the_openai_sdk_is_in_the_table() -> None:
-    fields: set[str] = set()
-    for kind in ("Base", "NonStreaming", "Streaming"):
-        fields |= getattr(
-            completion_create_params, f"CompletionCreateParams{kind}"
-        ).__annotations__.keys()
+    fields = fields_of_sdk(completion_create_params, "CompletionCreateParams")
     assert len(fields) > 30
     assert fields <= TABLE
 
 
 @pytest.mark.vllm
 def test_every_parameter_of_vllm_is_in_the_table() -> None:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    # Its source, for importing it takes half a minute.
-    path = Path(spec.origin).parent / "entrypoints/openai/chat_completion/protocol.py"
-    (model,) = (
-        one
-        for one in ast.parse(path.read_text()).body
-        if isinstance(one, ast.ClassDef) and one.name == "ChatCompletionRequest"
+    fields = fields_of_vllm(
+        "entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest"
     )
-    names = {
-        one.target.id
-        for one in model.body
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-    }
-    fields = {name for name in names if not name.startswith("_")}
     assert len(fields) > 60
     assert fields <= TABLE
 
 
 def test_the_document_has_the_table() -> None:
-    rows = re.findall(r"^\| (`[^|]*`) \|", DOCUMENT.read_text(), re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named >= TABLE
+    assert documented(DOCUMENT) >= TABLE
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -9,12 +9,12 @@ from prometheus_client import REGISTRY
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.requests import (
-    parse_body,
     read_request,
     read_shown,
     wants_stream,
     wants_usage,
 )
+from rollmesh.sidecar.turns.values import parse_body
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -58,14 +58,14 @@ def ignored(name: str) -> float:
             "messages[0].content", {"messages": [{"role": "user", "content": 5}]}, id="content"
         ),
         pytest.param(
-            "messages[0].content[1]",
+            "messages[0].content[1].image_url.url",
             {
                 "messages": [
                     {
                         "role": "user",
                         "content": [
                             {"type": "text", "text": "Look"},
-                            {"type": "image_url", "image_url": {"url": "http://x"}},
+                            {"type": "image_url", "image_url": {"url": "file:///x"}},
                         ],
                     }
                 ]

@@ -1,7 +1,9 @@
 """Sessions of every shape through the writer, and what verl's replay buffer makes of them."""
 
+import ast
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,9 +151,27 @@ def tensordicts() -> dict[str, Any]:
     }
 
 
+def snippet(text: str) -> list[str]:
+    """Runs the pages' snippet of the writer; returns the keys of the rows it wrote."""
+    names: dict[str, Any] = {
+        "TransferQueueWriter": TransferQueueWriter,
+        "queue_rows": queue_rows,
+        "rows_of": rows_of,
+        "session": session("s", [linear("t", 3, 2)], reward=1.0),
+        "uid": "u",
+        "messages": [{"role": "user", "content": "hi"}],
+        "step": 1,
+    }
+    code = compile(text, "snippet", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    before = set(tq.kv_list(partition_id="train")["train"])
+    asyncio.run(eval(code, names))  # noqa: S307 - our own pages
+    return sorted(set(tq.kv_list(partition_id="train")["train"]) - before)
+
+
 def main() -> None:
     with running_queue():
-        result = {"groups": groups(), "statuses": statuses()}
+        result: dict[str, Any] = {"groups": groups(), "statuses": statuses()}
+        result["snippet"] = snippet(json.loads(sys.argv[1])["snippet"])
     result |= {"refusals": refusals(), "tensordicts": tensordicts()}
     print(json.dumps(result))  # noqa: T201
 

@@ -12,7 +12,7 @@ from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscripti
 from rollmesh.client.sessions.rewards import Rewards
 from rollmesh.client.sessions.trajectories import SessionResult
 from rollmesh.runtime.errors import ConsumerUnknownError, SessionUnknownError
-from rollmesh.runtime.rpc.channels import read_stream
+from rollmesh.runtime.rpc.channels import read_stream, stub_of
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 
 _PAGE = 1000
@@ -161,9 +161,8 @@ class DeliveryCalls(Connections):
         request = collector_pb2.ReadSessionsRequest(session_id=session_id)
 
         async def read(channel: grpc.aio.Channel) -> session_pb2.SessionRecord:
-            call = collector_pb2_grpc.CollectorServiceStub(channel).ReadSessions(
-                request, timeout=CALL_S
-            )
+            stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
+            call = stub.ReadSessions(request, timeout=CALL_S)
             async with aclosing(read_stream(call)) as responses:
                 response: collector_pb2.ReadSessionsResponse = await anext(responses)
             return response.session

@@ -12,7 +12,7 @@ import grpc
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
-from rollmesh.mesh.members import CollectorDirectory
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     ConsumerExistsError,

@@ -48,7 +48,9 @@ class SessionCalls(Connections):
             metadata: Delivered to the trainer with the session.
             export: One trajectory per leaf of the conversation tree, one per turn, or the tree
                 itself, each token once, as `SessionResult.tree`.
-            request_id: Makes the call repeatable.
+            request_id: Makes the call repeatable, by a trainer that was restarted too: while the
+                session is open, it is returned; once it is closed, `SessionClosedError` is raised
+                as long as its gateway remembers that.
             reward_timeout_ms: As of `close_session`, if the block ends without an error.
 
         Raises:
@@ -106,11 +108,16 @@ class SessionCalls(Connections):
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
-        """Opens a session, retrying while the gateway is full; the caller closes it."""
-        if not request.request_id:  # retries must not open another session
+        """Opens a session, retrying while the gateway is full; the caller closes it.
+
+        A request id that an earlier process gave returns the session that it opened, at whichever
+        gateway that is; see `session`.
+        """
+        is_repeat = bool(request.request_id)
+        if not is_repeat:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
         sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
-        opened = await self._at_gateway("", lambda stub: stub.CreateSession, request, request.model)
+        opened = await self._opened(request, is_repeat=is_repeat)
         base_url = f"http://{sidecar}/sessions/{opened.session_key}/v1"
         return Session(opened.session_id, opened.session_key, base_url, opened.model)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.client.sessions.tokens import read_tokens, reason_names
+from rollmesh.client.sessions.tokens import read_images, read_tokens, reason_names
 from rollmesh.client.sessions.trees import TrajectoryTree
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.codec.enums import name_of
@@ -38,6 +38,9 @@ class Trajectory:
     trajectory for the garbage collector to traverse."""
     reward: float | None
     """The trajectory's own reward; None: the session's applies."""
+    images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
+    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    session's `images`."""
 
     @property
     def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
@@ -66,6 +69,7 @@ class Trajectory:
             reason_names(proto.reasons),
             path,
             proto.reward if proto.HasField("reward") else None,
+            read_images(proto),
         )
 
 
@@ -89,6 +93,9 @@ class SessionResult:
     """Whether it failed and was retried: another session has its `sample_index`."""
     model: str = ""
     """Name of the model that answered."""
+    images: dict[str, session_pb2.SessionImage] = field(default_factory=dict, repr=False)
+    """The images of its trajectories or its tree, by the SHA-256 of their bytes: each once, with
+    its media type and the file as the agent sent it."""
 
     @classmethod
     def from_proto(cls, proto: session_pb2.SessionRecord) -> "SessionResult":
@@ -105,6 +112,7 @@ class SessionResult:
             TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
             proto.superseded,
             proto.model,
+            {image.sha256: image for image in proto.images},
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.client.sessions.tokens import read_tokens, reason_names
+from rollmesh.client.sessions.tokens import read_images, read_tokens, reason_names
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
@@ -39,6 +39,9 @@ class TrajectoryTree:
     """Message, lineage, reasons, engine and prompt CRC of each of the M nodes."""
     reasons: tuple[str, ...]
     """Fidelity reasons of the tree; ("EXACT",) if there are none."""
+    images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
+    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    session's `images`."""
 
     @classmethod
     def from_proto(cls, proto: trajectory_pb2.TrajectoryTree) -> "TrajectoryTree":
@@ -78,6 +81,7 @@ class TrajectoryTree:
             ),
             nodes=tuple(proto.nodes),
             reasons=reason_names(proto.reasons),
+            images=read_images(proto),
         )
 
     def leaves(self) -> NDArray[np.int64]:

@@ -1,5 +1,6 @@
 """The client's calls about weights and the replicas that hold them."""
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from rollmesh.client.weights.push import (
     push_weights,
     weights_of,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import router_pb2
 
 
@@ -28,6 +28,10 @@ class WeightCalls(Connections):
         model: str = "",
     ) -> list[router_pb2.EngineResult]:
         """Pushes weights to all engines of a model; tokens sampled afterwards carry the version.
+
+        If the router dies in the middle, the push is repeated, at another router or at the same one
+        when it is back, for a minute; the tensors must stay as they are until this returns. A
+        `Transfer` is not repeated: push the next version.
 
         Args:
             weights: torch tensors or NumPy arrays by parameter name; a directory of safetensors
@@ -46,7 +50,7 @@ class WeightCalls(Connections):
             WeightsPushError: An engine did not apply them.
         """
         return await push_weights(
-            await self._router(), weights, policy_version, mode, model, allow_partial=allow_partial
+            self._routers, weights, policy_version, mode, model, allow_partial=allow_partial
         )
 
     async def policy_version(self, model: str = "") -> int:
@@ -54,11 +58,15 @@ class WeightCalls(Connections):
         return weights_of(await self.replicas(), model).last_policy_version
 
     async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
-        """Makes the router forget the pushed weights; the next push may have any version."""
-        request = router_pb2.ForgetWeightsRequest(model=model)
-        stub = await self._router()
-        with typed_errors():
-            return await stub.ForgetWeights(request, timeout=CALL_S)
+        """Makes the routers forget the pushed weights; the next push may have any version.
+
+        Returns:
+            The version until now; 0 if nothing was kept, or if the router died after it forgot.
+        """
+        request = router_pb2.ForgetWeightsRequest(model=model, request_id=uuid.uuid4().hex)
+        return await self._routers.repeat(
+            lambda router: router.ForgetWeights(request, timeout=CALL_S)
+        )
 
     async def init_weight_transfer(
         self,
@@ -68,6 +76,9 @@ class WeightCalls(Connections):
         model: str = "",
     ) -> list[router_pb2.EngineResult]:
         """Connects all engines to the trainer, which must connect meanwhile in another thread.
+
+        This is not repeated if the router is lost: the trainer connects once. Make the call again,
+        and let the trainer connect again.
 
         Args:
             backend: Backend that the engines were started with: nccl, ipc.
@@ -79,7 +90,7 @@ class WeightCalls(Connections):
             WeightsPushError: An engine did not connect.
         """
         return await init_transfers(
-            await self._router(), backend, init_info, by_engine or {}, model
+            await self._routers.stub(), backend, init_info, by_engine or {}, model
         )
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:

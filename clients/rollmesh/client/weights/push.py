@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
 from rollmesh.client.weights.tensors import file_of
+from rollmesh.mesh.routers.calls import Routers
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
@@ -37,7 +39,7 @@ class Transfer:
 
 
 async def push_weights(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    routers: Routers,
     weights: Mapping[str, Any] | Path | Transfer,
     policy_version: int,
     mode: str,
@@ -51,8 +53,12 @@ async def push_weights(
         policy_version=policy_version,
         pause_mode=chosen("mode", mode, PAUSE_MODES),
         model=model,
+        request_id=uuid.uuid4().hex,
     )
-    chunks: Iterator[bytes] = iter(())
+
+    def chunks() -> Iterator[bytes]:
+        return file_of(weights)[1] if isinstance(weights, Mapping) else iter(())
+
     match weights:
         case Transfer():
             header.transfer.backend = weights.backend
@@ -60,14 +66,35 @@ async def push_weights(
         case Path():
             header.checkpoint_dir = str(weights.absolute())  # noqa: ASYNC240 - no disk access
         case Mapping():
-            header.safetensors_bytes, chunks = file_of(weights)
+            header.safetensors_bytes, _ = file_of(weights)
         case _:
             kind = type(weights).__name__
             raise InvalidFieldError("weights", f"is a {kind}; give tensors, a Path or a Transfer")
-    with typed_errors():
-        response = await stub.PushWeights(_requests(header, chunks), timeout=_TIMEOUT_S)
+    response = await _pushed(routers, header, chunks)
     results = list(response.results)
     return results if allow_partial else _checked(results)
+
+
+async def _pushed(
+    routers: Routers,
+    header: router_pb2.PushWeightsHeader,
+    chunks: Callable[[], Iterator[bytes]],
+) -> router_pb2.PushWeightsResponse:
+    """Makes a push; if the router dies in the middle, repeats it at one that is up.
+
+    The request id says that it is the same push, which that router may have received already. A
+    transfer is not repeated: the trainer sends it once, by other means.
+    """
+
+    async def push(
+        router: "router_pb2_grpc.RouterServiceAsyncStub",
+    ) -> router_pb2.PushWeightsResponse:
+        return await router.PushWeights(_requests(header, chunks()), timeout=_TIMEOUT_S)
+
+    if header.HasField("transfer"):
+        with typed_errors():
+            return await push(await routers.stub())
+    return await routers.repeat(push)
 
 
 async def _requests(

@@ -14,7 +14,7 @@ import transfer_queue as tq
 from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
-from rollmesh.batches import Row, Rows
+from rollmesh.batches import ImageProcessor, Row, Rows
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2
 
@@ -56,6 +56,7 @@ def queue_rows(
     *,
     reward_extra_info: Mapping[str, Any] | None = None,
     flat_extra_fields: bool = False,
+    processor: ImageProcessor | None = None,
 ) -> QueueRows:
     """Returns the rows of one session of a prompt.
 
@@ -66,9 +67,11 @@ def queue_rows(
         prompt: The trainer's columns, copied to each row; `uid` and `global_steps` are required.
         reward_extra_info: verl's extra reward info.
         flat_extra_fields: Whether each entry of `extra_fields` is also a column.
+        processor: The image processor of a vision model; None for a model of text.
 
     Raises:
-        InvalidFieldError: The uid contains a "_", or the prompt has one of our columns.
+        InvalidFieldError: The uid contains a "_", the prompt has one of our columns, or a row has
+            images and there is no processor, or another model's.
     """
     uid, steps = prompt_uid(prompt), int(prompt["global_steps"])
     if taken := _TOKEN_COLUMNS & prompt.keys():
@@ -80,7 +83,7 @@ def queue_rows(
     for index, row in enumerate(ordered):
         extra = _extra_fields(row, reward_extra_info or {})
         column = {**prompt, **token_columns(row), "session_id": row.session.sample_index}
-        column |= {"multi_modal_inputs": {}, "extra_fields": extra}
+        column |= {**_vision_columns(row, processor), "extra_fields": extra}
         columns.append(column | extra if flat_extra_fields else column)
         keys.append(f"{uid}_{row.session.sample_index}_{index}")
         tags.append(_tag(row, extra, steps))
@@ -142,6 +145,24 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
     }
 
 
+def vision_columns(row: Row, processor: ImageProcessor) -> dict[str, Any]:
+    """Returns verl's columns of a row of a vision model, as its agent loop makes them.
+
+    `multi_modal_inputs`: the processor's outputs, with `images_seqlens`, the patches of each image,
+    if it has grids; empty without images. `position_ids` int64 [4, P + R] if the model has
+    multi-dimensional positions: those of text, then temporal, height and width. Otherwise
+    int64 [P + R].
+    """
+    made = processor.inputs(row)
+    inputs = dict(made.tensors)
+    if (grid := inputs.get("image_grid_thw")) is not None:
+        inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+    positions = torch.from_numpy(made.position_ids)
+    if positions.ndim > 1:
+        positions = torch.cat((torch.arange(len(row))[None], positions))
+    return {"position_ids": positions, "multi_modal_inputs": inputs}
+
+
 def stacked(columns: Sequence[Mapping[str, Any]]) -> TensorDict:
     """Returns rows with the same columns as a TensorDict of batch size [B]."""
     found: dict[str, Any] = {}
@@ -185,6 +206,18 @@ class TransferQueueWriter:
 
     async def _tag(self, uid: str, status: str) -> None:
         await tq.async_kv_put(key=uid, partition_id=self._partition, tag={"status": status})
+
+
+def _vision_columns(row: Row, processor: ImageProcessor | None) -> dict[str, Any]:
+    if processor is not None:
+        return vision_columns(row, processor)
+    if row.trajectory.images:
+        raise InvalidFieldError(
+            "model_path",
+            f"trajectory {row.trajectory.trajectory_id} has images; name the folder of the model, "
+            "whose image processor makes verl's multi_modal_inputs",
+        )
+    return {"multi_modal_inputs": {}}
 
 
 def _place(row: Row) -> tuple[bool, int]:

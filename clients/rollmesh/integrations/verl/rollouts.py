@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from rollmesh.batches import MissingRewardError, rows_of
+from rollmesh.batches import ImageProcessor, MissingRewardError, rows_of
 from rollmesh.client import (
     AgentRunner,
     Client,
@@ -58,6 +58,8 @@ class PromptRollouts:
         """Takes the settings, and verl's reward loop if the trainer has one."""
         self._settings = settings
         self._score = score
+        path = settings.image_model_path
+        self._processor = ImageProcessor(path) if path else None
         self._submitted: asyncio.Queue[Prompt] = asyncio.Queue(_MAX_PROMPTS)
         self._prompts: dict[str, Prompt] = {}
         """Submitted prompts that have not ended, by uid."""
@@ -147,10 +149,15 @@ class PromptRollouts:
             rows = rows_of([replace(session, reward=reward)])
         if not rows:
             raise InvalidFieldError("session", f"{session.session_id} has no trainable trajectory")
-        flat = self._settings.flat_extra_fields
-        await self._writer(prompt).write(
-            queue_rows(rows, prompt.row, reward_extra_info=extra, flat_extra_fields=flat)
+        made = await asyncio.to_thread(  # an image processor takes tens of milliseconds
+            queue_rows,
+            rows,
+            prompt.row,
+            reward_extra_info=extra,
+            flat_extra_fields=self._settings.flat_extra_fields,
+            processor=self._processor,
         )
+        await self._writer(prompt).write(made)
 
     async def _end(self, uid: str, failed: int) -> None:
         prompt = self._prompts.pop(uid)

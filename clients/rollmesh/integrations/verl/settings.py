@@ -29,6 +29,8 @@ class Settings:
     """When a prompt counts as a failure."""
     flat_extra_fields: bool = False
     """Whether each entry of `extra_fields` is also a column."""
+    image_model_path: str = ""
+    """Folder of a vision model with its image processor; empty for a model of text."""
 
     def __post_init__(self) -> None:
         """Checks the settings.

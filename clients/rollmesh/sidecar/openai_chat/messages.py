@@ -3,8 +3,10 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.openai_chat.parameters import count_ignored
-from rollmesh.sidecar.openai_chat.values import excerpt, string
+from rollmesh.sidecar.openai_chat.parameters import COUNTED
+from rollmesh.sidecar.turns.ignored import count_ignored
+from rollmesh.sidecar.turns.images import image_of_url, joined
+from rollmesh.sidecar.turns.values import excerpt, string
 from rollmesh.v1 import chat_pb2
 
 _ROLES = {
@@ -49,9 +51,8 @@ def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
-    count_ignored(message, _MESSAGE_KEYS)
-    text = _text(content, f"{field}.content")
-    result = chat_pb2.ChatMessage(role=role, content=_parts(text))
+    count_ignored(message, _MESSAGE_KEYS, COUNTED)
+    result = chat_pb2.ChatMessage(role=role, content=_read_content(content, f"{field}.content"))
     if role == chat_pb2.ROLE_ASSISTANT:
         result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -68,18 +69,32 @@ def _parts(text: str) -> list[chat_pb2.ContentPart]:
     return [chat_pb2.ContentPart(text=text)] if text else []
 
 
-def _text(content: Any, field: str) -> str:
-    """Returns the text of a string or of a list of text parts."""
+def _read_content(content: Any, field: str) -> list[chat_pb2.ContentPart]:
+    """Returns the parts of a string or of a list of texts and images."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return _parts(content or "")
     if not isinstance(content, list):
-        raise InvalidFieldError(field, "must be a string, a list of text parts, or null")
-    texts: list[str] = []
-    for at, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            raise InvalidFieldError(f"{field}[{at}]", "is not a text part; only text is supported")
-        texts.append(string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
-    return "".join(texts)
+        raise InvalidFieldError(field, "must be a string, a list of parts, or null")
+    return joined(_part(part, f"{field}[{at}]") for at, part in enumerate(content))
+
+
+def _part(part: Any, field: str) -> chat_pb2.ContentPart:
+    kind = part.get("type") if isinstance(part, dict) else None
+    match kind:
+        case "text" | "refusal":
+            return chat_pb2.ContentPart(text=string(part.get(kind), f"{field}.{kind}"))
+        case "image_url":
+            given = part.get("image_url")
+            if isinstance(given, str):  # as vLLM takes it too
+                return image_of_url(given, f"{field}.image_url")
+            if not isinstance(given, dict):
+                raise InvalidFieldError(f"{field}.image_url", "is not an object with a url")
+            count_ignored(given, ("url",), COUNTED)
+            return image_of_url(given.get("url"), f"{field}.image_url.url")
+        case _:
+            raise InvalidFieldError(
+                field, f"is {excerpt(kind)}; only parts of type text and image_url are supported"
+            )
 
 
 def _calls(calls: Any, field: str) -> list[chat_pb2.ToolCall]:

@@ -4,16 +4,11 @@ The names come from vLLM's `ChatCompletionRequest`, from the OpenAI SDK, and fro
 the parameter would change an answer. docs/openai.md has the same table for users.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
-
 from rollmesh.runtime.errors import InvalidFieldError
-
-IGNORED = Counter(
-    "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
-)
+from rollmesh.sidecar.turns.ignored import count_ignored
 
 SERVED = frozenset(
     {
@@ -37,7 +32,7 @@ _ABSENT = "the engine is not started with what it needs"
 REFUSED: Mapping[str, str] = {
     "add_generation_prompt": "an answer begins where the template's generation prompt ends",
     "add_special_tokens": _PROMPT,
-    "audio": "only text is served",
+    "audio": "only text and images are served",
     "best_of": "give n and choose among the answers",
     "chat_template": "a session has one template, that of the gateway's model",
     "continue_final_message": "an answer begins where the template's generation prompt ends",
@@ -83,10 +78,10 @@ REFUSED: Mapping[str, str] = {
 UNUSED: Mapping[str, str] = {
     "cache_salt": "cached prefixes are shared within one mesh",
     "length_penalty": "of beam search, which is refused",
-    "media_io_kwargs": "only text is served",
+    "media_io_kwargs": "the engine reads images as the model's own processor does",
     "metadata": "a label",
     "mm_payload": "of vLLM's render endpoints",
-    "mm_processor_kwargs": "only text is served",
+    "mm_processor_kwargs": "the engine reads images as the model's own processor does",
     "moderation": "of OpenAI's service",
     "prediction": "a hint for speed",
     "priority": "a hint for order: the router gives each session its turn",
@@ -119,7 +114,8 @@ _NEUTRAL: Mapping[str, Any] = {
 _MESSAGE_COUNTED = {
     "annotations", "audio", "cache_control", "parsed", "provider_specific_fields", "refusal",
 }  # fmt: skip
-_COUNTED = {*UNUSED, *_MESSAGE_COUNTED, "client_metadata", "include"}
+COUNTED = frozenset({*UNUSED, *_MESSAGE_COUNTED, "client_metadata", "include"})
+"""Names that are counted as such where they change nothing."""
 
 
 def check_parameters(body: Mapping[str, Any]) -> None:
@@ -135,11 +131,4 @@ def check_parameters(body: Mapping[str, Any]) -> None:
         if value is None or value == neutral or (neutral in {None, "none"} and not value):
             continue
         raise InvalidFieldError(name, f"is not served: {REFUSED[name]}; leave it out")
-    count_ignored(body, SERVED | REFUSED.keys())
-
-
-def count_ignored(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Counts ignored parameters; unknown names share one label, which bounds the labels."""
-    for name in given:
-        if name not in known and given[name] is not None:
-            IGNORED.labels(name if name in _COUNTED else "other").inc()
+    count_ignored(body, SERVED | REFUSED.keys(), COUNTED)

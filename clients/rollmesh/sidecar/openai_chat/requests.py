@@ -2,37 +2,18 @@
 
 from typing import Any
 
-import orjson
-
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.openai_chat.formats import read_response_format
 from rollmesh.sidecar.openai_chat.messages import read_messages
 from rollmesh.sidecar.openai_chat.parameters import check_parameters
 from rollmesh.sidecar.openai_chat.sampled import Shown
-from rollmesh.sidecar.openai_chat.sampling import read_sampling
-from rollmesh.sidecar.openai_chat.template_options import read_template_options
 from rollmesh.sidecar.openai_chat.tools import read_tool_choice, read_tools
-from rollmesh.sidecar.openai_chat.values import excerpt, flag, integer
+from rollmesh.sidecar.turns.formats import read_format
+from rollmesh.sidecar.turns.sampling import read_sampling, read_stop
+from rollmesh.sidecar.turns.template_options import read_template_options
+from rollmesh.sidecar.turns.values import excerpt, flag, integer
 from rollmesh.v1 import gateway_pb2
 
-_MAX_STOPS = 16
-_MAX_MODEL_CHARACTERS = 256
 _MAX_TOP_LOGPROBS = 20
-
-
-def parse_body(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body.
-
-    Raises:
-        InvalidFieldError: It is not a JSON object.
-    """
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidFieldError("body", f"is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidFieldError("body", "is not a JSON object")
-    return body
 
 
 def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
@@ -53,32 +34,21 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
         tool_choice=choice,
         tool_name=tool_name,
         parallel_tool_calls=parallel,
-        json_format=read_response_format(body.get("response_format")),
-        sampling=read_sampling(body),
-        stop=_stop(body.get("stop")),
-        template_options_json=read_template_options(body),
+        json_format=read_format(body.get("response_format"), "response_format", "json_schema"),
+        sampling=read_sampling(body, ("max_tokens", "max_completion_tokens")),
+        stop=read_stop(body.get("stop")),
+        template_options_json=read_template_options(
+            body.get("chat_template_kwargs"),
+            effort=body.get("reasoning_effort"),
+            effort_field="reasoning_effort",
+            documents=body.get("documents"),
+        ),
         bad_words=_bad_words(body.get("bad_words") or []),
         include_stop=flag(body, "include_stop_str_in_output"),
         show_special_tokens=not flag(body, "skip_special_tokens", default=True),
         returns=_returns(body),
         choices=_choices(body.get("n")),
     )
-
-
-def read_model(body: dict[str, Any]) -> str:
-    """Returns the model that a request names; empty if it names none.
-
-    Raises:
-        InvalidFieldError: It is not a string, or it is too long.
-    """
-    name = body.get("model")
-    if not isinstance(name, str | None):
-        raise InvalidFieldError("model", "must be a string")
-    if name and len(name) > _MAX_MODEL_CHARACTERS:
-        raise InvalidFieldError(
-            "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
-        )
-    return name or ""
 
 
 def _choices(n: Any) -> int:
@@ -154,14 +124,3 @@ def wants_usage(body: dict[str, Any]) -> bool:
 def _check_modalities(modalities: Any) -> None:
     if modalities not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
-
-
-def _stop(stop: Any) -> list[str]:
-    if stop is None:
-        return []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise InvalidFieldError("stop", "must be a string or a list of non-empty strings")
-    if len(stops) > _MAX_STOPS:
-        raise InvalidFieldError("stop", f"has {len(stops)} strings; give at most {_MAX_STOPS}")
-    return stops

@@ -9,13 +9,14 @@ from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.openai_chat.sampled import Shown, prompt_fields, token_fields
+from rollmesh.sidecar.turns.protocol import StreamWriter
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 
 _FINISHES = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -91,16 +92,27 @@ def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
     return result
 
 
-class ChunkWriter:
+class ChunkWriter(StreamWriter):
     """Writes the chunks of one stream.
 
     All chunks carry the id of the first choice's answer, because the SDKs expect a single id. Each
     choice carries its own id as `answer_id`, in its first and last chunk, as in a complete answer.
     """
 
-    def __init__(self, created: int, model: str, shown: Shown, *, named: bool) -> None:
-        """Takes the fields of every chunk, and whether the request names a tool to call."""
+    def __init__(
+        self, created: int, model: str, shown: Shown, *, named: bool, include_usage: bool
+    ) -> None:
+        """Takes the fields of every chunk.
+
+        Args:
+            created: When the stream began, seconds since 1970 UTC.
+            model: Name under which the model answers.
+            shown: Which token fields the chunks contain.
+            named: Whether the request names a tool to call.
+            include_usage: Whether the stream ends with a usage chunk.
+        """
         self._named = named
+        self._include_usage = include_usage
         self._shown = shown
         self._common = {
             "id": "",
@@ -112,15 +124,12 @@ class ChunkWriter:
         self._roles: set[int] = set()
         self._begun: set[int] = set()
 
-    def begin(self, index: int, answer_id: str) -> None:
-        """Sets the id of a choice's answer; the first choice's id must be set before any chunk."""
+    def begin(self, index: int, answer_id: str) -> bytes:
+        """Sets the id of a choice's answer; the first delta begins the choice."""
         self._answer_ids[index] = answer_id
         if index == 0:
             self._common["id"] = answer_id
-
-    def knows(self, index: int) -> bool:
-        """Returns whether a choice has its id."""
-        return index in self._answer_ids
+        return b""
 
     def prompt(self, packed: bytes) -> bytes:
         """Returns the first chunk of the first choice, with the ids of the prompt."""
@@ -155,9 +164,11 @@ class ChunkWriter:
         reason = finish_reason(done, named=self._named)
         return message + self._choice(index, {}, reason, answer_id=done.answer_id)
 
-    def usage(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
-        """Returns the chunk with the token counts."""
-        return _event({**self._common, "choices": [], "usage": usage(answers)})
+    def end(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
+        """Returns the end of the stream, preceded by the token counts if they were requested."""
+        if not self._include_usage:
+            return _DONE
+        return _event({**self._common, "choices": [], "usage": usage(answers)}) + _DONE
 
     def _role(self, index: int, top: dict[str, Any] | None = None) -> bytes:
         self._roles.add(index)

@@ -3,7 +3,8 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.openai_chat.values import string, to_json
+from rollmesh.sidecar.turns.tools import list_tools
+from rollmesh.sidecar.turns.values import string, to_json
 from rollmesh.v1 import gateway_pb2
 
 _TOOL_CHOICES = {
@@ -12,7 +13,6 @@ _TOOL_CHOICES = {
     "auto": gateway_pb2.TOOL_CHOICE_AUTO,
     "required": gateway_pb2.TOOL_CHOICE_REQUIRED,
 }
-_MAX_TOOLS = 2048
 
 
 def read_tools(tools: Any) -> str:
@@ -21,12 +21,7 @@ def read_tools(tools: Any) -> str:
     Raises:
         InvalidFieldError: Names the tool and what is wrong with it.
     """
-    if tools is None:
-        return ""
-    if not isinstance(tools, list):
-        raise InvalidFieldError("tools", "must be a list")
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidFieldError("tools", f"has {len(tools)} tools; give at most {_MAX_TOOLS}")
+    tools = list_tools(tools)
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

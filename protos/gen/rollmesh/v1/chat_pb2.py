@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmesh/v1/chat.proto\x12\x0brollmesh.v1\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x82\x02\n\x0b\x43hatMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12)\n\x07\x63ontent\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.ContentPart\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.rollmesh.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1e\n\x11reasoning_content\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x11\n\x04name\x18\x06 \x01(\tH\x02\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x14\n\x12_reasoning_contentB\x07\n\x05_name\"r\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.rollmesh.v1.MediaH\x00\x12&\n\x08\x64ocument\x18\x03 \x01(\x0b\x32\x12.rollmesh.v1.MediaH\x00\x42\x06\n\x04part\"R\n\x05Media\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x12\x0c\n\x04name\x18\x04 \x01(\tB\x08\n\x06source*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmesh/v1/chat.proto\x12\x0brollmesh.v1\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x95\x02\n\x0b\x43hatMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12)\n\x07\x63ontent\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.ContentPart\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.rollmesh.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1e\n\x11reasoning_content\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x11\n\x04name\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x11\n\tanswer_id\x18\x07 \x01(\tB\x0f\n\r_tool_call_idB\x14\n\x12_reasoning_contentB\x07\n\x05_name\"r\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.rollmesh.v1.MediaH\x00\x12&\n\x08\x64ocument\x18\x03 \x01(\x0b\x32\x12.rollmesh.v1.MediaH\x00\x42\x06\n\x04part\"s\n\x05Media\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x12\x10\n\x06sha256\x18\x05 \x01(\tH\x00\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x06 \x01(\tB\x08\n\x06source*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,14 +32,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.chat_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_ROLE']._serialized_start=562
-  _globals['_ROLE']._serialized_end=657
+  _globals['_ROLE']._serialized_start=614
+  _globals['_ROLE']._serialized_end=709
   _globals['_TOOLCALL']._serialized_start=39
   _globals['_TOOLCALL']._serialized_end=99
   _globals['_CHATMESSAGE']._serialized_start=102
-  _globals['_CHATMESSAGE']._serialized_end=360
-  _globals['_CONTENTPART']._serialized_start=362
-  _globals['_CONTENTPART']._serialized_end=476
-  _globals['_MEDIA']._serialized_start=478
-  _globals['_MEDIA']._serialized_end=560
+  _globals['_CHATMESSAGE']._serialized_end=379
+  _globals['_CONTENTPART']._serialized_start=381
+  _globals['_CONTENTPART']._serialized_end=495
+  _globals['_MEDIA']._serialized_start=497
+  _globals['_MEDIA']._serialized_end=612
 # @@protoc_insertion_point(module_scope)

@@ -93,6 +93,7 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Author of the message."""
     tool_call_id: _builtins.str
@@ -101,10 +102,16 @@ class ChatMessage(_message.Message):
     """Reasoning of an assistant message, separate from its content."""
     name: _builtins.str
     """Name of the speaker or the tool. Only some templates render it."""
+    answer_id: _builtins.str
+    """Id of the answer that an assistant message echoes, if the agent's protocol carries it. Among
+    samples that are equal it names the one that is continued. An id that the session does not have
+    is ignored.
+    """
     @_builtins.property
     def content(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """The content in order. The template receives the parts joined to one text, so no part and one
-        empty text are the same. Only text is served; any other part is refused with INVALID_ARGUMENT
+        empty text are the same. Images go where they stand among the texts, in messages of the roles that
+        GetGatewayInfo names (`template.image_roles`). Any other part is refused with INVALID_ARGUMENT
         (UNSUPPORTED_PART). A tool that failed says so here.
         """
 
@@ -121,10 +128,11 @@ class ChatMessage(_message.Message):
         tool_call_id: _builtins.str | None = ...,
         reasoning_content: _builtins.str | None = ...,
         name: _builtins.str | None = ...,
+        answer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "answer_id", b"answer_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
@@ -154,7 +162,9 @@ class ContentPart(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___Media:
-        """An image. Refused for now."""
+        """An image: a PNG, JPEG, WebP or GIF file of one frame. Give its bytes, or its hash; a URI is
+        refused. INVALID_ARGUMENT (INVALID_IMAGE) if it is broken or too large.
+        """
 
     @_builtins.property
     def document(self) -> Global___Media:
@@ -186,28 +196,40 @@ class Media(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     URI_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
     """Media type, such as "image/png"."""
     data: _builtins.bytes
     """The bytes themselves."""
     uri: _builtins.str
     """URI of the bytes."""
+    sha256: _builtins.str
+    """SHA-256 of the bytes, 64 lower-case hexadecimal digits: the session has them from an answered
+    request. FAILED_PRECONDITION (IMAGE_UNKNOWN) if it does not.
+    """
     name: _builtins.str
     """File name. May be empty."""
+    field: _builtins.str
+    """Name of this part in the request that the caller itself received. Errors name the part so; empty
+    means by its place in ChatRequest.
+    """
     def __init__(
         self,
         *,
         media_type: _builtins.str = ...,
         data: _builtins.bytes = ...,
         uri: _builtins.str = ...,
+        sha256: _builtins.str = ...,
         name: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "sha256", b"sha256", "source", b"source", "uri", b"uri"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "name", b"name", "source", b"source", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "field", b"field", "media_type", b"media_type", "name", b"name", "sha256", b"sha256", "source", b"source", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "uri"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "uri", "sha256"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 

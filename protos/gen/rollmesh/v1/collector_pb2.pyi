@@ -1394,7 +1394,7 @@ class ReadSessionsRequest(_message.Message):
     session_id: _builtins.str
     """Only this session; empty reads all."""
     without_arrays: _builtins.bool
-    """Whether to leave out the arrays of the trajectories."""
+    """Whether to leave out the arrays of the trajectories and the bytes of images."""
     def __init__(
         self,
         *,

@@ -62,6 +62,8 @@ class GenerateRequest(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
@@ -90,6 +92,19 @@ class GenerateRequest(_message.Message):
     def constraint(self) -> Global___Constraint:
         """Constrains the sampled text. Not set means any text."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """Images of the prompt, in the order of their ids, 256 at most. INVALID_ARGUMENT (INVALID_FIELD) if
+        the model takes no images.
+        """
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that are never sampled, 64 at most, because they are no text: placeholders of images, say. Such a
+        mask is part of the model, like its end tokens. A constraint may be given with it, unlike with
+        `sampling.bad_sequences`, because no constraint needs these ids.
+        """
+
     def __init__(
         self,
         *,
@@ -101,16 +116,57 @@ class GenerateRequest(_message.Message):
         top_logprobs: _builtins.int = ...,
         model: _builtins.str = ...,
         sampled_tokens: _builtins.int = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "images", b"images", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__constraint) -> _WhichOneofReturnType__constraint | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PromptImage(_message.Message):
+    """An image, and the ids of the prompt that stand for it: as many as the model's processor makes of
+    it, each the id that the processor puts there. Nothing is searched or expanded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """SHA-256 of the bytes, 64 lower-case hexadecimal digits."""
+    offset: _builtins.int
+    """Index of the first id that stands for it, at or after the end of the image before it."""
+    length: _builtins.int
+    """Number of ids that stand for it, at least 1."""
+    data: _builtins.bytes
+    """The bytes of a PNG, JPEG, WebP or GIF file of one frame. They are held from then on, also if the
+    request is refused because others are missing. Empty if the receiver should hold them already;
+    FAILED_PRECONDITION (IMAGE_UNKNOWN) if it does not.
+    """
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "length", b"length", "offset", b"offset", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
 class StreamGenerateRequest(_message.Message):
@@ -124,8 +180,9 @@ class StreamGenerateRequest(_message.Message):
     max_chunk_tokens: _builtins.int
     """Maximum number of tokens in one message, at least 1."""
     min_chunk_tokens: _builtins.int
-    """Number of tokens to collect before a message is sent, at most `max_chunk_tokens`. The last ones
-    are sent at once. 0 sends each token as it is sampled.
+    """Number of tokens to collect before a message is sent, at most `max_chunk_tokens`. A long answer
+    collects more, up to an eighth of the tokens sent before and `max_chunk_tokens`. The last ones are
+    sent at once. 0 sends each token as it is sampled.
     """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:

@@ -104,8 +104,9 @@ class EngineServiceServicer(object):
         """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
-        (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
+        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+        (ENGINE_DEAD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,9 @@ class EngineServiceStub:
     """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
-    (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
+    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+    (ENGINE_DEAD).
     """
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
@@ -88,8 +89,9 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
-    (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
+    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+    (ENGINE_DEAD).
     """
     StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
@@ -139,8 +141,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
-        (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
+        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+        (ENGINE_DEAD).
         """
 
     @_abc_1.abstractmethod

@@ -103,7 +103,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Give each request a key of its own, and repeat a request unchanged.
     """
     ERROR_REASON_UNSUPPORTED_PART: _ErrorReason.ValueType  # 14
-    """INVALID_ARGUMENT. A message contains a part that is not served, such as an image.
+    """INVALID_ARGUMENT. A message contains a part that is not served there, such as a document, or an image
+    in a message that may hold none.
 
     Send text, or leave the part out.
     """
@@ -349,6 +350,24 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
     """
+    ERROR_REASON_INVALID_IMAGE: _ErrorReason.ValueType  # 59
+    """INVALID_ARGUMENT. An image is broken, too large, of another kind than it is said to be, or of a
+    kind that is not served.
+
+    Send a complete PNG, JPEG, WebP or GIF file of one frame within the limits that the message names.
+    """
+    ERROR_REASON_ANSWER_UNKNOWN: _ErrorReason.ValueType  # 60
+    """NOT_FOUND. The session has no such answer, or it was withdrawn.
+
+    Give the id of an answer of this session; answers that failed have none.
+    """
+    ERROR_REASON_IMAGE_UNKNOWN: _ErrorReason.ValueType  # 61
+    """FAILED_PRECONDITION. The receiver does not hold the bytes of images; those that came with the
+    request are held from now on. In the metadata of the google.rpc.ErrorInfo, `sha256` has up to 16
+    of the missing hashes, separated by commas, and `missing` the number of all.
+
+    Repeat the request with the bytes of these images.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -429,7 +448,8 @@ ERROR_REASON_IDEMPOTENCY_KEY_REUSED: ErrorReason.ValueType  # 13
 Give each request a key of its own, and repeat a request unchanged.
 """
 ERROR_REASON_UNSUPPORTED_PART: ErrorReason.ValueType  # 14
-"""INVALID_ARGUMENT. A message contains a part that is not served, such as an image.
+"""INVALID_ARGUMENT. A message contains a part that is not served there, such as a document, or an image
+in a message that may hold none.
 
 Send text, or leave the part out.
 """
@@ -674,6 +694,24 @@ ERROR_REASON_NO_SIDECAR: ErrorReason.ValueType  # 58
 """UNAVAILABLE. No sidecar is registered with the router. Clients make it; it is never sent.
 
 Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
+"""
+ERROR_REASON_INVALID_IMAGE: ErrorReason.ValueType  # 59
+"""INVALID_ARGUMENT. An image is broken, too large, of another kind than it is said to be, or of a
+kind that is not served.
+
+Send a complete PNG, JPEG, WebP or GIF file of one frame within the limits that the message names.
+"""
+ERROR_REASON_ANSWER_UNKNOWN: ErrorReason.ValueType  # 60
+"""NOT_FOUND. The session has no such answer, or it was withdrawn.
+
+Give the id of an answer of this session; answers that failed have none.
+"""
+ERROR_REASON_IMAGE_UNKNOWN: ErrorReason.ValueType  # 61
+"""FAILED_PRECONDITION. The receiver does not hold the bytes of images; those that came with the
+request are held from now on. In the metadata of the google.rpc.ErrorInfo, `sha256` has up to 16
+of the missing hashes, separated by commas, and `missing` the number of all.
+
+Repeat the request with the bytes of these images.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

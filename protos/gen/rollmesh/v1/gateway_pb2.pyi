@@ -361,6 +361,56 @@ class CreateSessionResponse(_message.Message):
 Global___CreateSessionResponse: _TypeAlias = CreateSessionResponse  # noqa: Y015
 
 @_typing.final
+class FindSessionRequest(_message.Message):
+    """Request of FindSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request_id of the CreateSession, 1 to 128 characters."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSessionRequest: _TypeAlias = FindSessionRequest  # noqa: Y015
+
+@_typing.final
+class FindSessionResponse(_message.Message):
+    """A session that a request_id opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session. A CreateSession with the request_id, at the gateway that serves the journal of
+    this id, returns its key.
+    """
+    closed: _builtins.bool
+    """Whether the session is closed, and its close is remembered."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSessionResponse: _TypeAlias = FindSessionResponse  # noqa: Y015
+
+@_typing.final
 class JsonFormat(_message.Message):
     """Makes the answer a JSON value, by constrained sampling. Reasoning before it is not constrained."""
 
@@ -414,6 +464,8 @@ class ChatRequest(_message.Message):
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_MUST_FIT_FIELD_NUMBER: _builtins.int
+    DEFERRED_TOOLS_JSON_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -454,6 +506,15 @@ class ChatRequest(_message.Message):
     lineage: _trajectory_pb2.Lineage.ValueType
     """Lineage of the turn if the agent knows it: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. Default: what
     the tree looks like. It does not tell a retry from another request.
+    """
+    max_tokens_must_fit: _builtins.bool
+    """Whether a request whose `sampling.max_tokens` exceeds the rest of the context is refused with
+    INVALID_ARGUMENT (CONTEXT_LENGTH_EXCEEDED). Otherwise the answer ends with the context. It does
+    not tell a retry from another request.
+    """
+    deferred_tools_json: _builtins.str
+    """Tools that the model may call, as in `tools_json`, and that the chat template does not print: the
+    conversation describes them. So it goes on where it was when one is added.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
@@ -506,10 +567,12 @@ class ChatRequest(_message.Message):
         retry_count: _builtins.int = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
         lineage: _trajectory_pb2.Lineage.ValueType = ...,
+        max_tokens_must_fit: _builtins.bool = ...,
+        deferred_tools_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -575,6 +638,58 @@ class StreamChatRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamChatRequest: _TypeAlias = StreamChatRequest  # noqa: Y015
+
+@_typing.final
+class CountTokensRequest(_message.Message):
+    """Request of CountTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chat(self) -> Global___ChatRequest:
+        """The chat request."""
+
+    def __init__(
+        self,
+        *,
+        chat: Global___ChatRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountTokensRequest: _TypeAlias = CountTokensRequest  # noqa: Y015
+
+@_typing.final
+class CountTokensResponse(_message.Message):
+    """The size of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_LOWER_BOUND_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Number of ids in the prompt."""
+    is_lower_bound: _builtins.bool
+    """Whether the prompt has more ids than `prompt_tokens` says: text that far exceeds the context is
+    not tokenised to its end. `prompt_tokens` then exceeds the context too.
+    """
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        is_lower_bound: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_lower_bound", b"is_lower_bound", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountTokensResponse: _TypeAlias = CountTokensResponse  # noqa: Y015
 
 @_typing.final
 class ChatResponse(_message.Message):
@@ -760,10 +875,13 @@ class ChatDelta(_message.Message):
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     content: _builtins.str
     """Text to append to the content."""
     reasoning_content: _builtins.str
     """Text to append to the reasoning."""
+    prompt_tokens: _builtins.int
+    """Number of ids in the prompt. Set in the first delta of each choice only."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """Parts of tool calls."""
@@ -779,10 +897,11 @@ class ChatDelta(_message.Message):
         reasoning_content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         tokens: Global___SampledTokens | None = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning_content", b"reasoning_content", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "prompt_tokens", b"prompt_tokens", "reasoning_content", b"reasoning_content", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,6 +957,7 @@ class ChatAnswer(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why the generation ended."""
     prompt_tokens: _builtins.int
@@ -852,6 +972,8 @@ class ChatAnswer(_message.Message):
     """Stable id of the answer, the same in every replay. It ends with `node_id`."""
     created_unix_ms: _builtins.int
     """When the turn was committed, milliseconds since 1970 UTC."""
+    stop: _builtins.str
+    """The string of `stop` that ended the answer. Empty if none did."""
     @_builtins.property
     def message(self) -> _chat_pb2.ChatMessage:
         """The message."""
@@ -877,14 +999,132 @@ class ChatAnswer(_message.Message):
         answer_id: _builtins.str = ...,
         created_unix_ms: _builtins.int = ...,
         tokens: Global___SampledTokens | None = ...,
+        stop: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "stop", b"stop", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatAnswer: _TypeAlias = ChatAnswer  # noqa: Y015
+
+@_typing.final
+class GetAnswerRequest(_message.Message):
+    """Request of GetAnswer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    WITH_MESSAGES_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    session_key: _builtins.str
+    """Key of the session."""
+    answer_id: _builtins.str
+    """Id of the answer, as in ChatAnswer."""
+    with_messages: _builtins.bool
+    """Whether to return the conversation that it answers."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        answer_id: _builtins.str = ...,
+        with_messages: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "session_id", b"session_id", "session_key", b"session_key", "with_messages", b"with_messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerRequest: _TypeAlias = GetAnswerRequest  # noqa: Y015
+
+@_typing.final
+class GetAnswerResponse(_message.Message):
+    """An answer that was sampled earlier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    tools_json: _builtins.str
+    """The tools of its request, a JSON array in OpenAI's form. Empty means none."""
+    @_builtins.property
+    def answer(self) -> Global___ChatAnswer:
+        """The answer. Its tokens are not set."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
+        """The conversation that it answers, oldest message first; sampled messages have their `answer_id`.
+        Empty unless requested.
+        """
+
+    def __init__(
+        self,
+        *,
+        answer: Global___ChatAnswer | None = ...,
+        messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
+        tools_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "messages", b"messages", "tools_json", b"tools_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerResponse: _TypeAlias = GetAnswerResponse  # noqa: Y015
+
+@_typing.final
+class WithdrawAnswerRequest(_message.Message):
+    """Request of WithdrawAnswer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    session_key: _builtins.str
+    """Key of the session."""
+    answer_id: _builtins.str
+    """Id of the answer, as in ChatAnswer."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        answer_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawAnswerRequest: _TypeAlias = WithdrawAnswerRequest  # noqa: Y015
+
+@_typing.final
+class WithdrawAnswerResponse(_message.Message):
+    """The answer is withdrawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawAnswerResponse: _TypeAlias = WithdrawAnswerResponse  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):

@@ -40,6 +40,11 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionResponse.FromString,
                 _registered_method=True)
+        self.FindSession = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/FindSession',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.FindSessionRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.FindSessionResponse.FromString,
+                _registered_method=True)
         self.Chat = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/Chat',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ChatRequest.SerializeToString,
@@ -49,6 +54,21 @@ class GatewayServiceStub(object):
                 '/rollmesh.v1.GatewayService/StreamChat',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.FromString,
+                _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/CountTokens',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
+        self.GetAnswer = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/GetAnswer',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetAnswerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetAnswerResponse.FromString,
+                _registered_method=True)
+        self.WithdrawAnswer = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/WithdrawAnswer',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.FromString,
                 _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/CloseSession',
@@ -98,6 +118,16 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSession(self, request, context):
+        """Returns the session that a request_id opened here. A caller that may have opened a session before,
+        such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
+        than it did then.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Chat(self, request, context):
         """Answers a chat request with one turn per choice. All turns are durable before the response is
         sent. If one choice fails, the call fails.
@@ -113,6 +143,34 @@ class GatewayServiceServicer(object):
     def StreamChat(self, request, context):
         """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
         then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
+        request continues it, and those that the chat template adds. Nothing is sampled or kept.
+        Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAnswer(self, request, context):
+        """Returns an answer of an open session by its id, in any gateway that serves the session, also
+        after a restart.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+        FAILED_PRECONDITION (SESSION_CLOSED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawAnswer(self, request, context):
+        """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
+        trained like any other.
+        Errors: those of GetAnswer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,6 +239,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionResponse.SerializeToString,
             ),
+            'FindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSession,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.FindSessionRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.FindSessionResponse.SerializeToString,
+            ),
             'Chat': grpc.unary_unary_rpc_method_handler(
                     servicer.Chat,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ChatRequest.FromString,
@@ -190,6 +253,21 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.StreamChat,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CountTokensRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'GetAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAnswer,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetAnswerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetAnswerResponse.SerializeToString,
+            ),
+            'WithdrawAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawAnswer,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -261,6 +339,33 @@ class GatewayService(object):
             _registered_method=True)
 
     @staticmethod
+    def FindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/FindSession',
+            rollmesh_dot_v1_dot_gateway__pb2.FindSessionRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.FindSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Chat(request,
             target,
             options=(),
@@ -304,6 +409,87 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/StreamChat',
             rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/CountTokens',
+            rollmesh_dot_v1_dot_gateway__pb2.CountTokensRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/GetAnswer',
+            rollmesh_dot_v1_dot_gateway__pb2.GetAnswerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.GetAnswerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/WithdrawAnswer',
+            rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,12 @@ class GatewayServiceStub:
     (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
     TOO_MANY_SESSIONS).
     """
+    FindSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.FindSessionRequest, _gateway_pb2.FindSessionResponse]
+    """Returns the session that a request_id opened here. A caller that may have opened a session before,
+    such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
+    than it did then.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+    """
     Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
     sent. If one choice fails, the call fails.
@@ -52,6 +58,22 @@ class GatewayServiceStub:
     StreamChat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
     then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+    """
+    CountTokens: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CountTokensRequest, _gateway_pb2.CountTokensResponse]
+    """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
+    request continues it, and those that the chat template adds. Nothing is sampled or kept.
+    Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+    """
+    GetAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]
+    """Returns an answer of an open session by its id, in any gateway that serves the session, also
+    after a restart.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+    FAILED_PRECONDITION (SESSION_CLOSED).
+    """
+    WithdrawAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]
+    """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
+    trained like any other.
+    Errors: those of GetAnswer.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Closes a session with its rewards; the collector receives its trajectories. The close is durable
@@ -97,6 +119,12 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
     TOO_MANY_SESSIONS).
     """
+    FindSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.FindSessionRequest, _gateway_pb2.FindSessionResponse]  # type: ignore[assignment]
+    """Returns the session that a request_id opened here. A caller that may have opened a session before,
+    such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
+    than it did then.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+    """
     Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
     sent. If one choice fails, the call fails.
@@ -108,6 +136,22 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     StreamChat: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]  # type: ignore[assignment]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
     then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+    """
+    CountTokens: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CountTokensRequest, _gateway_pb2.CountTokensResponse]  # type: ignore[assignment]
+    """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
+    request continues it, and those that the chat template adds. Nothing is sampled or kept.
+    Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+    """
+    GetAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]  # type: ignore[assignment]
+    """Returns an answer of an open session by its id, in any gateway that serves the session, also
+    after a restart.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+    FAILED_PRECONDITION (SESSION_CLOSED).
+    """
+    WithdrawAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]  # type: ignore[assignment]
+    """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
+    trained like any other.
+    Errors: those of GetAnswer.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Closes a session with its rewards; the collector receives its trajectories. The close is durable
@@ -158,6 +202,18 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def FindSession(
+        self,
+        request: _gateway_pb2.FindSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.FindSessionResponse, _abc.Awaitable[_gateway_pb2.FindSessionResponse]]:
+        """Returns the session that a request_id opened here. A caller that may have opened a session before,
+        such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
+        than it did then.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
     def Chat(
         self,
         request: _gateway_pb2.ChatRequest,
@@ -179,6 +235,40 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamChatResponse], _abc.AsyncIterator[_gateway_pb2.StreamChatResponse]]:
         """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
         then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+        """
+
+    @_abc_1.abstractmethod
+    def CountTokens(
+        self,
+        request: _gateway_pb2.CountTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.CountTokensResponse, _abc.Awaitable[_gateway_pb2.CountTokensResponse]]:
+        """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
+        request continues it, and those that the chat template adds. Nothing is sampled or kept.
+        Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+        """
+
+    @_abc_1.abstractmethod
+    def GetAnswer(
+        self,
+        request: _gateway_pb2.GetAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.GetAnswerResponse, _abc.Awaitable[_gateway_pb2.GetAnswerResponse]]:
+        """Returns an answer of an open session by its id, in any gateway that serves the session, also
+        after a restart.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+        FAILED_PRECONDITION (SESSION_CLOSED).
+        """
+
+    @_abc_1.abstractmethod
+    def WithdrawAnswer(
+        self,
+        request: _gateway_pb2.WithdrawAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.WithdrawAnswerResponse, _abc.Awaitable[_gateway_pb2.WithdrawAnswerResponse]]:
+        """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
+        trained like any other.
+        Errors: those of GetAnswer.
         """
 
     @_abc_1.abstractmethod

@@ -724,7 +724,9 @@ class DispatchResponse(_message.Message):
 
     @_builtins.property
     def silent_engine(self) -> Global___SilentEngine:
-        """An engine was removed on which the stream had leases; they have ended."""
+        """An engine on which the stream had leases was removed, or was stated by the stream and did not
+        register; the leases have ended.
+        """
 
     @_builtins.property
     def welcome(self) -> Global___DispatchWelcome:
@@ -800,7 +802,9 @@ class SilentEngine(_message.Message):
     engine_id: _builtins.str
     """Id of the engine."""
     address: _builtins.str
-    """Address of the engine, host:port."""
+    """Address of the engine, host:port. Empty if it has not registered since the router started; the
+    gateway has it from the leases.
+    """
     def __init__(
         self,
         *,
@@ -1004,7 +1008,7 @@ class Gateway(_message.Message):
     """Whether it takes no new sessions because it is about to leave."""
     @_builtins.property
     def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
-        """The journals that it serves. Empty: only `journal_id`."""
+        """The journals that it serves; in the first one it opens sessions. Empty: only `journal_id`."""
 
     def __init__(
         self,
@@ -1680,7 +1684,9 @@ class ForgetWeightsResponse(_message.Message):
     model: _builtins.str
     """Name of the model."""
     policy_version: _builtins.int
-    """Version that engines had to hold until now. 0 if nothing was kept."""
+    """Version that engines had to hold until now. 0 if nothing was kept, or if another router forgot it
+    just before, as in a repeat.
+    """
     def __init__(
         self,
         *,

@@ -27,6 +27,9 @@ if _version_not_supported:
 
 class RouterServiceStub(object):
     """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
     """
 
     def __init__(self, channel):
@@ -124,6 +127,9 @@ class RouterServiceStub(object):
 
 class RouterServiceServicer(object):
     """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
     """
 
     def Register(self, request_iterator, context):
@@ -153,7 +159,9 @@ class RouterServiceServicer(object):
 
     def PlaceSession(self, request, context):
         """Names the gateway for a new session: the one with the fewest open sessions of those that take
-        new ones. The caller creates the session there.
+        new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
+        it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
+        `gateway.journals`.
         Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -374,6 +382,9 @@ def add_RouterServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RouterService(object):
     """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
     """
 
     @staticmethod

@@ -27,7 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterServiceStub:
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it."""
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -52,7 +56,9 @@ class RouterServiceStub:
     """
     PlaceSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
-    new ones. The caller creates the session there.
+    new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
+    it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
+    `gateway.journals`.
     Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
     """
     ListGateways: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]
@@ -113,7 +119,11 @@ class RouterServiceStub:
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it."""
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
@@ -135,7 +145,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     PlaceSession: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]  # type: ignore[assignment]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
-    new ones. The caller creates the session there.
+    new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
+    it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
+    `gateway.journals`.
     Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
     """
     ListGateways: _aio.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]  # type: ignore[assignment]
@@ -195,7 +207,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it."""
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
+    it at another one, and no engine does anything twice. A router that has just started lets these calls
+    wait until engines can have registered again.
+    """
 
     @_abc_1.abstractmethod
     def Register(
@@ -233,7 +249,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceSessionResponse, _abc.Awaitable[_router_pb2.PlaceSessionResponse]]:
         """Names the gateway for a new session: the one with the fewest open sessions of those that take
-        new ones. The caller creates the session there.
+        new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
+        it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
+        `gateway.journals`.
         Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
         """
 

@@ -125,6 +125,40 @@ class SessionRewards(_message.Message):
 Global___SessionRewards: _TypeAlias = SessionRewards  # noqa: Y015
 
 @_typing.final
+class SessionImage(_message.Message):
+    """An image that the agent showed to the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """SHA-256 of the bytes, 64 lower-case hexadecimal digits."""
+    media_type: _builtins.str
+    """Media type of the bytes: "image/png", "image/jpeg", "image/webp" or "image/gif"."""
+    data: _builtins.bytes
+    """The file as the agent sent it. Empty where the arrays of the session are left out."""
+    data_bytes: _builtins.int
+    """Size of the file, bytes."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        data_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "data_bytes", b"data_bytes", "media_type", b"media_type", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionImage: _TypeAlias = SessionImage  # noqa: Y015
+
+@_typing.final
 class SessionRecord(_message.Message):
     """A closed session with its trajectories or its tree. Collectors store it once, by its id."""
 
@@ -165,6 +199,7 @@ class SessionRecord(_message.Message):
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -207,6 +242,10 @@ class SessionRecord(_message.Message):
     def tree(self) -> _trajectory_pb2.TrajectoryTree:
         """The tree, if the session is exported as one."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionImage]:
+        """The images to which its trajectories or its tree refer, each once, however often it was shown."""
+
     def __init__(
         self,
         *,
@@ -225,10 +264,11 @@ class SessionRecord(_message.Message):
         superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
         model: _builtins.str = ...,
+        images: _abc.Iterable[Global___SessionImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -82,6 +82,10 @@ class _TemplateFindingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Templ
     """Renders the ids of tool calls."""
     TEMPLATE_FINDING_PRINTS_DATE: _TemplateFinding.ValueType  # 13
     """Renders the date, so the same conversation has other tokens on another day."""
+    TEMPLATE_FINDING_JOINS_FIRST_SYSTEM: _TemplateFinding.ValueType  # 14
+    """Prints only one system message at the beginning. Several are one, separated by empty lines."""
+    TEMPLATE_FINDING_LATER_SYSTEM_AS_USER: _TemplateFinding.ValueType  # 15
+    """Does not print system messages inside the conversation. They are user messages."""
 
 class TemplateFinding(_TemplateFinding, metaclass=_TemplateFindingEnumTypeWrapper):
     """Something that a template does and that an agent's developer may want to know."""
@@ -114,6 +118,10 @@ TEMPLATE_FINDING_PRINTS_CALL_IDS: TemplateFinding.ValueType  # 12
 """Renders the ids of tool calls."""
 TEMPLATE_FINDING_PRINTS_DATE: TemplateFinding.ValueType  # 13
 """Renders the date, so the same conversation has other tokens on another day."""
+TEMPLATE_FINDING_JOINS_FIRST_SYSTEM: TemplateFinding.ValueType  # 14
+"""Prints only one system message at the beginning. Several are one, separated by empty lines."""
+TEMPLATE_FINDING_LATER_SYSTEM_AS_USER: TemplateFinding.ValueType  # 15
+"""Does not print system messages inside the conversation. They are user messages."""
 Global___TemplateFinding: _TypeAlias = TemplateFinding  # noqa: Y015
 
 class _MessagePlace:
@@ -166,6 +174,7 @@ class TemplateProfile(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
     REFUSED_ORDERS_FIELD_NUMBER: _builtins.int
+    IMAGE_ROLES_FIELD_NUMBER: _builtins.int
     sha256: _builtins.str
     """SHA-256 of the template, hexadecimal."""
     kind: Global___TemplateKind.ValueType
@@ -178,6 +187,12 @@ class TemplateProfile(_message.Message):
     def refused_orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedOrder]:
         """Orders of messages that it cannot continue."""
 
+    @_builtins.property
+    def image_roles(self) -> _containers.RepeatedScalarFieldContainer[_chat_pb2.Role.ValueType]:
+        """Roles whose messages may hold images, in ascending order. Empty if the model takes no images, or
+        the gateway does not know how its processor represents them.
+        """
+
     def __init__(
         self,
         *,
@@ -185,10 +200,11 @@ class TemplateProfile(_message.Message):
         kind: Global___TemplateKind.ValueType = ...,
         findings: _abc.Iterable[Global___TemplateFinding.ValueType] | None = ...,
         refused_orders: _abc.Iterable[Global___RefusedOrder] | None = ...,
+        image_roles: _abc.Iterable[_chat_pb2.Role.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "kind", b"kind", "refused_orders", b"refused_orders", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "image_roles", b"image_roles", "kind", b"kind", "refused_orders", b"refused_orders", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

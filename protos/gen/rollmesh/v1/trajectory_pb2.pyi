@@ -296,6 +296,36 @@ class TrajectorySegment(_message.Message):
 Global___TrajectorySegment: _TypeAlias = TrajectorySegment  # noqa: Y015
 
 @_typing.final
+class TrajectoryImage(_message.Message):
+    """An image of a trajectory or a tree, and the tokens that stand for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """SHA-256 of the bytes, which are in `SessionRecord.images`: 64 lower-case hexadecimal digits."""
+    start: _builtins.int
+    """Index of the first token that stands for it."""
+    tokens: _builtins.int
+    """Number of tokens that stand for it, at least 1. None of them was sampled."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        start: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryImage: _TypeAlias = TrajectoryImage  # noqa: Y015
+
+@_typing.final
 class Trajectory(_message.Message):
     """One root-to-leaf token sequence."""
 
@@ -312,6 +342,7 @@ class Trajectory(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Stable id: the same on every export and redelivery of the leaf."""
     session_id: _builtins.str
@@ -342,6 +373,12 @@ class Trajectory(_message.Message):
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Reasons of the trajectory, at least one; EXACT stands alone."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:
+        """Its images by ascending `start`. Their tokens do not overlap. An image that was shown twice is here
+        twice.
+        """
+
     def __init__(
         self,
         *,
@@ -356,10 +393,11 @@ class Trajectory(_message.Message):
         reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
         turns: _builtins.int = ...,
         reward: _builtins.float | None = ...,
+        images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -472,6 +510,7 @@ class TrajectoryTree(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     REASONS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryNode]:
         """The nodes, parents first. Their tokens are contiguous and cover all tokens in order."""
@@ -488,6 +527,10 @@ class TrajectoryTree(_message.Message):
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Reasons of the tree, at least one; EXACT stands alone."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:
+        """Its images by ascending `start`. Their tokens do not overlap."""
+
     def __init__(
         self,
         *,
@@ -495,10 +538,11 @@ class TrajectoryTree(_message.Message):
         tokens: Global___TokenArrays | None = ...,
         version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
         reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
+        images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "reasons", b"reasons", "tokens", b"tokens", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "nodes", b"nodes", "reasons", b"reasons", "tokens", b"tokens", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

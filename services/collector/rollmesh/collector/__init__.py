@@ -8,4 +8,6 @@ Layers; each imports only the ones below it:
     streams | scoring     subscriptions and maintenance; scoring before delivery
     storage               SQLite or PostgreSQL, behind one Protocol
     delivery              pure decisions, no I/O
+
+Outside itself it may import `mesh`, `runtime` and `v1`.
 """

@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format, message as protobuf_message
 
 from rollmesh.collector.export import export
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
+from rollmesh.runtime.errors import NoCollectorError, RollmeshError
+from rollmesh.runtime.rpc.channels import read_stream, typed_errors
+from rollmesh.v1 import (
+    collector_pb2 as pb,
+    collector_pb2_grpc,
+    server_pb2,
+    server_pb2_grpc,
+    session_pb2,
+)
 
 if TYPE_CHECKING:
+    import grpc
+
     from rollmesh.v1.collector_pb2_grpc import CollectorServiceAsyncStub as Stub
 
 _TIMEOUT_S = 60.0
+_PROBE_S = 5.0
 _LAST_MS = 2**63 - 1
 _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 
@@ -26,7 +36,15 @@ _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 def run_tool(name: str, argv: Sequence[str]) -> int:
     """Runs a tool; returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
-    parser.add_argument("--collector", default="127.0.0.1:7300", help="host:port")
+    parser.add_argument(
+        "--router", default="127.0.0.1:7100", help="host:port of the routers, which know collectors"
+    )
+    parser.add_argument(
+        "--collector",
+        default="",
+        help="host:port, or several of one store, separated by commas; the router is then not "
+        "asked",
+    )
     add_flags, work = TOOLS[name]
     add_flags(parser)
     options = parser.parse_args(argv)
@@ -44,9 +62,32 @@ def run_tool(name: str, argv: Sequence[str]) -> int:
 async def _connected(
     work: "Callable[[Stub, argparse.Namespace], Awaitable[None]]", options: argparse.Namespace
 ) -> None:
-    async with open_channel(options.collector) as channel:
-        with typed_errors():
-            await work(collector_pb2_grpc.CollectorServiceStub(channel), options)
+    """Runs a tool at a collector that answers; any does, as they have one store."""
+    collectors = CollectorDirectory(options.router, options.collector)
+    try:
+        await _find(collectors)
+        async with collectors.one() as channel:
+            with typed_errors():
+                await work(collector_pb2_grpc.CollectorServiceStub(channel), options)
+    finally:
+        await collectors.aclose()
+
+
+async def _find(collectors: CollectorDirectory) -> None:
+    """Makes the first collector that answers the one in use."""
+    try:
+        await collectors.call(_probe)
+    except RollmeshError as error:
+        raise NoCollectorError(
+            f"no collector answers: {error.message}; give the address of a router as --router, or "
+            "that of a collector as --collector"
+        ) from error
+
+
+async def _probe(channel: "grpc.aio.Channel") -> None:
+    stub: server_pb2_grpc.ServerServiceAsyncStub = server_pb2_grpc.ServerServiceStub(channel)
+    with typed_errors():
+        await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_PROBE_S)
 
 
 async def _export(stub: "Stub", options: argparse.Namespace) -> None:

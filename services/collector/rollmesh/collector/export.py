@@ -1,4 +1,7 @@
-"""Exports stored sessions to a file, one row per trajectory or tree."""
+"""Exports stored sessions to a file, one row per trajectory or tree.
+
+Rows name images by hash. Their files are in a directory beside it, each once.
+"""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +16,9 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
+_SUFFIXES = {
+    "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
+}  # fmt: skip
 
 
 class _Writer(Protocol):
@@ -76,6 +82,10 @@ def _row(session: session_pb2.SessionRecord, one: records.Row) -> dict[str, Any]
             for run in records.runs_of(one)
             if run.HasField("reward")
         ],
+        "images": [
+            {"sha256": image.sha256, "start": image.start, "tokens": image.tokens}
+            for image in one.images
+        ],
         "metadata": json.dumps(dict(session.metadata), sort_keys=True),
         "opened_unix_ms": session.opened_unix_ms,
         "closed_unix_ms": session.closed_unix_ms,
@@ -87,7 +97,8 @@ async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path)
 
     Args:
         sessions: Sessions with their arrays.
-        path: Target file, ending in .jsonl or .parquet.
+        path: Target file, ending in .jsonl or .parquet. Images go to the directory PATH.images, in
+            files named by their hash.
 
     Returns:
         The number of sessions and rows.
@@ -101,6 +112,7 @@ async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path)
         with _writer(path, part) as writer:
             async for session in sessions:
                 count += 1
+                _write_images(session, path.with_name(path.name + ".images"))
                 for row in rows_of(session):
                     rows += 1
                     writer.write(row)
@@ -111,6 +123,18 @@ async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path)
         with suppress(OSError):  # an incomplete file is removed
             part.unlink()
     return count, rows
+
+
+def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
+    """Writes the images of a session that are not there yet."""
+    for image in session.images:
+        path = folder / f"{image.sha256}{_SUFFIXES.get(image.media_type, '')}"
+        if path.exists():
+            continue
+        folder.mkdir(exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(image.data)
+        part.replace(path)
 
 
 def _versions(one: records.Row, count: int) -> list[int]:
@@ -187,6 +211,9 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
             **dict.fromkeys(("session_reward", "trajectory_reward"), real),
             "turn_rewards": arrow.list_(turn),
             "nodes": arrow.list_(node),
+            "images": arrow.list_(
+                arrow.struct([("sha256", text), ("start", whole), ("tokens", whole)])
+            ),
             "metadata": text,
             **dict.fromkeys(("opened_unix_ms", "closed_unix_ms"), arrow.int64()),
         }

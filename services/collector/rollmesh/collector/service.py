@@ -18,7 +18,7 @@ from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.maintenance import maintain
 from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.tasks import first_of
@@ -28,7 +28,7 @@ from rollmesh.v1 import collector_pb2_grpc, router_pb2, server_pb2
 class CollectorService:
     """One collector process."""
 
-    name = "rollmesh.v1.CollectorService"
+    names = ("rollmesh.v1.CollectorService",)
 
     def __init__(self, config: CollectorConfig) -> None:
         """Takes the settings; `running` opens the store."""

@@ -9,4 +9,6 @@ Modules, each importing only those below it:
     config
 
 `worker` is the program that a worker process runs. It is never imported.
+
+Outside itself it may import `runtime` and `v1`.
 """

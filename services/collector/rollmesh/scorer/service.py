@@ -16,7 +16,7 @@ from rollmesh.v1 import scorer_pb2_grpc, server_pb2
 class ScorerService:
     """One scorer process; it keeps no state."""
 
-    name = "rollmesh.v1.ScorerService"
+    names = ("rollmesh.v1.ScorerService",)
 
     def __init__(self, config: ScorerConfig) -> None:
         """Takes the settings; `ready` starts the workers.

@@ -5,14 +5,18 @@ Two backends implement it: `vllm` and `scripted`. Both pass the same conformance
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
+
+import numpy as np
 
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
+_GROWTH = 8
+"""An answer that is collected has at most an eighth of what was sent before in one chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,20 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image and the ids of a prompt that stand for it."""
+
+    sha256: str
+    """SHA-256 of the bytes, hexadecimal."""
+    offset: int
+    """Index of its first id."""
+    length: int
+    """Number of its ids."""
+    data: bytes
+    """The bytes of the file."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateInput:
     """One generation request."""
 
@@ -63,9 +81,24 @@ class GenerateInput:
     top_logprobs: int = 0
     """Number of most likely ids to return at each position (T)."""
     min_chunk_tokens: int = 0
-    """Number of tokens to collect before a chunk is streamed, unless it is the last one."""
+    """Number of tokens to collect before a chunk is streamed, unless it is the last one; a long
+    answer collects more."""
     sampled_tokens: int = 0
     """Number of ids at the end of the prompt that another engine sampled for this request."""
+    images: tuple[PromptImage, ...] = ()
+    """Images in the order of the prompt."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Ids that are no text, and are never sampled."""
+
+    def collects(self, sent: int) -> int:
+        """Returns the number of tokens to collect after `sent` tokens were streamed.
+
+        It grows with the answer, so that a long one is not a hundred messages. What the death of
+        the engine costs stays a small part of the answer.
+        """
+        if not self.min_chunk_tokens:
+            return 0
+        return max(self.min_chunk_tokens, min(sent // _GROWTH, self.max_chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +120,19 @@ class Chunk:
     finish: engine_pb2.GenerateFinish | None = None
     """How the generation ended; only in the last chunk, which may have no tokens. The servicer adds
     what it says about the prompt."""
+
+    @classmethod
+    def empty(cls, request: GenerateInput, policy_version: int) -> Self:
+        """Returns a chunk without tokens."""
+        ids, logprobs = np.empty(0, np.uint32), np.empty(0, np.float32)
+        shape = 0, request.top_logprobs
+        return cls(ids, logprobs, ids.reshape(shape), logprobs.reshape(shape), policy_version)
+
+    @classmethod
+    def aborted(cls, request: GenerateInput, policy_version: int) -> Self:
+        """Returns the only chunk of a request that was aborted before anything was sampled."""
+        finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_ABORT)
+        return replace(cls.empty(request, policy_version), finish=finish)
 
 
 @dataclass(frozen=True, slots=True)

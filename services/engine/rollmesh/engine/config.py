@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from rollmesh.mesh.generations.images import MOST_IMAGES
+from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
 
@@ -16,7 +18,7 @@ class EngineConfig(ServerConfig):
     """host:port of the router to register with, or several separated by commas; empty runs the
     engine standalone."""
     engine_id: str = "engine-0"
-    """Id of this engine, unique in the mesh."""
+    """Id of this engine, unique in the mesh; empty means `engine-` and the name of the host."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
     backend: Annotated[str, OneOf(("vllm", "scripted"))] = "vllm"
@@ -36,6 +38,15 @@ class EngineConfig(ServerConfig):
     vllm: dict[str, Any] = field(default_factory=dict)
     """Any other argument of the installed vLLM's AsyncEngineArgs, by its name: a table in a file, a
     JSON object elsewhere, such as {"tensor_parallel_size": 2} (vllm)."""
+    max_images: Annotated[int, Bounds(0, MOST_IMAGES)] = MOST_IMAGES
+    """Maximum number of images in a prompt."""
+    max_image_bytes: Annotated[int, Bounds(1)] = MAX_BYTES
+    """Largest image, bytes."""
+    max_image_pixels: Annotated[int, Bounds(1)] = MAX_PIXELS
+    """Largest image, width times height in pixels."""
+    image_cache_bytes: Annotated[int, Bounds(0)] = 1024 * 1024 * 1024
+    """Images that the engine holds, so that each is sent to it once, bytes. vLLM's inputs that were
+    made of them may take as much again."""
     weight_transfer: str = ""
     """Weight transfer backend, such as nccl or ipc; empty accepts weights only by RPC (vllm)."""
     weight_transfer_timeout_ms: Annotated[int, Bounds(1)] = 300_000

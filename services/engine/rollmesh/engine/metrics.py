@@ -1,5 +1,7 @@
 """Metrics of the engine, in addition to those of all services."""
 
+from functools import cache
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.engine.backend import Backend
@@ -21,6 +23,14 @@ PAUSED_SECONDS = Histogram(
 )
 
 
+_tokens = {kind: TOKENS.labels(kind) for kind in ("prompt", "cached", "sampled")}
+
+
+@cache
+def _generations(end: sampling_pb2.FinishReason.ValueType) -> Counter:
+    return GENERATIONS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, end).lower())
+
+
 def watch(backend: Backend) -> None:
     """Makes the gauges read a backend."""
     RUNNING.set_function(lambda: backend.load().running)
@@ -30,7 +40,7 @@ def watch(backend: Backend) -> None:
 
 def finished(finish: engine_pb2.GenerateFinish) -> None:
     """Counts a finished generation."""
-    GENERATIONS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, finish.reason).lower()).inc()
-    TOKENS.labels("prompt").inc(finish.prompt_tokens)
-    TOKENS.labels("cached").inc(finish.cached_tokens)
-    TOKENS.labels("sampled").inc(finish.version_spans[-1].end if finish.version_spans else 0)
+    _generations(finish.reason).inc()
+    _tokens["prompt"].inc(finish.prompt_tokens)
+    _tokens["cached"].inc(finish.cached_tokens)
+    _tokens["sampled"].inc(finish.version_spans[-1].end if finish.version_spans else 0)

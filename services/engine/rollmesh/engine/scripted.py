@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import json
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from rollmesh.engine.backend import (
     Load,
     ModelLimits,
     PauseMode,
+    PromptImage,
     Transfer,
 )
 from rollmesh.engine.config import EngineConfig
@@ -233,7 +234,7 @@ class ScriptedBackend:
 
     def _new_request(self, request: GenerateInput) -> _Request:
         sampling = request.sampling
-        reply = self._rest(request.token_ids, request.sampled_tokens)
+        reply = self._rest(request.token_ids, request.sampled_tokens, request.images)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.add(self._config.eos_id)
@@ -251,21 +252,23 @@ class ScriptedBackend:
         top_logprobs: Logprobs = (logprobs[:, None] - below).astype(np.float32)
         return _Request(reply, logprobs, top_ids, top_logprobs)
 
-    def _rest(self, prompt: TokenIds, sampled: int) -> TokenIds:
+    def _rest(self, prompt: TokenIds, sampled: int, images: Sequence[PromptImage]) -> TokenIds:
         """Returns the reply to a prompt, or what is left if the prompt ends with some of it."""
         start = len(prompt) - sampled
-        reply = self._continuation(prompt[:start])
+        reply = self._continuation(prompt[:start], images)
         if sampled < len(reply) and np.array_equal(reply[:sampled], prompt[start:]):
             return reply[sampled:]
-        return self._continuation(prompt)
+        return self._continuation(prompt, images)
 
-    def _continuation(self, prompt: TokenIds) -> TokenIds:
+    def _continuation(self, prompt: TokenIds, images: Sequence[PromptImage]) -> TokenIds:
         for after, reply in self._rules:
             if len(after) <= len(prompt) and np.array_equal(
                 prompt[len(prompt) - len(after) :], after
             ):
                 return reply
+        # Images are in the prompt as their ids; their hashes make the reply that of these images.
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
+        seed = zlib.crc32("".join(image.sha256 for image in images).encode(), seed)
         # Ids start at 2: 0 is padding and 1 is the end token.
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
         ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
@@ -287,7 +290,7 @@ class ScriptedBackend:
             else:
                 state.sample(most or len(state.reply), self._policy_version)
                 await asyncio.sleep(0)
-            enough = state.sampled - passed >= request.min_chunk_tokens
+            enough = state.sampled - passed >= request.collects(passed)
             if most and enough and not state.over:
                 for chunk in state.chunks(passed, most):
                     yield chunk

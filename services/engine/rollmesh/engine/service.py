@@ -12,7 +12,8 @@ from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.routers.reachable import own_id
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 
@@ -20,13 +21,14 @@ from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 class EngineService:
     """One engine process."""
 
-    name = "rollmesh.v1.EngineService"
+    names = ("rollmesh.v1.EngineService",)
 
     def __init__(self, config: EngineConfig) -> None:
         """Creates the backend; `running` starts it."""
         self._config = config
         self._backend = make_backend(config)
-        self._servicer = EngineServicer(self._backend, config.engine_id, config.model)
+        self._engine_id = config.engine_id or own_id("engine")
+        self._servicer = EngineServicer(self._backend, self._engine_id, config)
         self._membership: Membership | None = None
         self._tokenizer_sha256 = ""
 
@@ -90,7 +92,7 @@ class EngineService:
 
     def _hello(self, address: str) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
-            replica_id=self._config.engine_id,
+            replica_id=self._engine_id,
             kind=router_pb2.REPLICA_KIND_ENGINE,
             address=address,
             model=self._config.model,

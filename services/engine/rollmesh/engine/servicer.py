@@ -1,12 +1,15 @@
 """EngineService: checks requests, calls the backend and answers."""
 
+import dataclasses
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rollmesh.engine import metrics
-from rollmesh.engine.backend import Backend, Chunk
+from rollmesh.engine.backend import Backend, Chunk, GenerateInput
+from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests.generate import read_generate
+from rollmesh.engine.requests.images import RequestImages
 from rollmesh.engine.requests.transfer import read_init
 from rollmesh.engine.weights import WeightUpdates
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
@@ -27,12 +30,13 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves one backend."""
 
-    def __init__(self, backend: Backend, engine_id: str, model: str) -> None:
-        """Takes the backend and the names of the engine and its model."""
+    def __init__(self, backend: Backend, engine_id: str, config: EngineConfig) -> None:
+        """Takes the backend, the id of the engine, and its settings."""
         self._backend = backend
         self._engine_id = engine_id
-        self._model = model
-        self._running: set[str] = set()
+        self._model = config.model
+        self._running: dict[str, bool] = {}  # whether each request was aborted
+        self._images = RequestImages(config)
         self._repeats = Repeats()
         metrics.watch(backend)
         self.weights = WeightUpdates(backend)
@@ -42,7 +46,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> engine_pb2.GenerateResponse:
         response = engine_pb2.GenerateResponse()
-        async with aclosing(self._run(engine_pb2.StreamGenerateRequest(generate=request))) as run:
+        crc32 = zlib.crc32(request.token_ids_u32le)
+        streamed = engine_pb2.StreamGenerateRequest(generate=request)
+        async with aclosing(self._run(streamed, crc32)) as run:
             async for chunk in run:
                 response.token_ids_u32le += pack_ids(chunk.token_ids)
                 response.logprobs_f32le += pack_logprobs(chunk.logprobs)
@@ -57,8 +63,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.StreamGenerateResponse]:
         if not request.max_chunk_tokens:
             raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
-        prompt_crc32: int | None = zlib.crc32(request.generate.token_ids_u32le)
-        async with aclosing(self._run(request)) as run:
+        crc32 = zlib.crc32(request.generate.token_ids_u32le)
+        prompt_crc32: int | None = crc32
+        async with aclosing(self._run(request, crc32)) as run:
             async for chunk in run:
                 yield engine_pb2.StreamGenerateResponse(
                     token_ids_u32le=pack_ids(chunk.token_ids),
@@ -72,7 +79,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 prompt_crc32 = None
                 await faults.reach("engine-mid-stream")
 
-    async def _run(self, request: engine_pb2.StreamGenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _run(
+        self, request: engine_pb2.StreamGenerateRequest, prompt_crc32: int
+    ) -> AsyncGenerator[Chunk, None]:
         """Yields the backend's chunks for a request; the last has the finish."""
         generate = request.generate
         self._check_model(generate.model)
@@ -83,19 +92,28 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise RequestIdInUseError(
                 f"request_id: {generate.request_id!r} is running; give each attempt its own id"
             )
-        self._running.add(generate.request_id)
+        self._running[generate.request_id] = False
         try:
             await faults.reach("engine-before-first-token")
-            async with aclosing(self._backend.generate(checked)) as chunks:
+            if generate.images:
+                images = await self._images.read(generate.images, len(checked.token_ids))
+                checked = dataclasses.replace(checked, images=images)
+            async with aclosing(self._chunks(checked)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish is not None:
                         await faults.reach("engine-after-last-token")
                         chunk.finish.prompt_tokens = len(checked.token_ids)
-                        chunk.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
+                        chunk.finish.prompt_crc32 = prompt_crc32
                         metrics.finished(chunk.finish)
                     yield chunk
         finally:
-            self._running.discard(generate.request_id)
+            del self._running[generate.request_id]
+
+    def _chunks(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        """Returns the backend's chunks, or the end of a request that was aborted before them."""
+        if not self._running[request.request_id]:
+            return self._backend.generate(request)
+        return _one(Chunk.aborted(request, self._backend.load().policy_version))
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
@@ -104,7 +122,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
         async def abort() -> engine_pb2.AbortResponse:
             wanted = set(self._running) if request.all else set(request.request_ids)
-            found = sorted(wanted & self._running)
+            found = sorted(wanted & self._running.keys())
+            self._running |= dict.fromkeys(found, True)  # of some the backend may not know yet
             await self._backend.abort(found)
             return engine_pb2.AbortResponse(request_ids=found)
 
@@ -200,3 +219,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _check_model(self, model: str, field: str = "model") -> None:
         if model not in {"", self._model}:
             raise ModelMismatchError(field, f"is {model!r}; this engine serves {self._model!r}")
+
+
+async def _one(chunk: Chunk) -> AsyncGenerator[Chunk, None]:
+    yield chunk

@@ -1,7 +1,8 @@
 """Token-exact chat templates and answer parsing: messages to ids, sampled ids to messages.
 
-A standalone library: it does not load grpc and needs only `rollmesh[chat]`. It imports `runtime`
-for arrays, errors and bounded caches; vLLM runs only in the worker process of `parsing.vllm`.
+A standalone library: it does not load grpc and needs only `rollmesh[chat]`. May import `v1`, and
+`runtime` for arrays, errors and bounded caches. vLLM runs only in the worker process of
+`parsing.vllm`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -27,7 +27,7 @@ def spelling_key(group: MessageGroup) -> bytes:
         fields += (one.role, one.content, one.name, one.tool_call_id, one.reasoning)
         for call in one.tool_calls:
             fields += (call.id, call.name, call.arguments)
-        fields.append(str(len(one.tool_calls)))
+        fields.append(f"{len(one.tool_calls)}{_places(one)}")
     return _digest(fields)
 
 
@@ -117,12 +117,17 @@ def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[s
     """Returns the fields of a message that are compared; each message is self-delimiting."""
     content = message.content.strip() if lenient else message.content
     name = "" if lenient else message.name
-    fields = [message.role, content, name, str(len(message.tool_calls))]
+    fields = [message.role, content, name, f"{len(message.tool_calls)}{_places(message)}"]
     for call in message.tool_calls:
         fields += (call.name, *argument_value(call.arguments))
     if call_ids:
         fields += (message.tool_call_id, *(call.id for call in message.tool_calls))
     return fields
+
+
+def _places(message: Message) -> str:
+    """Returns which images are where; empty if there are none."""
+    return "".join(f" {image.at} {image.sha256}" for image in message.images)
 
 
 def _digest(fields: list[str]) -> bytes:

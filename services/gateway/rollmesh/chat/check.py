@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from rollmesh.chat.images.rules import load_rule
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
@@ -20,6 +21,8 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
     lines = [f"{profile}", "", f"an answer ends with   {ends}"]
     lines.append(f"tool calls            {format_.tools}")
     lines.append(f"reasoning             {format_.reasoning_name}")
+    images = " and ".join(sorted(profile.image_roles)) or "none"
+    lines.append(f"images in messages of  {images}")
     lines.append(f"probes, complete      {profile.verified}")
     lines.append(f"probes, last turn     {profile.kept}")
     if kept := profile.findings & REWRITING:
@@ -50,7 +53,7 @@ def main() -> int:
     model: Path = parser.parse_args().model
     try:
         template, tokenizer = load_model(model)
-        found = Continuation(template, tokenizer).profile
+        found = Continuation(template, tokenizer, load_rule(model)).profile
     except ModelFilesError as error:
         print(f"rollmesh template check: {error}", file=sys.stderr)
         return 2

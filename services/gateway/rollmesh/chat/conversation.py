@@ -9,7 +9,23 @@ from typing import Any
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext, group_messages, new_call_id
+from rollmesh.chat.images.held import HeldImages
+from rollmesh.chat.images.placing import Placeholder, PlacementError, locate
+from rollmesh.chat.images.rules import (
+    ImageRefusedError,
+    ImageRule,
+    load_reserved_ids,
+    load_rule,
+    reserved_texts,
+)
+from rollmesh.chat.messages import (
+    Message,
+    MessageGroup,
+    RenderContext,
+    group_messages,
+    images_of,
+    new_call_id,
+)
 from rollmesh.chat.openai import read_messages, write_message
 from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
@@ -28,6 +44,8 @@ from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
 
+_REFUSALS = (TemplateRenderError, TemplateRefusedError, SpecialTextError)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
@@ -38,6 +56,10 @@ class ChatModel:
     """Adds messages to a conversation; its `profile` says what the chat template does."""
     format: AnswerFormat
     """How the model writes tool calls and reasoning."""
+    image_rule: ImageRule | None = None
+    """How its processor represents images; None if it takes none."""
+    reserved_ids: tuple[int, ...] = ()
+    """Ids that stand for images, video and sound, and for nothing else."""
 
     @classmethod
     def load(
@@ -69,7 +91,8 @@ class ChatModel:
             format_ = AnswerFormat(
                 UNKNOWN, format_.reasoning, reasoning_tags=format_.reasoning_tags
             )
-        return cls(tokenizer, Continuation(template, tokenizer), format_)
+        rule, reserved = load_rule(Path(path)), load_reserved_ids(Path(path))
+        return cls(tokenizer, Continuation(template, tokenizer, rule), format_, rule, reserved)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -109,7 +132,10 @@ class Conversation:
             check_readable(model.format)
         self._model = model
         self._context = make_context(_dump(tools), _dump(template_options))
-        self._special_text = SpecialText(model.tokenizer, special_text)
+        reserved = reserved_texts(model.reserved_ids, model.tokenizer)
+        self._special_text = SpecialText(model.tokenizer, special_text, reserved)
+        self.images = HeldImages()
+        """The images of all messages, each once."""
         self._held: list[_HeldGroup] = []
         self._turn: _Turn | None = None
         self._answer = Message("assistant")
@@ -126,12 +152,32 @@ class Conversation:
         """The last finished answer in its OpenAI form; the reasoning is in `reasoning_content`."""
         return write_message(self._answer)
 
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """Where the images are in the last prompt, in order."""
+        turn, rule = self._turn, self._model.image_rule
+        held = [*self._held, *(turn.held if turn is not None else ())]
+        if rule is None:
+            return []
+        found: list[Placeholder] = []
+        start = 0
+        for one in held:
+            own = locate(one.token_ids, images_of([one.messages]), rule)
+            found += (each._replace(offset=each.offset + start) for each in own)
+            start += len(one.token_ids)
+        return found
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Ids that must not be sampled, because they stand for images; pass them to the engine."""
+        return self._model.reserved_ids
+
     def prompt(self, messages: Iterable[Mapping[str, Any]]) -> TokenIds:
         """Begins a turn; calling it again before `finish` restarts the turn.
 
         Args:
             messages: The messages after the last answer, in their OpenAI form: tool results or the
-                next user message.
+                next user message. Images are data URLs.
 
         Returns:
             Ids of the complete prompt, uint32 [N].
@@ -140,7 +186,9 @@ class Conversation:
             InvalidFieldError: A message has another form.
             InvalidMessagesError: The chat template refuses the messages.
         """
-        fresh = group_messages(read_messages(messages))
+        fresh = group_messages(
+            read_messages(messages, self.images.read_part), begins=not self._held
+        )
         if not fresh:
             raise InvalidFieldError(
                 "messages", "is empty; give the messages that follow the last answer"
@@ -152,7 +200,7 @@ class Conversation:
             inside = bool(tag) and self._model.continuation.opens_reasoning(
                 groups, self._context, tag
             )
-        except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
+        except (*_REFUSALS, PlacementError, ImageRefusedError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         held = [_HeldGroup(*one) for one in zip(fresh, added, strict=True)]
         self._turn = _Turn(

@@ -2,6 +2,7 @@
 
 import secrets
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, TypeAlias
@@ -28,6 +29,20 @@ def new_call_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image within the content of a message."""
+
+    at: int
+    """Number of characters of the content before it."""
+    sha256: str
+    """SHA-256 of its bytes, hexadecimal: what it is compared by."""
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message. Absent text is the empty string: templates do not tell them apart."""
 
@@ -37,21 +52,46 @@ class Message:
     tool_call_id: str = ""
     reasoning: str = ""
     name: str = ""
+    images: tuple[Image, ...] = ()
+    """Images within the content, in order."""
+    echo_of: int = field(default=0, compare=False)
+    """Node of the conversation tree that the agent says it echoes; 0 if it says nothing."""
+
+    @property
+    def parts(self) -> "list[str | Image]":
+        """The content in order: texts, none of them empty, and images."""
+        parts: list[str | Image] = []
+        begin = 0
+        for image in self.images:
+            parts += [self.content[begin : image.at]] if image.at > begin else []
+            parts.append(image)
+            begin = image.at
+        return [*parts, self.content[begin:]] if begin < len(self.content) else parts
+
+
+def images_of(groups: "Iterable[MessageGroup]") -> list[Image]:
+    """Returns the images of message groups, in order."""
+    return [image for group in groups for message in group for image in message.images]
 
 
 MessageGroup: TypeAlias = tuple[Message, ...]
-"""A message, or a run of tool results.
+"""A message, a run of tool results, or the system messages that begin a conversation.
 
 Templates render the results of several calls as one turn, so the tokens of a result depend on its
-neighbours; a run of results is never split.
+neighbours; a run of results is never split. Some print system messages at the beginning as one.
 """
 
 
-def group_messages(messages: tuple[Message, ...]) -> list[MessageGroup]:
-    """Returns the messages cut into groups, in order."""
+def group_messages(messages: tuple[Message, ...], *, begins: bool = True) -> list[MessageGroup]:
+    """Returns the messages cut into groups, in order.
+
+    Args:
+        messages: The messages.
+        begins: Whether they begin a conversation.
+    """
     groups: list[MessageGroup] = []
-    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
-        if is_result:
+    for role, run in groupby(messages, lambda message: message.role):
+        if role == "tool" or (role == "system" and begins and not groups):
             groups.append(tuple(run))
         else:
             groups += [(message,) for message in run]

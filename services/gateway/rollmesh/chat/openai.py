@@ -1,25 +1,36 @@
 """Messages in the form of OpenAI's chat completions API."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias, get_args
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.messages import Message, RoleName, ToolCall
+from rollmesh.chat.messages import Image, Message, RoleName, ToolCall
 from rollmesh.runtime.errors import InvalidFieldError
 
+ReadImage: TypeAlias = Callable[[str, Mapping[str, Any]], Image]
+"""Returns the image of a part, given the part's name in errors."""
 _ROLES: dict[object, RoleName] = {
     **{role: role for role in get_args(RoleName)},
     "developer": "system",
 }
 
 
-def read_messages(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
+def read_messages(
+    messages: Iterable[Mapping[str, Any]], read_image: ReadImage | None = None
+) -> tuple[Message, ...]:
     """Returns messages from their OpenAI form.
+
+    Args:
+        messages: The messages.
+        read_image: Returns the image of a part of type `image_url`; None refuses such parts.
 
     Raises:
         InvalidFieldError: A message has another form; the error names the field.
     """
-    return tuple(_read_message(f"messages[{at}]", one) for at, one in enumerate(messages))
+    return tuple(
+        _read_message(f"messages[{at}]", one, read_image) for at, one in enumerate(messages)
+    )
 
 
 def write_message(message: Message) -> dict[str, Any]:
@@ -42,7 +53,7 @@ def write_call(call: ToolCall, arguments: object) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _read_message(field: str, message: Mapping[str, Any]) -> Message:
+def _read_message(field: str, message: Mapping[str, Any], read_image: ReadImage | None) -> Message:
     role = _ROLES.get(message.get("role"))
     if role is None:
         raise InvalidFieldError(
@@ -51,25 +62,34 @@ def _read_message(field: str, message: Mapping[str, Any]) -> Message:
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
         raise InvalidFieldError(f"{field}.tool_calls", "is not an array")
+    content, images = _read_content(f"{field}.content", message.get("content"), read_image)
     return Message(
         role,
-        _read_content(f"{field}.content", message.get("content")),
+        content,
         tuple(_read_call(f"{field}.tool_calls[{at}]", one) for at, one in enumerate(calls)),
         _read_text(f"{field}.tool_call_id", message.get("tool_call_id")),
         _read_text(f"{field}.reasoning_content", message.get("reasoning_content")),
         _read_text(f"{field}.name", message.get("name")),
+        images,
     )
 
 
-def _read_content(field: str, content: object) -> str:
+def _read_content(
+    field: str, content: object, read_image: ReadImage | None
+) -> tuple[str, tuple[Image, ...]]:
     if not isinstance(content, list | tuple):
-        return _read_text(field, content)
-    texts: list[str] = []
+        return _read_text(field, content), ()
+    text, images = "", list[Image]()
     for at, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise InvalidFieldError(f"{field}[{at}]", "only parts of type text are supported")
-        texts.append(_read_text(f"{field}[{at}].text", part.get("text")))
-    return "".join(texts)
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            text += _read_text(f"{field}[{at}].text", part.get("text"))
+        elif kind == "image_url" and read_image is not None:
+            images.append(replace(read_image(f"{field}[{at}]", part), at=len(text)))
+        else:
+            served = "text" if read_image is None else "text and image_url"
+            raise InvalidFieldError(f"{field}[{at}]", f"only parts of type {served} are supported")
+    return text, tuple(images)
 
 
 def _read_call(field: str, call: object) -> ToolCall:

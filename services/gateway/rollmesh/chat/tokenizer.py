@@ -74,12 +74,17 @@ class ModelTokenizer(Protocol):
         """Returns the id of a token that is never split; None if `text` is not such a token."""
         ...
 
-    def spells(self, text: str) -> bool:
-        """Returns whether a text contains the text of a special token."""
+    def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
+        """Returns whether a text contains the text of a special token that is not an exception."""
         ...
 
-    def hide(self, text: str) -> str:
-        """Returns a text for the template to print; special tokens in it are encoded as text."""
+    def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
+        """Returns a text for the template to print; special tokens in it are encoded as text.
+
+        Args:
+            text: The text.
+            only: Texts of the special tokens to hide; None hides all.
+        """
         ...
 
     def escape(self, text: str) -> str:
@@ -138,20 +143,25 @@ class Tokenizer:
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is a single token wherever it occurs."""
         # A single-character special token could not be hidden; no known model has one.
-        spelled = (re.escape(text) for text in self.special_texts if len(text) > 1)
-        longest_first = sorted(spelled, key=len, reverse=True)
-        self._special = re.compile("|".join(longest_first) or "(?!)")
+        self._special = _any_of([text for text in self.special_texts if len(text) > 1])
         self._plain = _PlainTokenizer(self.rust, self._special)
 
-    def spells(self, text: str) -> bool:
-        """Returns whether a text contains the text of a special token."""
-        return self._special.search(text) is not None
+    def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
+        """Returns whether a text contains the text of a special token that is not an exception."""
+        found = (one[0] for one in self._special.finditer(text))
+        return any(one not in except_for for one in found)
 
-    def hide(self, text: str) -> str:
-        """Returns a text for the template to print; special tokens in it are encoded as text."""
+    def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
+        """Returns a text for the template to print; special tokens in it are encoded as text.
+
+        Args:
+            text: The text.
+            only: Texts of the special tokens to hide; None hides all.
+        """
+        pattern = self._special if only is None else _any_of(tuple(only))
         text = self.escape(text)
-        while self.spells(text):  # again: the rest may spell a shorter token
-            text = self._special.sub(lambda one: f"{one[0][0]}{_HIDDEN}{one[0][1:]}", text)
+        while pattern.search(text):  # again: the rest may spell a shorter token
+            text = pattern.sub(lambda one: f"{one[0][0]}{_HIDDEN}{one[0][1:]}", text)
         return text
 
     def escape(self, text: str) -> str:
@@ -203,6 +213,12 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """Returns an incremental decoder that includes special tokens."""
         return _Stream(self.rust)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Returns a pattern of texts, the longest first; it matches nothing if there are none."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile("|".join(longest_first) or "(?!)")
 
 
 class _PlainTokenizer:

@@ -12,4 +12,6 @@ Layers, each of which imports only those below it:
     protocol              reads requests, writes responses
     metrics
     conversation          the state of a session: its tree and its turns
+
+Outside itself it may import `chat`, `mesh`, `runtime` and `v1`.
 """

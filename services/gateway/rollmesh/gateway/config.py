@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rollmesh.mesh.generations.images import MOST_IMAGES
+from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
@@ -21,7 +23,7 @@ class GatewayConfig(ServerConfig):
     """host:port of the collector, or several of one store, separated by commas; empty: the router
     knows them."""
     gateway_id: str = "gateway-0"
-    """Id of this gateway, unique in the mesh."""
+    """Id of this gateway, unique in the mesh; empty means `gateway-` and the name of the host."""
     journal: str = "sqlite"
     """Journal: sqlite (a file in data_dir), or postgresql://user@host:port/database, which several
     gateways share, so that each takes over the sessions of those that die or leave."""
@@ -44,7 +46,7 @@ class GatewayConfig(ServerConfig):
     """How text in messages, calls and tools that spells a special token is handled: parity (it is
     encoded as that token, like transformers' apply_chat_template does; the turn carries
     SPECIAL_TEXT), plain (it stays text), or refuse (the request fails with a 400 that names the
-    message)."""
+    message). Text that spells the placeholder of an image stays text with parity too."""
     history: Annotated[str, OneOf(("keep", "rewrite"))] = "keep"
     """How sampled turns are handled if the chat template later renders them differently: keep
     (keep the sampled tokens) or rewrite (continue from the rendered text on a new branch)."""
@@ -59,11 +61,24 @@ class GatewayConfig(ServerConfig):
     """Maximum number of token ids in one session; each takes about 8 bytes."""
     max_session_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
     """Maximum size of the text in one session, bytes."""
+    max_image_bytes: Annotated[int, Bounds(1)] = MAX_BYTES
+    """Maximum size of one image, bytes; a larger one is refused with INVALID_IMAGE."""
+    max_image_pixels: Annotated[int, Bounds(1)] = MAX_PIXELS
+    """Maximum width times height of one image; decoding it takes 4 bytes for each pixel."""
+    max_conversation_images: Annotated[int, Bounds(1, MOST_IMAGES)] = MOST_IMAGES
+    """Maximum number of images in one conversation; each repetition counts. Engines take no more
+    than 256."""
+    max_session_images: Annotated[int, Bounds(1)] = 4_096
+    """Maximum number of different images in one session, counting all branches."""
+    max_session_image_bytes: Annotated[int, Bounds(1)] = 48 * 1024 * 1024
+    """Maximum size of the different images in one session together, bytes. An engine that lost them
+    is sent those of a prompt in one request, so keep it below the engine's max_request_bytes."""
     max_choices: Annotated[int, Bounds(1)] = 128
     """Maximum number of answers to one chat request (`n`); each is a separate generation."""
     max_session_record_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
     """Maximum size of one session's record when it is handed over, bytes. Each token of each
-    trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them.
+    trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them;
+    the bytes of an image count once.
     A turn that would exceed the limit is refused; the session can still be closed."""
     session_idle_ms: Annotated[int, Bounds(1)] = 86_400_000
     """Time without a request after which a session is closed as ABORTED with the turns it has,

@@ -10,16 +10,18 @@ from typing import Any
 
 import grpc
 
+from rollmesh.chat.images.rules import load_reserved_ids, load_rule, reserved_texts
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM
 from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import load_model, vocabulary_of
+from rollmesh.chat.templates.loading import context_of, load_model, vocabulary_of
 from rollmesh.chat.templates.profile import MOVING
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import ModelFilesError, read_json
+from rollmesh.chat.tokenizer import ModelFilesError
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.conversation.images import ImagePolicy
 from rollmesh.gateway.conversation.limits import SessionLimits
 from rollmesh.gateway.protocol.info import (
     write_reasoning,
@@ -38,10 +40,12 @@ from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prepare import Workers
 from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.mesh.generations.engines import EngineClients
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.members import CollectorDirectory
-from rollmesh.mesh.membership import Membership
+from rollmesh.mesh.leasing.leases import LeaseClient
+from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.routers.reachable import own_id
+from rollmesh.runtime.codec.images import ImageLimits
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry.logs import fields
@@ -54,7 +58,7 @@ _log = logging.getLogger(__name__)
 class GatewayService:
     """One gateway process."""
 
-    name = "rollmesh.v1.GatewayService"
+    names = ("rollmesh.v1.GatewayService",)
 
     def __init__(self, config: GatewayConfig) -> None:
         """Loads the model's files and probes its template.
@@ -64,9 +68,12 @@ class GatewayService:
             TemplateRefusedError: The template cannot be continued exactly.
         """
         self._config = config
+        self._gateway_id = config.gateway_id or own_id("gateway")
         template, self._tokenizer = load_model(config.model_path)
         self._model_files = _digests(config, template.sha256)
-        self._continuation = Continuation(template, self._tokenizer)
+        rule = load_rule(config.model_path)
+        self._continuation = Continuation(template, self._tokenizer, rule)
+        self._reserved_ids = load_reserved_ids(config.model_path)
         self._format = choose(
             template.source,
             tool_parser=config.tool_parser,
@@ -84,7 +91,7 @@ class GatewayService:
         self._parses_tool_calls = tool_calls == gateway_pb2.TOOL_CALL_PARSING_PARSED
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
-                gateway_id=config.gateway_id,
+                gateway_id=self._gateway_id,
                 model=config.model,
                 max_context_tokens=self._max_context_tokens,
                 template=write_template(self._continuation.profile, template.sha256),
@@ -94,6 +101,12 @@ class GatewayService:
                 special_text=write_special_text(config.special_text),
             ),
             config,
+            ImagePolicy(
+                rule,
+                self._continuation.profile.image_roles,
+                ImageLimits(config.max_image_bytes, config.max_image_pixels),
+                config.max_conversation_images,
+            ),
         )
         self._collectors = CollectorDirectory(config.router, config.collector)
         self._membership: Membership | None = None
@@ -183,7 +196,6 @@ class GatewayService:
         return Outbox(
             journal,
             self._collectors,
-            new_tree=partial(new_tree, self._continuation),
             remembered=self._config.remembered_closes,
         )
 
@@ -207,13 +219,20 @@ class GatewayService:
             model=config.model,
             workers=Workers(executor, FairExecutor(long_executor, config.workers)),
             max_context_tokens=self._max_context_tokens,
-            special_text=SpecialText(self._tokenizer, config.special_text),
+            special_text=SpecialText(
+                self._tokenizer,
+                config.special_text,
+                reserved_texts(self._reserved_ids, self._tokenizer),
+            ),
+            banned_ids=self._reserved_ids,
             vocabulary_tokens=self._vocabulary_tokens,
             limits=SessionLimits(
                 config.max_session_nodes,
                 config.max_session_tokens,
                 config.max_session_bytes,
                 config.max_session_record_bytes,
+                config.max_session_images,
+                config.max_session_image_bytes,
             ),
             rewrite_history=config.history == "rewrite",
             lease_timeout_ms=config.lease_timeout_ms,
@@ -273,7 +292,7 @@ class GatewayService:
 
     def _hello(self, address: str, journal: Journal) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
-            replica_id=self._config.gateway_id,
+            replica_id=self._gateway_id,
             kind=router_pb2.REPLICA_KIND_GATEWAY,
             address=address,
             model=self._config.model,
@@ -285,7 +304,7 @@ class GatewayService:
     def _lease_client(self) -> LeaseClient:
         return LeaseClient(
             self._config.router,
-            self._config.gateway_id,
+            self._gateway_id,
             model=self._config.model,
             tokenizer_sha256=self._model_files.tokenizer_sha256,
             vocabulary_tokens=self._vocabulary_tokens,
@@ -312,10 +331,10 @@ def _digests(config: GatewayConfig, template_sha256: str) -> ModelFiles:
 
 
 def _context_of(config: GatewayConfig) -> int:
-    value = read_json(config.model_path / "config.json").get("max_position_embeddings")
-    if not isinstance(value, int):
+    found = context_of(config.model_path)
+    if not found:
         raise ModelFilesError(
             f"{config.model_path}/config.json has no max_position_embeddings; "
             "set max_context_tokens"
         )
-    return value
+    return found

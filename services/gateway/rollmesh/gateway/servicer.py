@@ -6,9 +6,22 @@ from contextlib import aclosing
 
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation.choices import gathered, merged
-from rollmesh.gateway.conversation.session import Answered, PromptIds, Session, Turn, TurnRequest
+from rollmesh.gateway.conversation.images import ImagePolicy
+from rollmesh.gateway.conversation.session import (
+    Answered,
+    PromptIds,
+    Reading,
+    Session,
+    Turn,
+    TurnRequest,
+)
 from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.protocol.responses import write_answers, write_event, write_nodes
+from rollmesh.gateway.protocol.responses import (
+    write_answers,
+    write_event,
+    write_nodes,
+    write_stored,
+)
 from rollmesh.gateway.sessions.gateway import Gateway
 from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.runtime.errors import (
@@ -32,9 +45,15 @@ _READ_AT_A_TIME = 2
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Serves one gateway."""
 
-    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse, config: GatewayConfig) -> None:
-        """Takes the constant part of the gateway's info, and the settings."""
+    def __init__(
+        self,
+        info: gateway_pb2.GetGatewayInfoResponse,
+        config: GatewayConfig,
+        images: ImagePolicy | None = None,
+    ) -> None:
+        """Takes the constant part of the gateway's info, the settings, and the images it takes."""
         self._info = info
+        self._images = ImagePolicy() if images is None else images
         self._max_choices = config.max_choices
         self._max_messages = config.max_session_nodes
         self._gateway: Gateway | None = None
@@ -76,6 +95,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             session_id=spec.session_id, session_key=key, model=spec.model
         )
 
+    async def FindSession(
+        self, request: gateway_pb2.FindSessionRequest, context: Context
+    ) -> gateway_pb2.FindSessionResponse:
+        if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
+            raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+        session_id, is_closed = await self.gateway.find(request.request_id)
+        return gateway_pb2.FindSessionResponse(session_id=session_id, closed=is_closed)
+
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> gateway_pb2.ChatResponse:
@@ -95,30 +122,68 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             turns.append(turn)
             return answered
 
+        size = request.ByteSize()  # it takes as long as writing the request
         try:
-            choices = await self._read(request, session, stream=False)
+            choices = await self._read(request, size, session, stream=False)
             answers = await gathered([answer(choice) for choice in choices])
             is_complete = True
             return write_answers(answers)
         finally:
-            self._freed_memory.served(request.ByteSize())
+            self._freed_memory.served(size)
 
     async def StreamChat(
         self, request: gateway_pb2.StreamChatRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.StreamChatResponse]:
         registry, session = self._session(request.chat)
+        request_bytes = request.ByteSize()
         try:
-            choices = await self._read(request.chat, session, stream=True)
+            choices = await self._read(request.chat, request_bytes, session, stream=True)
             answers = [registry.replies.stream_chat(session, choice) for choice in choices]
-            is_told = False
+            is_told, sizes = False, dict[int, int]()
             async with aclosing(merged(answers)) as events:
                 async for index, event in events:
+                    if isinstance(event, Reading):
+                        sizes[index] = event.prompt_tokens
+                        continue
                     if isinstance(event, PromptIds) and is_told:  # every choice starts with it
                         continue
                     is_told |= isinstance(event, PromptIds)
-                    yield write_event(event, index)
+                    response = write_event(event, index)
+                    if index in sizes and response.HasField("delta"):
+                        response.delta.prompt_tokens = sizes.pop(index)
+                    yield response
         finally:
-            self._freed_memory.served(request.ByteSize())
+            self._freed_memory.served(request_bytes)
+
+    async def CountTokens(
+        self, request: gateway_pb2.CountTokensRequest, context: Context
+    ) -> gateway_pb2.CountTokensResponse:
+        registry, session = self._session(request.chat)
+        request_bytes = request.ByteSize()
+        try:
+            choice, *_ = await self._read(request.chat, request_bytes, session, stream=False)
+            size = await registry.replies.count_tokens(session, choice)
+        finally:
+            self._freed_memory.served(request_bytes)
+        return gateway_pb2.CountTokensResponse(
+            prompt_tokens=size.tokens, is_lower_bound=size.is_lower_bound
+        )
+
+    async def GetAnswer(
+        self, request: gateway_pb2.GetAnswerRequest, context: Context
+    ) -> gateway_pb2.GetAnswerResponse:
+        registry = self._registry(request.session_id, request.session_key)
+        session = registry.session(request.session_id)
+        answered = registry.replies.answered(session, request.answer_id)
+        return write_stored(answered, request.session_id, with_messages=request.with_messages)
+
+    async def WithdrawAnswer(
+        self, request: gateway_pb2.WithdrawAnswerRequest, context: Context
+    ) -> gateway_pb2.WithdrawAnswerResponse:
+        registry = self._registry(request.session_id, request.session_key)
+        session = registry.session(request.session_id)
+        await registry.replies.withdraw(session, request.answer_id)
+        return gateway_pb2.WithdrawAnswerResponse()
 
     def _session(self, request: gateway_pb2.ChatRequest) -> tuple[Registry, Session]:
         registry = self._registry(request.session_id, request.session_key)
@@ -131,9 +196,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return registry
 
     async def _read(
-        self, request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
+        self, request: gateway_pb2.ChatRequest, size: int, session: Session, *, stream: bool
     ) -> list[TurnRequest]:
-        """Reads a request; a large one is read in a thread so that it does not block the others."""
+        """Reads a request of `size` bytes.
+
+        A large one is read in a thread, and one with images, which are decoded: neither blocks
+        others.
+        """
         count = len(request.messages)
         if count > self._max_messages:
             raise InvalidMessagesError(
@@ -143,9 +212,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
 
         def read() -> list[TurnRequest]:
-            return read_choices(request, session, self._max_choices, stream=stream)
+            return read_choices(request, session, self._max_choices, self._images, stream=stream)
 
-        if count < _MANY_MESSAGES and request.ByteSize() < _LARGE_BYTES:
+        is_small = count < _MANY_MESSAGES and size < _LARGE_BYTES
+        if is_small and not (self._images.rule is not None and _has_images(request)):
             return read()
         async with self._large_requests:
             return await asyncio.to_thread(read)
@@ -209,6 +279,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         letters = self.gateway.of(request.session_id).dead_letters
         await self._repeats.once(request, lambda: letters.drop(request.session_id))
         return gateway_pb2.DropDeadLetterResponse()
+
+
+def _has_images(request: gateway_pb2.ChatRequest) -> bool:
+    return any(part.HasField("image") for one in request.messages for part in one.content)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

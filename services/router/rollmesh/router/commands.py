@@ -3,15 +3,17 @@
 import argparse
 import asyncio
 import sys
+import uuid
 from collections.abc import Sequence
 
-from rollmesh.mesh.router_calls import Routers
+from rollmesh.mesh.routers.calls import Routers
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import router_pb2
 
 FORGET = "forget-weights"
 _TIMEOUT_S = 60.0
+_REPEATED_S = 10.0
+"""Time within which the call is repeated; somebody waits who may have mistyped an address."""
 
 
 def forget_weights(argv: Sequence[str]) -> int:
@@ -35,11 +37,10 @@ def forget_weights(argv: Sequence[str]) -> int:
 
 async def _forget(router: str, model: str) -> router_pb2.ForgetWeightsResponse:
     routers = Routers(router)
+    request = router_pb2.ForgetWeightsRequest(model=model, request_id=uuid.uuid4().hex)
     try:
-        stub = await routers.stub()
-        with typed_errors():
-            return await stub.ForgetWeights(
-                router_pb2.ForgetWeightsRequest(model=model), timeout=_TIMEOUT_S
-            )
+        return await routers.repeat(
+            lambda stub: stub.ForgetWeights(request, timeout=_TIMEOUT_S), _REPEATED_S
+        )
     finally:
         await routers.aclose()

@@ -21,6 +21,9 @@ class RouterConfig(ServerConfig):
     """host:port of the other routers, separated by commas; all of them keep the same weights."""
     control_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a control call to one engine, milliseconds."""
+    gather_ms: Annotated[int, Bounds(0)] = 2_000
+    """Time after its start in which engines register again, milliseconds. Control calls wait for
+    its end, so that they reach all of them."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
     missed_reports: Annotated[int, Bounds(2)] = 5
@@ -38,6 +41,8 @@ class RouterConfig(ServerConfig):
     stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
     """Silence of an engine in such a generation after which it is probed, milliseconds. As at a
     gateway."""
+    image_cache_bytes: Annotated[int, Bounds(0)] = 512 * 1024 * 1024
+    """Images of such clients that the router holds, so that each is sent to it once, bytes."""
     circuit_losses: Annotated[int, Bounds(1)] = 3
     """Turns that gateways lose in a row on an engine before it gets no leases for a while."""
     circuit_first_ms: Annotated[int, Bounds(1)] = 1_000

@@ -11,7 +11,7 @@ from rollmesh.router import metrics
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leasing.streams import Settled
+from rollmesh.router.leasing.streams import EndedWait
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -90,6 +90,7 @@ class Dispatch:
         table.fleet.on_change = self._changed
         table.fleet.on_circuit = _log_circuit
         table.fleet.on_offer = self._offered
+        table.on_absent = self.warn_of_silence
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -141,7 +142,10 @@ class Dispatch:
             self._close(stream_id)
 
     def warn_of_silence(self, engine: Engine) -> None:
-        """Tells the gateways with leases on an engine that it does not report any more."""
+        """Tells the gateways with leases on an engine that it does not report any more.
+
+        The address of one that has not registered since this router started is empty.
+        """
         news = router_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
         for stream_id in {lease.stream_id for lease in engine.held}:
             self._send(stream_id, router_pb2.DispatchResponse(silent_engine=news))
@@ -244,20 +248,20 @@ class Dispatch:
 
     def _step(self, now_ms: int) -> None:
         """Ends the waits that can end now, and sets the timer for the next."""
-        for settled in self._table.settle(now_ms):
-            self._answer(settled)
+        for ended in self._table.end_waits(now_ms):
+            self._answer(ended)
         self._set_timer(self._table.due_ms(now_ms), now_ms)
 
-    def _answer(self, settled: Settled) -> None:
-        metrics.WAITED_SECONDS.observe(settled.waited_ms / 1000)
-        response = router_pb2.DispatchResponse(lease_id=settled.lease_id)
-        if isinstance(settled.result, RollmeshError):
+    def _answer(self, ended: EndedWait) -> None:
+        metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
+        response = router_pb2.DispatchResponse(lease_id=ended.lease_id)
+        if isinstance(ended.result, RollmeshError):
             metrics.QUEUE_REFUSALS.labels("deadline").inc()
-            self._refuse(settled.stream_id, response, settled.result)
+            self._refuse(ended.stream_id, response, ended.result)
         else:
             metrics.GRANTED.inc()
-            response.grant.CopyFrom(settled.result)
-            self._send(settled.stream_id, response)
+            response.grant.CopyFrom(ended.result)
+            self._send(ended.stream_id, response)
 
     def _refuse(
         self, stream_id: str, response: router_pb2.DispatchResponse, error: RollmeshError

@@ -22,7 +22,7 @@ from rollmesh.v1 import engine_pb2_grpc, router_pb2_grpc, server_pb2
 class RouterService:
     """One router process; its state is what its members report."""
 
-    name = "rollmesh.v1.RouterService"
+    names = ("rollmesh.v1.RouterService", "rollmesh.v1.EngineService")
 
     def __init__(self, config: RouterConfig) -> None:
         """Starts without members."""

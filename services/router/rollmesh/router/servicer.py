@@ -12,7 +12,7 @@ from rollmesh.router.leasing.circuit import CircuitState
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
-from rollmesh.router.membership.members import Members
+from rollmesh.router.membership.members import Member, Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError
@@ -47,7 +47,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._table = table
         self._members = members
         self._models = models
-        self._control = Control(models, config.control_timeout_ms / 1000)
+        self._control = Control(models, config.control_timeout_ms / 1000, config.gather_ms)
         self._pushes = Pushes(models, config)
         self._router_id = uuid.uuid4().hex
         self._dispatch = Dispatch(table, self._router_id)
@@ -74,7 +74,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         first = await anext(request_iterator, None)
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
-        gateway = self._add_gateway(member.hello)
+        gateway = self._add_gateway(member)
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
             async with self._members.reporting(member):
@@ -146,9 +146,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.PauseEnginesRequest, context: Context
     ) -> router_pb2.PauseEnginesResponse:
         check_pause_mode(request.mode, "mode")
+        asked = engine_pb2.PauseRequest(
+            mode=request.mode, model=request.model, request_id=request.request_id
+        )
 
         async def pause() -> router_pb2.PauseEnginesResponse:
-            results = await self._control.pause(request.mode, request.model)
+            results = await self._control.pause(asked)
             return router_pb2.PauseEnginesResponse(results=results)
 
         return await self._repeats.once(request, pause)
@@ -156,8 +159,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ResumeEngines(
         self, request: router_pb2.ResumeEnginesRequest, context: Context
     ) -> router_pb2.ResumeEnginesResponse:
+        asked = engine_pb2.ResumeRequest(model=request.model, request_id=request.request_id)
+
         async def resume() -> router_pb2.ResumeEnginesResponse:
-            results = await self._control.resume(request.model)
+            results = await self._control.resume(asked)
             return router_pb2.ResumeEnginesResponse(results=results)
 
         return await self._repeats.once(request, resume)
@@ -168,9 +173,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         level = request.level if request.HasField("level") else None
         if level not in {None, 1, 2}:
             raise InvalidFieldError("level", f"is {level}; give 1 or 2")
+        asked = engine_pb2.SleepRequest(
+            level=level, model=request.model, request_id=request.request_id
+        )
 
         async def sleep() -> router_pb2.SleepEnginesResponse:
-            results = await self._control.sleep(level, request.model)
+            results = await self._control.sleep(asked)
             return router_pb2.SleepEnginesResponse(results=results)
 
         return await self._repeats.once(request, sleep)
@@ -178,8 +186,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def WakeUpEngines(
         self, request: router_pb2.WakeUpEnginesRequest, context: Context
     ) -> router_pb2.WakeUpEnginesResponse:
+        asked = engine_pb2.WakeUpRequest(model=request.model, request_id=request.request_id)
+
         async def wake_up() -> router_pb2.WakeUpEnginesResponse:
-            results = await self._control.wake_up(request.model)
+            results = await self._control.wake_up(asked)
             return router_pb2.WakeUpEnginesResponse(results=results)
 
         return await self._repeats.once(request, wake_up)
@@ -187,8 +197,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ResetPrefixCaches(
         self, request: router_pb2.ResetPrefixCachesRequest, context: Context
     ) -> router_pb2.ResetPrefixCachesResponse:
+        asked = engine_pb2.ResetPrefixCacheRequest(
+            model=request.model, request_id=request.request_id
+        )
+
         async def reset() -> router_pb2.ResetPrefixCachesResponse:
-            results = await self._control.reset_prefix_caches(request.model)
+            results = await self._control.reset_prefix_caches(asked)
             return router_pb2.ResetPrefixCachesResponse(results=results)
 
         return await self._repeats.once(request, reset)
@@ -196,12 +210,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def AbortGenerations(
         self, request: router_pb2.AbortGenerationsRequest, context: Context
     ) -> router_pb2.AbortGenerationsResponse:
-        named = engine_pb2.AbortRequest(
-            request_ids=request.request_ids, all=request.all, model=request.model
+        asked = engine_pb2.AbortRequest(
+            request_ids=request.request_ids,
+            all=request.all,
+            model=request.model,
+            request_id=request.request_id,
         )
 
         async def abort() -> router_pb2.AbortGenerationsResponse:
-            results, aborted = await self._control.abort(named)
+            results, aborted = await self._control.abort(asked)
             return router_pb2.AbortGenerationsResponse(results=results, request_ids=aborted)
 
         return await self._repeats.once(request, abort)
@@ -255,7 +272,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.InitWeightTransfersResponse:
         by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
         init = engine_pb2.InitWeightTransferRequest(
-            backend=request.backend, init_json=request.init_json, model=request.model
+            backend=request.backend,
+            init_json=request.init_json,
+            model=request.model,
+            request_id=request.request_id,
         )
 
         async def join() -> router_pb2.InitWeightTransfersResponse:
@@ -264,9 +284,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
         return await self._repeats.once(request, join)
 
-    def _add_gateway(self, hello: router_pb2.ReplicaHello) -> RegisteredGateway | None:
-        is_gateway = hello.kind == router_pb2.REPLICA_KIND_GATEWAY
-        return self._gateways.add(hello) if is_gateway else None
+    def _add_gateway(self, member: Member) -> RegisteredGateway | None:
+        is_gateway = member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY
+        return self._gateways.add(member) if is_gateway else None
 
     def _remove_engine(self, engine: Engine) -> None:
         self._pushes.gone(engine)

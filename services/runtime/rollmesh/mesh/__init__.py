@@ -1,4 +1,5 @@
-"""Clients of the router: membership, leases and generations, and where the other members are.
+"""What everything that joins a mesh needs: routers, directories, leases and generations.
 
-May import `runtime`.
+May import `runtime`. `routers` is how the routers are reached and joined. `directories` find the
+other members by asking them, `leasing` holds leases of engines, and `generations` runs on these.
 """

@@ -31,12 +31,24 @@ class ByteCache(Generic[_Key, _Value]):
             size: Approximate size of the entry, bytes.
             make: Returns the value; its exceptions propagate, and nothing is cached.
         """
+        found = self.find(key)
+        if found is not None:
+            return found
+        value = make()  # without the lock: two threads may make the same value
+        self.add(key, value, size)
+        return value
+
+    def find(self, key: _Key) -> _Value | None:
+        """Returns the value of a key; None if it is not cached."""
         with self._lock:
             found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-                return found[0]
-        value = make()  # without the lock: two threads may make the same value
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
+            return found[0]
+
+    def add(self, key: _Key, value: _Value, size: int) -> None:
+        """Caches the value of a key of `size` bytes, unless one is cached already."""
         with self._lock:
             if key not in self._entries and size <= self._max_bytes:
                 self._entries[key] = value, size
@@ -44,4 +56,3 @@ class ByteCache(Generic[_Key, _Value]):
             while self.held_bytes > self._max_bytes:
                 _, (_, dropped) = self._entries.popitem(last=False)
                 self.held_bytes -= dropped
-        return value

@@ -32,17 +32,20 @@ def runs_of(row: Row) -> Sequence[Run]:
 
 
 def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
-    """Removes the arrays from a record.
+    """Removes the arrays and the bytes of images from a record.
 
     Returns:
-        The serialized head, and the concatenated arrays of all rows; their lengths follow from the
-        runs, which stay in the head.
+        The serialized head; and the arrays of all rows, then the images. Their lengths follow from
+        the runs and the sizes, which stay in the head.
     """
     arrays: list[bytes] = []
     for row in rows_of(record):
         tokens = row.tokens
         arrays += [getattr(tokens, name) for name in _BYTES_PER_TOKEN]
         row.ClearField("tokens")
+    for image in record.images:
+        arrays.append(image.data)
+        image.ClearField("data")
     return record.SerializeToString(), arrays
 
 
@@ -71,6 +74,8 @@ def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionR
     if len(arrays) != arrays_size(head):
         tokens = sum(map(tokens_of, rows))
         problem = f"its arrays have {len(arrays)} bytes, which do not fit {tokens} tokens"
+        if head.images:
+            problem += f" and {len(head.images)} images"
         raise damaged(head.session_id, problem)
     start = 0
     for row in rows:
@@ -79,12 +84,17 @@ def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionR
             end = start + width * count
             setattr(restored, name, arrays[start:end])
             start = end
+    for image in head.images:
+        end = start + image.data_bytes
+        image.data = arrays[start:end]
+        start = end
     return head
 
 
 def arrays_size(head: session_pb2.SessionRecord) -> int:
-    """Returns the size of the arrays that belong to a head, bytes."""
-    return sum(map(tokens_of, rows_of(head))) * sum(_BYTES_PER_TOKEN.values())
+    """Returns the size of the arrays and the images that belong to a head, bytes."""
+    images = sum(image.data_bytes for image in head.images)
+    return images + sum(map(tokens_of, rows_of(head))) * sum(_BYTES_PER_TOKEN.values())
 
 
 def damaged(session_id: str, problem: str) -> SessionDamagedError:
@@ -98,14 +108,21 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
 
 
 def keep(record: session_pb2.SessionRecord, indices: Sequence[int]) -> session_pb2.SessionRecord:
-    """Keeps only the rows at these indices; modifies the session in place and returns it."""
+    """Keeps only the rows at these indices, and the images that they show.
+
+    Modifies the session in place and returns it.
+    """
     if record.HasField("tree"):
         if not indices:
             record.ClearField("tree")
-        return record
-    for at in reversed(range(len(record.trajectories))):
-        if at not in indices:
-            del record.trajectories[at]
+    else:
+        for at in reversed(range(len(record.trajectories))):
+            if at not in indices:
+                del record.trajectories[at]
+    shown = {image.sha256 for row in rows_of(record) for image in row.images}
+    for at in reversed(range(len(record.images))):
+        if record.images[at].sha256 not in shown:
+            del record.images[at]
     return record
 
 

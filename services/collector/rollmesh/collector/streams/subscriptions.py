@@ -22,7 +22,7 @@ from rollmesh.collector.streams.stream import Known, Stream
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.tasks import contained
+from rollmesh.runtime.tasks import begun, contained
 from rollmesh.v1 import collector_pb2 as pb
 
 _MOST_TAKEN = 8
@@ -68,9 +68,9 @@ class Subscriptions(Consumers):
             reader.cancel()
             self._streams.discard(stream)
             stream.consumer.close_stream(stream.id)
-            self.tasks.create_task(
-                contained(partial(self._release, stream.known), "not given back")
-            )
+            # A stream may end after the service: the next start reads what it had not given back.
+            release = partial(self._release, stream.known)
+            begun(self.tasks, contained(release, "not given back"))
             self._wake_all()
 
     async def _read(self, stream: Stream, requests: AsyncIterator[pb.SubscribeRequest]) -> None:

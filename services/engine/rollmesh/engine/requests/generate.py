@@ -1,5 +1,7 @@
 """Validates generation requests."""
 
+from collections.abc import Sequence
+
 from rollmesh.engine.backend import GenerateInput, ModelLimits
 from rollmesh.engine.requests.constraint import read_constraint
 from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
@@ -13,6 +15,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2
 
 _MAX_ID_CHARS = 128
+_MAX_BANNED = 64
 
 
 def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimits) -> GenerateInput:
@@ -48,6 +51,7 @@ def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimit
         request.top_logprobs,
         streamed.min_chunk_tokens,
         request.sampled_tokens,
+        banned_token_ids=_read_banned(request.banned_token_ids, limits.vocabulary_tokens),
     )
     _check_prompt(result, limits)
     if result.sampled_tokens >= len(token_ids):
@@ -56,6 +60,14 @@ def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimit
             f"is {result.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
         )
     return result
+
+
+def _read_banned(ids: Sequence[int], vocabulary_tokens: int) -> tuple[int, ...]:
+    if len(ids) > _MAX_BANNED or any(id_ >= vocabulary_tokens for id_ in ids):
+        raise InvalidFieldError(
+            "banned_token_ids", f"give at most {_MAX_BANNED} ids below {vocabulary_tokens}"
+        )
+    return tuple(ids)
 
 
 def _check_prompt(request: GenerateInput, limits: ModelLimits) -> None:

@@ -27,6 +27,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.vllm.chunks import chunks, joined
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
 from rollmesh.engine.vllm.heartbeat import Heartbeat
+from rollmesh.engine.vllm.images import ImagePrompts
 from rollmesh.engine.vllm.options import read_options
 from rollmesh.engine.vllm.sampling import sampling_params
 from rollmesh.engine.vllm.start import start_llm
@@ -73,7 +74,7 @@ class VllmBackend:
         self._paused = False
         self._sleeping = False
         self._takes_constraints = has_tokenizer(config.model_path)
-        self._running: dict[str, bool] = {}
+        self._running: dict[str, bool] = {}  # whether each request was aborted
         self._control = asyncio.Lock()
         self._heartbeat = Heartbeat(self._ping)
         self.limits = ModelLimits(0, 0)
@@ -84,6 +85,7 @@ class VllmBackend:
         self._llm = start_llm(
             self._config, self._options, takes_constraints=self._takes_constraints
         )
+        self._images = ImagePrompts(self._llm, self._config.image_cache_bytes)
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
         self.limits = ModelLimits(
@@ -125,16 +127,19 @@ class VllmBackend:
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
+            InvalidFieldError: The model's processor makes other ids of an image, or none.
             EngineDeadError: vLLM's process died.
         """
-        tag = await self._structural_tag(request.constraint)
-        stream = self._llm.generate(
-            {"prompt_token_ids": request.token_ids.tolist()},
-            sampling_params(request, tag, self.limits.stop_ids),
-            request.request_id,
-        )
-        self._running[request.request_id] = True
+        self._running[request.request_id] = False
         try:
+            tag = await self._structural_tag(request.constraint)
+            prompt = await self._images.prompt(request.token_ids, request.images)
+            if self._running[request.request_id]:  # vLLM does not know of it yet
+                yield Chunk.aborted(request, self._policy_version)
+                return
+            stream = self._llm.generate(
+                prompt, sampling_params(request, tag, self.limits.stop_ids), request.request_id
+            )
             async with aclosing(stream) as outputs, aclosing(self._read(outputs, request)) as read:
                 async for chunk in read:
                     yield chunk
@@ -155,6 +160,8 @@ class VllmBackend:
         passed = size = 0
         async for output in outputs:
             completion = output.outputs[0]
+            if request.images and not passed and not unread:
+                _check_prompt(output, request)
             if completion.finish_reason == "error":
                 raise _failure(request)
             unread.append(completion)
@@ -162,7 +169,7 @@ class VllmBackend:
             starts = versions.starts(completion)
             if output.finished and starts is None:
                 raise EngineDeadError("vLLM does not say which weights sampled a request")
-            if starts is None or (size < request.min_chunk_tokens and not output.finished):
+            if starts is None or (size < request.collects(passed) and not output.finished):
                 continue
             parts: list[Chunk] = []
             for one in unread:
@@ -171,7 +178,7 @@ class VllmBackend:
             unread, size = [], 0
             parts = joined(parts, request.max_chunk_tokens)
             if output.finished:
-                last = parts.pop() if parts else _empty(request, self._policy_version)
+                last = parts.pop() if parts else Chunk.empty(request, self._policy_version)
                 finish = _finish(completion, output.num_cached_tokens or 0)
                 parts.append(dataclasses.replace(last, finish=finish))
             for part in parts:
@@ -179,7 +186,9 @@ class VllmBackend:
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts requests; each finishes with the tokens sampled so far."""
-        await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
+        held = [id_ for id_ in request_ids if id_ in self._running]
+        self._running |= dict.fromkeys(held, True)
+        await self._llm.abort(held)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops sampling; if cancelled while waiting for requests to finish, nothing changes."""
@@ -344,11 +353,14 @@ def _failure(request: GenerateInput) -> RollmeshError:
     )
 
 
-def _empty(request: GenerateInput, policy_version: int) -> Chunk:
-    """Returns the last chunk of a request that ends without another token."""
-    ids, logprobs = np.empty(0, np.uint32), np.empty(0, np.float32)
-    shape = 0, request.top_logprobs
-    return Chunk(ids, logprobs, ids.reshape(shape), logprobs.reshape(shape), policy_version)
+def _check_prompt(output: Any, request: GenerateInput) -> None:
+    """Checks that vLLM has left the ids of a prompt with images as they are.
+
+    Raises:
+        RollmeshError: It has changed them.
+    """
+    if not np.array_equal(output.prompt_token_ids, request.token_ids):
+        raise RollmeshError("vLLM sampled from other ids than it was sent; its images are unsafe")
 
 
 def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:

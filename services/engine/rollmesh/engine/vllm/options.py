@@ -30,6 +30,7 @@ _OWNED = {
     "skip_tokenizer_init": "nothing: the engine needs the tokenizer for constraints alone",
     "worker_extension_cls": "nothing: weights reach the workers through it",
     "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
+    "mm_processor_cache_gb": "the setting image_cache_bytes",
     "logprobs_mode": "nothing: trainers get log-probabilities before temperature and truncation",
 }
 """Options that the engine sets itself, and what to use instead."""

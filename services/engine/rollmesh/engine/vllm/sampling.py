@@ -36,7 +36,11 @@ def sampling_params(
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         logit_bias=dict(sampling.logit_bias) or None,
         # vLLM derives these from bad_words; the gateway has already turned their text into ids.
-        _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
+        _bad_words_token_ids=[
+            *map(list, sampling.bad_sequences),
+            *([one] for one in request.banned_token_ids),
+        ]
+        or None,
         logprobs=request.top_logprobs,
         flat_logprobs=True,
         detokenize=False,

@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.vllm.failure import failure_log
+from rollmesh.engine.vllm.images import takes_images
 from rollmesh.runtime.errors import EngineStartError
 
 
@@ -63,7 +64,9 @@ def _arguments(
             WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
         ),
     }
-    return {**_cpu_arguments(options), **own, **options}
+    # Each request carries what the processor made of its images: see `images`.
+    images = {"mm_processor_cache_gb": 0} if takes_images(config.model_path) else {}
+    return {**_cpu_arguments(options), **own, **images, **options}
 
 
 def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,9 @@ def _tie_again(model: Any) -> None:
     """
     from vllm.model_executor.models.utils import PPMissingLayer  # noqa: PLC0415 - workers
 
-    head, embedding = model.lm_head, model.model.embed_tokens
+    # A vision model holds its language model, under a name that differs between models.
+    language = model.get_language_model() if hasattr(model, "get_language_model") else model
+    head, embedding = language.lm_head, language.model.embed_tokens
     if isinstance(head, PPMissingLayer):
         return
     head.weight.data.copy_(embedding.weight.data)
@@ -187,10 +189,11 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
         if problem := _difference(offered[name], header):
             return f"{name} {problem}"
     # Trainers often send the tied output layer in addition to the embedding that it equals.
+    embedding = next((wanted[name] for name in wanted if name.endswith(_EMBEDDING)), None)
     for name in sorted(offered.keys() - wanted.keys()):
-        if name != _TIED_HEAD or _EMBEDDING not in wanted:
+        if not name.endswith(_TIED_HEAD) or embedding is None:
             return f"{name} is not a tensor of the model"
-        if problem := _difference(offered[name], wanted[_EMBEDDING]):
+        if problem := _difference(offered[name], embedding):
             return f"{name} {problem}"
     return ""
 

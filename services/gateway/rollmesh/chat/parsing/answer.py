@@ -60,6 +60,11 @@ class Answer:
         return 0 if self._one_call and self.stopped_at is None else self.stopped_at
 
     @property
+    def stop(self) -> str:
+        """The stop string that ended it; empty if none did."""
+        return "" if self._cut else self._stops.found
+
+    @property
     def malformed(self) -> bool:
         """Whether something looked like a tool call and was not a complete one."""
         return self._parser is not None and self._parser.malformed

@@ -53,6 +53,8 @@ class StopStrings:
         self._kept = kept
         self._longest = max(map(len, stops), default=0)
         self._held = ""
+        self.found = ""
+        """The stop string that ended the text; empty while none did."""
 
     @property
     def wanted(self) -> bool:
@@ -68,6 +70,7 @@ class StopStrings:
         if found:
             self._held = ""
             at, size = min(found)
+            self.found = held[at : at + size]
             return held[: at + size if self._kept else at], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]

@@ -24,7 +24,10 @@ from typing import TypeAlias
 import numpy as np
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName
+from rollmesh.chat.images.encoding import ImageEncoder
+from rollmesh.chat.images.placing import Placeholder
+from rollmesh.chat.images.rules import ImageRule
+from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName, images_of
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
@@ -39,23 +42,36 @@ from rollmesh.runtime.codec.arrays import TokenIds
 
 Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
 """Returns groups as a template will see them."""
-_PROBED, _FIRST_BYTES = 64, 16 * 1024 * 1024
+_PROBED, _OPENINGS, _FIRST_BYTES = 64, 64, 16 * 1024 * 1024
 
 
 class Continuation:
     """Computes the ids that new messages add to a conversation."""
 
-    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self,
+        template: ModelTemplate,
+        tokenizer: ModelTokenizer,
+        image_rule: ImageRule | None = None,
+    ) -> None:
         """Probes the template without options.
+
+        Args:
+            template: The chat template.
+            tokenizer: The model's tokenizer.
+            image_rule: How the model's processor represents images; None if it takes none.
 
         Raises:
             TemplateRefusedError: The template cannot be continued exactly.
         """
-        self._template = template
         self._tokenizer = tokenizer
-        self._probed = lru_cache(_PROBED)(partial(probe, template, tokenizer))
+        self._images = ImageEncoder(tokenizer, image_rule)
+        self._probed = lru_cache(_PROBED)(
+            partial(probe, template, tokenizer, image=self._images.printed)
+        )
         self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
         """Ids of first groups: many conversations begin with the same system message."""
+        self._openings = lru_cache(_OPENINGS)(self._opening)
         self.profile = self._of(RenderContext()).profile
         """The result of probing the template without options."""
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
@@ -80,20 +96,30 @@ class Continuation:
         Raises:
             TemplateRenderError: The template refuses a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
+            PlacementError: The template does not show the images of a group, or text spells one.
+            ImageRefusedError: The model cannot take an image of that size.
         """
         cutter = self._of(context).cutter
         if start > 0:
-            return self._encode(cutter.texts(groups, start, context))
+            return self._encode(cutter.texts(groups, start, context), groups[start:])
 
         def first() -> TokenIds:
-            (ids,) = self._encode(cutter.texts(groups[:1], 0, context))
+            (ids,) = self._encode(cutter.texts(groups[:1], 0, context), groups[:1])
             ids.flags.writeable = False
             return ids
 
         key = spelling_key(groups[0]) + context.key
         size = len(groups[0][0].content) + len(context.tools_json)
         known = self._first_ids.get(key, size, first)
-        return [known, *self._encode(cutter.texts(groups, 1, context))]
+        return [known, *self._encode(cutter.texts(groups, 1, context), groups[1:])]
+
+    def places(self, group: MessageGroup, ids: TokenIds) -> tuple[Placeholder, ...]:
+        """Returns where the images of a group are in the ids that it adds, uint32 [N].
+
+        Raises:
+            PlacementError: The ids do not hold exactly the runs of these images.
+        """
+        return self._images.places(group, ids)
 
     def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node, adapted to what the node really holds.
@@ -123,7 +149,7 @@ class Continuation:
             raise TemplateRenderError(
                 "a system message alone cannot be rendered; send a user message with it"
             )
-        return self._tokenizer.encode(cutter.generation_prompt(place(groups, len(groups))))
+        return self._openings(cutter.generation_prompt(place(groups, len(groups))))
 
     def opens_reasoning(
         self, groups: Sequence[MessageGroup], context: RenderContext, tag: str
@@ -166,7 +192,11 @@ class Continuation:
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
         ends = probed.cutter.boundaries.ends
-        return compare(render, generation_prompt, path, added, self._tokenizer, ends)
+
+        def encoder_after(nodes: int) -> Callable[[str], TokenIds]:
+            return self._images.over(images_of(groups[nodes:]))
+
+        return compare(render, generation_prompt, path, added, encoder_after, ends)
 
     def reprint(
         self,
@@ -190,7 +220,7 @@ class Continuation:
         cutter, begun = self._of(context).cutter, len(path)
         try:
             groups = show([*(node.messages for node in path), *groups[begun:]])
-            ids = self._tokenizer.encode(self._render(groups, context))
+            ids = self._images.over(images_of(groups))(self._render(groups, context))
             known = [self._known(cutter, groups, at, context) for at in range(begun, len(groups))]
             generation_prompt = self.generation_prompt(groups, context)
         except TemplateRenderError:
@@ -249,11 +279,12 @@ class Continuation:
         """
         if groups[at][0].role == "assistant" and place(groups, at) != "assistant":
             return None
-        return self._encode(cutter.texts(groups[: at + 1], at, context))[0]
+        return self._encode(cutter.texts(groups[: at + 1], at, context), groups[at : at + 1])[0]
 
     def _render(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
         messages = [message for group in groups for message in group]
-        return self._template.render(messages, context, generation_prompt=True)
+        template = self._of(context).template
+        return template.render(messages, context, generation_prompt=True)
 
     def _closing(self, node: HeldGroup) -> TokenIds:
         """Returns what is missing at the end of a node; uint32 [0] or [1].
@@ -279,8 +310,18 @@ class Continuation:
             raise TemplateRefusedError(f"{text!r} ends a turn but is not a single token")
         return id_
 
-    def _encode(self, texts: list[str]) -> list[TokenIds]:
-        return [self._tokenizer.encode(text) for text in texts]
+    def _opening(self, text: str) -> TokenIds:
+        """Returns the ids of a generation prompt, read-only: the same one opens most turns."""
+        ids = self._tokenizer.encode(text)
+        ids.flags.writeable = False
+        return ids
+
+    def _encode(self, texts: list[str], groups: Sequence[MessageGroup]) -> list[TokenIds]:
+        """Returns the ids of the text that each group adds."""
+        return [
+            self._images.encode(text, images_of([group]))
+            for text, group in zip(texts, groups, strict=True)
+        ]
 
     def _of(self, context: RenderContext) -> Probed:
         return self._probed(context.options_json)

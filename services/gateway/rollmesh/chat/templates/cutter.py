@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, images_of
 from rollmesh.chat.templates.boundaries import Boundaries
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import WINDOWS, Place, followers, place
@@ -34,6 +34,8 @@ class Cutter:
         """Whether the first system message is printed with the user turn after it: without
         tools, with tools."""
         self.ignores_tools = False
+        self.image_roles: frozenset[RoleName] = frozenset()
+        """Roles whose messages may hold images."""
         self.refused: dict[tuple[Place, RoleName], str] = {}
         """Roles that cannot be continued after others, and why."""
         self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
@@ -64,6 +66,10 @@ class Cutter:
             if why is not None:
                 raise TemplateRenderError(f"{groups[at][0].role} after {before}: {why}")
             message = groups[at][0]
+            if message.role not in self.image_roles and images_of(groups[at : at + 1]):
+                raise TemplateRenderError(
+                    f"the model takes no images in {message.role} messages; leave them out"
+                )
             if self.boundaries.says_after_results and message.tool_calls and message.content:
                 raise TemplateRenderError(
                     "content: the model's chat template prints the text of a message with tool "

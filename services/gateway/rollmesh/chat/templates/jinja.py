@@ -18,7 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
-from rollmesh.chat.messages import Message, RenderContext
+from rollmesh.chat.messages import Image, Message, RenderContext
 from rollmesh.chat.openai import write_call, write_message
 from rollmesh.chat.tokenizer import ModelFilesError, Tokenizer
 
@@ -144,15 +144,22 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
 
     Args:
         message: The message.
-        parts: Whether to pass its content as a list of one text part.
+        parts: Whether to pass its content as a list of one text part. With images it is always a
+            list.
     """
     result = write_message(message)
-    if parts:
-        result["content"] = [{"type": "text", "text": message.content}]
+    if message.images:
+        result["content"] = [_template_part(part) for part in message.parts]
+    elif parts:
+        result["content"] = [_template_part(message.content)]
     if message.tool_calls:
         calls = (write_call(call, _arguments(call.arguments)) for call in message.tool_calls)
         result["tool_calls"] = list(calls)
     return result
+
+
+def _template_part(part: str | Image) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 def _arguments(text: str) -> Any:

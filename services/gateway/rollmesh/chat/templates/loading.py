@@ -35,11 +35,25 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
 
 def vocabulary_of(model_path: Path) -> int:
     """Returns the number of ids of the model as its `config.json` has it; 0 if it has none."""
+    return _size_of(model_path, "vocab_size")
+
+
+def context_of(model_path: Path) -> int:
+    """Returns the longest context of the model, ids, as its `config.json` has it; 0 if it does not.
+
+    Raises:
+        ModelFilesError: The file cannot be read.
+    """
+    return _size_of(model_path, "max_position_embeddings")
+
+
+def _size_of(model_path: Path, name: str) -> int:
+    """Returns a size of the language model; a vision model's config has it in a part of its own."""
     path = model_path / "config.json"
     config = read_json(path) if path.exists() else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        size = part.get("vocab_size")
+        size = part.get(name)
         if isinstance(size, int) and size > 0:
             return size
     return 0

@@ -94,13 +94,14 @@ class MistralTokenizer:
         """Returns the id of a control token, as this module or as its makers write it."""
         return self._ids.get(text.removeprefix(_OPEN).removesuffix(_CLOSE))
 
-    def spells(self, text: str) -> bool:
+    def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
         """Says that no text spells a control token."""
-        del text
+        del text, except_for
         return False
 
-    def hide(self, text: str) -> str:
+    def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
         """Returns a text as it is: it spells no control token."""
+        del only
         return text
 
     def escape(self, text: str) -> str:

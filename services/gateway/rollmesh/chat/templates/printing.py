@@ -11,14 +11,13 @@ At the first difference, tokenizing stops.
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rollmesh.chat.templates.ends import Ends
 from rollmesh.chat.templates.path import HeldGroup, Seen
-from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.codec.arrays import TokenIds
 
 _ID_BYTES = 4
@@ -40,7 +39,7 @@ def compare(
     generation_prompt: str,
     path: Sequence[HeldGroup],
     added: Sequence[TokenIds],
-    tokenizer: ModelTokenizer,
+    encoder_after: Callable[[int], Callable[[str], TokenIds]],
     ends: Ends,
 ) -> Comparison:
     """Compares a render of a conversation with its ids.
@@ -50,14 +49,15 @@ def compare(
         generation_prompt: What opens the model's turn.
         path: The nodes that hold the beginning of the conversation.
         added: The ids that a request adds to them; uint32 [N] each.
-        tokenizer: Makes ids of the render.
+        encoder_after: Returns what makes ids of the render after so many nodes of the path, piece
+            by piece.
         ends: How the template ends answers: text on both sides tokenizes apart.
     """
     begun, chars, digest = _known(render, path)
     held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
-    at = 0
+    at, encode = 0, encoder_after(begun)
     for chunk in _chunks(render, chars, ends):
-        ids = tokenizer.encode(chunk)
+        ids = encode(chunk)
         differs = _first_difference(ids, held[at : at + len(ids)])
         if differs is not None:
             return Comparison(_node_at(path, begun, at + differs))

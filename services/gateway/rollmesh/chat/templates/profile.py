@@ -37,6 +37,8 @@ class Finding(StrEnum):
     IGNORES_TOOLS = "does not print tools"
     PRINTS_CALL_IDS = "prints the ids of tool calls"
     PRINTS_DATE = "prints the date"
+    JOINS_FIRST_SYSTEM = "is given the system messages at the beginning as one"
+    LATER_SYSTEM_AS_USER = "is given later system messages as user messages"
 
 
 REWRITING = frozenset(
@@ -112,6 +114,8 @@ class TemplateProfile:
     The model samples that of a turn that is not its own."""
     call_end_text: str = ""
     """The special token that ends an answer with calls in the history."""
+    image_roles: frozenset[RoleName] = frozenset()
+    """Roles whose messages may hold images."""
     stops: tuple[str, ...] = ()
     """The special tokens at which a model of this template must stop."""
 

@@ -8,6 +8,8 @@ apart: the text closes its turn and may open another. A setting says what happen
   can tell it from the template's own tokens (`ModelTokenizer.hide`).
 * refuse: the request is refused, and the error names the message.
 
+Text that spells the placeholder of an image never becomes that token: it is refused or stays text.
+
 The setting covers everything that comes from outside: contents, reasoning, names, arguments of
 calls, tools and template options. Only the messages that a request adds are examined.
 """
@@ -15,10 +17,11 @@ calls, tools and template options. Only the messages that a request adds are exa
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext, ToolCall
+from rollmesh.chat.messages import Image, Message, MessageGroup, RenderContext, ToolCall
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidMessagesError
@@ -29,13 +32,24 @@ _CONTEXTS_BYTES = 16 * 1024 * 1024
 class SpecialText:
     """Applies the setting to what a request adds."""
 
-    def __init__(self, tokenizer: ModelTokenizer, setting: str) -> None:
-        """Takes the setting: parity, plain or refuse."""
-        self._spells = tokenizer.spells
+    def __init__(
+        self, tokenizer: ModelTokenizer, setting: str, reserved: Sequence[str] = ()
+    ) -> None:
+        """Takes the setting, and the texts that stay text whatever the setting is.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            setting: parity, plain or refuse.
+            reserved: Texts of special tokens that stand for images.
+        """
         self._refuses = setting == "refuse"
         self._hides = setting == "plain"
+        self._spells: Callable[[str], bool] = tokenizer.spells
         # Text may contain the marker of hidden text; it is printed unchanged.
-        self._changed = tokenizer.hide if self._hides else tokenizer.escape
+        self._changed: Callable[[str], str] = tokenizer.hide if self._hides else tokenizer.escape
+        if reserved and not (self._hides or self._refuses):
+            self._spells = partial(tokenizer.spells, except_for=reserved)
+            self._changed = partial(tokenizer.hide, only=reserved)
         self._contexts: ByteCache[tuple[bytes, bytes], tuple[RenderContext, bool]] = ByteCache(
             _CONTEXTS_BYTES
         )
@@ -87,9 +101,11 @@ class SpecialText:
         change = self._changed
         if all(change(text) == text for text in _texts(message)):
             return message
+        content = change(message.content)
         return replace(
             message,
-            content=change(message.content),
+            content=content,
+            images=tuple(_moved(message.images, message.content, content)),
             reasoning=change(message.reasoning),
             name=change(message.name),
             tool_call_id=change(message.tool_call_id),
@@ -114,6 +130,16 @@ class SpecialText:
 _REFUSED = (
     "spells a special token of the model; leave it out, or set special_text of the gateway to plain"
 )
+
+
+def _moved(images: Sequence[Image], before: str, after: str) -> Iterator[Image]:
+    """Yields images at the same places in a text into which characters were put."""
+    at = moved = 0
+    for image in images:
+        while at < image.at:
+            at += after[moved] == before[at]
+            moved += 1
+        yield replace(image, at=moved)
 
 
 def _texts(message: Message) -> Iterator[str]:

@@ -15,6 +15,8 @@ class SessionLimits:
     text_bytes: int
     record_bytes: int
     """Limit on the record, which must be small enough to hand over."""
+    images: int = 4096
+    image_bytes: int = 48 * 1024 * 1024
 
     def check(self, session: Session) -> None:
         """Checks that a session may take another turn.
@@ -42,13 +44,14 @@ class SessionLimits:
             session: The session.
             turn: The turn.
             held: Record size of the session's current content, bytes.
-            added: Most that the turn may add, bytes.
+            added: Most that the turn may add without new images, bytes.
 
         Raises:
             SessionLimitError: With the turn, the record would be too large to hand over.
         """
         turn.record_bytes = 0
         held += sum(other.record_bytes for other in session.in_flight)
+        held += self._check_images(session)
         if held + added > self.record_bytes:
             raise SessionLimitError(
                 f"the session's record would have {held + added} bytes with this turn and may have "
@@ -56,3 +59,28 @@ class SessionLimits:
                 session_id=session.spec.session_id,
             )
         turn.record_bytes = added
+
+    def _check_images(self, session: Session) -> int:
+        """Returns the size of the new images of all turns in flight, each counted once, bytes.
+
+        Raises:
+            SessionLimitError: With them, the session would have more images than it may.
+        """
+        new = {
+            sha256: len(image.data)
+            for turn in session.in_flight
+            for sha256, image in turn.images.items()
+            if sha256 not in session.images
+        }
+        size = sum(new.values())
+        for name, held, most in (
+            ("images", len(session.images) + len(new), self.images),
+            ("image_bytes", session.images.size + size, self.image_bytes),
+        ):
+            if new and held > most:
+                raise SessionLimitError(
+                    f"the session would have {held} {name.replace('_', ' ')} with this turn and "
+                    f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
+                    session_id=session.spec.session_id,
+                )
+        return size

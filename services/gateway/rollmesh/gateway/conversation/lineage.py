@@ -37,9 +37,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollmesh.chat.messages import MessageGroup
+from rollmesh.gateway.conversation.branches import Branches
 from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.reasons import Lineage
-from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _TURNS_BEFORE_COMPACTION = 2
@@ -47,7 +47,7 @@ _QUOTED_CHARS = 65_536
 _LEAST_QUOTED_CHARS = 8
 
 
-def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
+def lineages(tree: Branches, nodes: Iterable[Node]) -> dict[int, Lineage]:
     """Returns the lineage of the branches that end in `nodes`, by node id."""
     ways = _Ways(tree)
     found = ways.all_of(tree)
@@ -74,7 +74,7 @@ class _Way(NamedTuple):
 class _Ways:
     """The main path of a tree and the paths that leave it."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Branches) -> None:
         """Counts the turns below each node; parents precede their children in `nodes`."""
         self._turns: dict[int, int] = {}
         self._says_main: set[int] = set()
@@ -94,21 +94,22 @@ class _Ways:
             self._trunk.append(reached)
             reached = self._next(reached) if reached.children else None
 
-    def all_of(self, tree: Tree) -> dict[int, _Way]:
+    def all_of(self, tree: Branches) -> dict[int, _Way]:
         """Returns the paths of all nodes, by the id of the last node."""
         found: dict[int, _Way] = {}
         for node in tree.nodes.values():
             assert node.parent is not None
-            before = found.get(node.parent.node_id, _Way(node, None, None, None, False, None))  # noqa: FBT003
-            said = before.said if node.said is None else node.said
-            way = before._replace(said=said)
+            before = found.get(node.parent.node_id) or _Way(node, None, None, None, False, None)  # noqa: FBT003
+            start, said, first, last, shared, begun = before
+            if node.said is not None:
+                said = node.said
             if not self._is_first(node):
-                way = way._replace(first=way.first or node, last=node)
-            if node.sample is not None and way.first is None:
-                way = way._replace(shared=True)
-            elif node.sample is not None and way.begun is None:
-                way = way._replace(begun=node)
-            found[node.node_id] = way
+                first, last = first or node, node
+            if node.sample is not None and first is None:
+                shared = True
+            elif node.sample is not None:
+                begun = begun or node
+            found[node.node_id] = _Way(start, said, first, last, shared, begun)
         return found
 
     def lineage(self, way: _Way) -> Lineage:

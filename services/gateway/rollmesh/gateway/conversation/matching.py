@@ -59,10 +59,10 @@ def search(
 ) -> tuple[Match, Bookmark]:
     """Finds the deepest node whose path equals a prefix of a request.
 
-    If several samples are equal, tool-call ids decide which one the request continues, even if the
-    template does not print them. Ids that match none of the samples are ignored, because agents may
-    make up their own. Among equally deep nodes, exact matches precede lenient ones, then the newest
-    wins.
+    If several samples are equal, the node that the message says it echoes is the one that the
+    request continues; otherwise tool-call ids decide, even if the template does not print them. Ids
+    that match none of the samples are ignored, because agents may make up their own. Among equally
+    deep nodes, exact matches precede lenient ones, then the newest wins.
 
     A thread may search while the event loop attaches nodes; a node that is attached meanwhile may
     or may not be found.
@@ -99,6 +99,7 @@ def search(
         ]
         if not frontier:
             break
+        frontier = _chosen(frontier, lambda match: group[0].echo_of == match.node.node_id)  # noqa: B023
         frontier = _chosen(frontier, lambda match: _repeats(group, match.node))  # noqa: B023
         best = _best(frontier)
     return best, bookmark

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rollmesh.chat.images.placing import Placeholder
 from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
@@ -49,6 +50,8 @@ class Node:
     """The ids that the node adds, uint32 [N]."""
     scaffold_tokens: int
     """Number of leading ids that were not sampled; all of them if `sample` is None."""
+    images: tuple[Placeholder, ...] = ()
+    """Where its images are in its ids, in order."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
     said: Lineage | None = None
@@ -79,6 +82,14 @@ class Node:
     def path(self) -> list["Node"]:
         """Returns the nodes from the root's child to this node."""
         return [*self.up()][::-1]
+
+    def placeholders(self) -> list[Placeholder]:
+        """Returns where the images are in the context after this node, in order."""
+        return [
+            one._replace(offset=one.offset + node.end - len(node.token_ids))
+            for node in self.path()
+            for one in node.images
+        ]
 
     def context(self) -> list[TokenIds]:
         """Returns the arrays whose concatenation is the context after this node."""

@@ -1,7 +1,7 @@
 """An open session: its tree, and its in-flight and answered turns, indexed for retries."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -9,14 +9,16 @@ from rollmesh.chat.constraints.structural_tag import Wanted
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.gateway.conversation.choices import Shared
+from rollmesh.gateway.conversation.images import SessionImages
 from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.reading import Conversation, MessageReader
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.retries import retried
 from rollmesh.gateway.conversation.sampled import Returns, Shown
-from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec, answer_id_of
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.errors import (
     IdempotencyKeyReusedError,
     RollmeshError,
@@ -30,6 +32,8 @@ class TurnRequest:
 
     conversation: Conversation
     render_context: RenderContext
+    callable_context: RenderContext
+    """The tools that may be called: the printed ones, and those that the conversation describes."""
     sampling: sampling_pb2.SamplingParams
     stops: tuple[str, ...]
     wanted: Wanted
@@ -52,6 +56,8 @@ class TurnRequest:
     finish_on_disconnect: bool = False
     lineage: Lineage | None = None
     """The lineage that the request gives; None if it gives none."""
+    max_tokens_must_fit: bool = False
+    """Whether to refuse a request whose answer may not fit into the context."""
 
     @property
     def may_stop_early(self) -> bool:
@@ -98,6 +104,13 @@ class PromptIds:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """The prompt was read; comes once, before everything else but the beginning."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """Tokens of a streamed answer, and the event that they produced."""
 
@@ -106,7 +119,7 @@ class Told:
 
 
 StreamEvent: TypeAlias = ParserEvent | Told | PromptIds
-TurnEvent: TypeAlias = Begun | StreamEvent | Answered
+TurnEvent: TypeAlias = Begun | Reading | StreamEvent | Answered
 
 
 class Turn:
@@ -134,6 +147,10 @@ class Turn:
         self.tries = 0
         self.handed = False
         """Whether sending its answer has started; whether it arrived may be unknown."""
+        self.prompt_tokens = 0
+        """Number of ids in its prompt, once that is known."""
+        self.stop = ""
+        """The stop string that ended its answer, if one did."""
         self.sent = False
         self.task: asyncio.Task[None] | None = None
         self.committing = False
@@ -142,13 +159,15 @@ class Turn:
         self._prompts = 0
         self.record_bytes = 0
         """Approximate upper bound of what its path adds to the session's record, bytes."""
+        self.images: Mapping[str, CheckedImage] = {}
+        """Images of its request that the session does not have, by hash; until it ends."""
         self._result: Answered | RollmeshError | None = None
         self._changed: asyncio.Event | None = None
 
     @classmethod
     def of(cls, request: TurnRequest, session_id: str, node_id: int) -> "Turn":
         """Returns the turn that a request begins, with the node id reserved for it."""
-        answer_id = f"chatcmpl-{session_id}-{node_id}"
+        answer_id = answer_id_of(session_id, node_id)
         turn = cls(node_id, answer_id, request.fingerprint, request.idempotency_key)
         turn.stream, turn.finish_on_disconnect = request.stream, request.finish_on_disconnect
         turn.lineage = request.lineage
@@ -210,6 +229,9 @@ class Turn:
         """Ends the turn; only the first end counts."""
         if self._result is None:
             self._result = result
+            self.images = {}
+            if isinstance(result, Answered) and result.node.sample is not None:
+                self.prompt_tokens = result.node.sample.prompt_tokens
             self._wake()
             self._events = []  # current readers keep a reference to the old list
 
@@ -218,6 +240,10 @@ class Turn:
         self.end(error)
         if self.task is not None:
             self.task.cancel()
+
+    def replace(self, answered: Answered) -> None:
+        """Replaces the receipt of an answered turn."""
+        self._result = answered
 
     async def result(self) -> Answered:
         """Returns the committed turn, once there is one.
@@ -233,18 +259,23 @@ class Turn:
         return self._result
 
     async def events(self) -> AsyncIterator[TurnEvent]:
-        """Yields the beginning, the prompt if it was emitted, the events, and then the answer.
+        """Yields the beginning, the prompt's size, the events, and then the answer.
 
         Raises:
             RollmeshError: The turn failed.
         """
         yield Begun(self.answer_id)
         events: Sequence[StreamEvent] = self._events
-        at = 0
+        at, is_read = 0, False
         if self.answered is not None:
             events = _events_of(self.answered.node.messages[0])
+            is_read = True
+            yield Reading(self.prompt_tokens)
         while True:
             changed = self._changed = self._changed or asyncio.Event()
+            if events and not is_read:
+                is_read = True
+                yield Reading(self.prompt_tokens)
             while at < len(events):
                 at += 1
                 yield events[at - 1]
@@ -283,6 +314,8 @@ class Session:
     in_flight: list[Turn] = field(default_factory=list)
     reader: MessageReader = field(default_factory=MessageReader)
     """Reads the session's requests."""
+    images: SessionImages = field(default_factory=SessionImages)
+    """The images of its turns."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """Time of the last use, on the monotonic clock."""
@@ -301,6 +334,16 @@ class Session:
                 "idempotency_key", "was given with another request; give each request its own"
             )
         return turns[0] if turns else None
+
+    def find_answer(self, answer_id: str) -> Turn | None:
+        """Returns the answered turn with an id; None if there is none or it was withdrawn."""
+        for turns in self.turns.values():
+            for turn in turns:
+                if turn.answer_id == answer_id:
+                    answered = turn.answered
+                    withdrawn = answered is None or answered.receipt.is_withdrawn
+                    return None if withdrawn else turn
+        return None
 
     def begin(self, turn: Turn) -> None:
         """Adds a turn that is in flight."""

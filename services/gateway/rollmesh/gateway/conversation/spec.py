@@ -25,6 +25,18 @@ class SessionSpec:
     """The form in which the tree is exported: an `ExportMode`."""
 
 
+def answer_id_of(session_id: str, node_id: int) -> str:
+    """Returns the id of the answer that a session's node holds."""
+    return f"chatcmpl-{session_id}-{node_id}"
+
+
+def node_of(answer_id: str, session_id: str) -> int:
+    """Returns the node of a session that an answer id names; 0 if it names none."""
+    node = answer_id.removeprefix(f"chatcmpl-{session_id}-")
+    is_own = node != answer_id and node.isdecimal() and len(node) < 10
+    return int(node) if is_own else 0
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerReceipt:
     """What identifies an answered turn to a retry."""
@@ -39,3 +51,7 @@ class AnswerReceipt:
     """Whether a request waited for the answer when it was committed."""
     tries: int = 0
     """The highest retry count of the requests for it until then."""
+    stop: str = ""
+    """The stop string that ended it; empty if none did."""
+    is_withdrawn: bool = False
+    """Whether the agent deleted it: it is no longer found by its id."""

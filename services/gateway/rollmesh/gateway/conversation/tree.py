@@ -12,12 +12,14 @@ Invariants:
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rollmesh.chat.canonical import exact_key, lenient_key
+from rollmesh.chat.images.placing import Placeholder
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
+from rollmesh.gateway.conversation.branches import Branches, new_root
 from rollmesh.gateway.conversation.matching import Bookmark, Match, search
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
@@ -26,12 +28,13 @@ from rollmesh.v1 import trajectory_pb2
 
 _BOOKMARKS = 8  # conversations of a session that are remembered
 
-_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 160, 512
-"""Record bytes per token, at most per node and per version span, and per trajectory."""
+_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES, _IMAGE_BYTES = 9, 192, 160, 512, 96
+"""Record bytes per token, at most per node and per version span, per trajectory, and per image
+shown, without the image's own bytes."""
 
 
-class Tree:
-    """All conversations of one session."""
+class Tree(Branches):
+    """All conversations of one open session."""
 
     def __init__(self, end_ids: frozenset[int], *, call_ids: bool = False) -> None:
         """Creates a tree without conversations.
@@ -40,29 +43,20 @@ class Tree:
             end_ids: Ids that end an answer.
             call_ids: Whether tool-call ids distinguish messages, because the template prints them.
         """
+        super().__init__()
         self._end_ids = end_ids
         self._call_ids = call_ids
         self._next_id = 1
-        self._roots: dict[bytes, Node] = {}
         self._bookmarks: dict[tuple[bytes, bytes], Bookmark] = {}
         """By render context and digest of the conversation; the most recent ones."""
-        self.nodes: dict[int, Node] = {}
         self.changes = 0
         """Number of nodes attached and detached so far."""
-        self.turns = 0
-        """Number of sampled nodes."""
-        self.tokens = 0
-        """Number of ids in all nodes."""
         self.text_bytes = 0
         """Approximate size of all message text and of the most likely ids that are kept, bytes."""
         self.leaf_bytes = 0
         """Approximate upper bound of a record with one trajectory per leaf, bytes."""
         self.turn_bytes = 0
         """Approximate upper bound of a record with one trajectory per turn, bytes."""
-
-    def __repr__(self) -> str:
-        """Describes the size of the tree."""
-        return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
 
     def start(
         self, render_context: RenderContext, groups: Sequence[MessageGroup], earlier: bytes = b""
@@ -78,7 +72,7 @@ class Tree:
         if bookmark is not None and bookmark.continues_in(groups):
             return bookmark
         root = self._roots.get(render_context.key)
-        return Bookmark(Match(_new_root(render_context) if root is None else root, 0), ())
+        return Bookmark(Match(new_root(render_context) if root is None else root, 0), ())
 
     def search(self, start: Bookmark, groups: Sequence[MessageGroup]) -> tuple[Match, Bookmark]:
         """Searches from a bookmark; returns the match and the bookmark that `keep` takes."""
@@ -113,12 +107,19 @@ class Tree:
         changed = any(root.children for root in others)
         return frozenset({trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
 
-    def add_messages(self, parent: Node, group: MessageGroup, token_ids: TokenIds) -> Node:
+    def add_messages(
+        self,
+        parent: Node,
+        group: MessageGroup,
+        token_ids: TokenIds,
+        images: tuple[Placeholder, ...] = (),
+    ) -> Node:
         """Attaches an unsampled group, or returns the equal node that another request attached.
 
         If the template now renders the message differently, a new node is attached.
         """
-        for node in parent.by_key.get(self._key(group), ()):
+        key = self._key(group)
+        for node in parent.by_key.get(key, ()):
             # Equal messages may be spelled differently (7 and 7.0): then each has its own tokens.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):
                 return node
@@ -130,9 +131,10 @@ class Tree:
             group,
             token_ids,
             len(token_ids),
+            images,
             reasons=reasons,
         )
-        return self.attach(node)
+        return self._attach(node, key)
 
     def add_sample(
         self,
@@ -161,26 +163,22 @@ class Tree:
 
     def attach(self, node: Node) -> Node:
         """Attaches a node to its parent; also used to rebuild a tree."""
-        assert node.parent is not None
-        if node.parent.parent is None:
-            node.parent = self._registered(node.parent)
-        parent = node.parent
+        return self._attach(node, self._key(node.messages))
+
+    def _attach(self, node: Node, key: bytes) -> Node:
+        """Attaches a node, given the key of its messages."""
+        parent = self._adopt(node)
         self._drop_bookmarks(lambda bookmark: bookmark.depends_on(parent))
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
         node.ends_turn = node.sample is None or last in self._end_ids
-        node.end = parent.end + len(node.token_ids)
         node.record_bytes = parent.record_bytes + _node_bytes(node)
         if not parent.children and parent.parent is not None:
             self.leaf_bytes -= parent.record_bytes + _ROW_BYTES
         self._count_record(node, 1)
-        node.token_ids.flags.writeable = False
-        parent.children.append(node)
-        parent.by_key.setdefault(self._key(node.messages), []).append(node)
+        super().attach(node)
+        parent.by_key.setdefault(key, []).append(node)
         if node.sample is not None:
             parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
-        self.nodes[node.node_id] = node
-        self.turns += node.sample is not None
-        self.tokens += len(node.token_ids)
         self.text_bytes += _size(node)
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
@@ -221,23 +219,11 @@ class Tree:
             self.attach(one)
         return node
 
-    def leaves(self) -> Iterator[Node]:
-        """Yields the nodes without children, oldest first."""
-        for node in self.nodes.values():
-            if not node.children:
-                yield node
-
-    def root(self, render_context: RenderContext) -> Node:
-        """Returns the root of a render context; creates it if there is none."""
-        return self._registered(_new_root(render_context))
-
     def _registered(self, root: Node) -> Node:
         """Returns the tree's root of a render context; registers the given one if there is none."""
-        context = root.render_context
-        if context.key not in self._roots:
-            self._roots[context.key] = root
-            self.text_bytes += _context_size(context)
-        return self._roots[context.key]
+        if root.render_context.key not in self._roots:
+            self.text_bytes += _context_size(root.render_context)
+        return super()._registered(root)
 
     def _drop_bookmarks(self, stale: Callable[[Bookmark], bool]) -> None:
         self.changes += 1
@@ -257,10 +243,6 @@ class Tree:
         return lenient_key(group, call_ids=self._call_ids)
 
 
-def _new_root(render_context: RenderContext) -> Node:
-    return Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
-
-
 def _context_size(context: RenderContext) -> int:
     return len(context.tools_json) + len(context.options_json)
 
@@ -272,7 +254,8 @@ def path_bytes(tokens: int, nodes: int) -> int:
 
 def _node_bytes(node: Node) -> int:
     spans = len(node.sample.spans) if node.sample is not None else 0
-    return len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + spans * _SPAN_BYTES
+    size = len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + spans * _SPAN_BYTES
+    return size + len(node.images) * _IMAGE_BYTES
 
 
 def _size(node: Node) -> int:
@@ -281,5 +264,6 @@ def _size(node: Node) -> int:
         len(message.content)
         + len(message.reasoning)
         + sum(len(call.arguments) for call in message.tool_calls)
+        + len(message.images) * _IMAGE_BYTES
         for message in node.messages
     )

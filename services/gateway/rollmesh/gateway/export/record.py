@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from rollmesh.gateway.conversation.branches import Branches
 from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.trajectories import (
     export_tree,
@@ -17,40 +19,56 @@ from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 
 
 def write_record(
-    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
+    spec: SessionSpec,
+    tree: Branches,
+    request: gateway_pb2.CloseSessionRequest,
+    closed_unix_ms: int,
+    into: session_pb2.SessionRecord | None = None,
+    images: Iterable[session_pb2.SessionImage] = (),
 ) -> session_pb2.SessionRecord:
     """Returns the record of a session closed by `request`, with its rewards checked and applied.
 
     Runs in a worker thread.
+
+    Args:
+        spec: How the session was opened.
+        tree: Its nodes.
+        request: How it was closed.
+        closed_unix_ms: When it was closed.
+        into: What becomes the record: part of a larger message, because a record is long and adding
+            a message copies it. None makes a new one.
+        images: The images of its nodes.
     """
-    spec, tree = session.spec, session.tree
-    packed: trajectory_pb2.TrajectoryTree | None = None
-    trajectories: Iterable[trajectory_pb2.Trajectory] = ()
-    match spec.export_mode:
-        case gateway_pb2.EXPORT_MODE_TREE:
-            packed = pack_tree(tree)
-        case gateway_pb2.EXPORT_MODE_TURNS:
-            trajectories = export_turns(tree, spec.session_id)
-        case gateway_pb2.EXPORT_MODE_LEAVES:
-            trajectories = export_tree(tree, spec.session_id)
-    record = session_pb2.SessionRecord(
+    head = session_pb2.SessionRecord(
         session_id=spec.session_id,
         group_id=spec.group_id,
         sample_index=spec.sample_index,
         group_size=spec.group_size,
         outcome=request.outcome,
         metadata={**spec.metadata, **request.metadata},
-        trajectories=trajectories,
         opened_unix_ms=spec.opened_unix_ms,
         closed_unix_ms=closed_unix_ms,
         turns=tree.turns,
-        tree=packed,
         superseded=request.superseded,
         reward_timeout_ms=(
             request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
         ),
         model=spec.model,
     )
+    record = session_pb2.SessionRecord() if into is None else into
+    record.CopyFrom(head)
+    trajectories: Iterable[trajectory_pb2.Trajectory] = ()
+    match spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
+            record.tree.SetInParent()  # also if it is empty
+            pack_tree(tree, record.tree)
+        case gateway_pb2.EXPORT_MODE_TURNS:
+            trajectories = export_turns(tree, spec.session_id, record.trajectories.add)
+        case gateway_pb2.EXPORT_MODE_LEAVES:
+            trajectories = export_tree(tree, spec.session_id, record.trajectories.add)
+    for _ in trajectories:  # each is written into the record
+        pass
+    record.images.extend(images)
     apply_rewards(record, request.rewards)
     return record
 
@@ -86,14 +104,14 @@ def trajectory_ends(session: Session) -> list[int]:
 
 def record_bytes(session: Session) -> int:
     """Returns an approximate upper bound of the size of a session's record, bytes."""
-    tree = session.tree
+    tree, images = session.tree, session.images.size
     match session.spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:
-            return path_bytes(tree.tokens, len(tree.nodes))
+            return images + path_bytes(tree.tokens, len(tree.nodes))
         case gateway_pb2.EXPORT_MODE_TURNS:
-            return tree.turn_bytes
+            return images + tree.turn_bytes
         case _:
-            return tree.leaf_bytes
+            return images + tree.leaf_bytes
 
 
 def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:

@@ -13,6 +13,7 @@ def write_template(profile: TemplateProfile, sha256: str) -> template_pb2.Templa
         kind=write_kind(profile.kind),
         findings=sorted(map(write_finding, profile.findings)),
         refused_orders=map(_write_order, profile.refused),
+        image_roles=sorted(map(write_role, profile.image_roles)),
     )
 
 

@@ -13,6 +13,7 @@ from rollmesh.chat.json_values import read_json, replace_surrogates
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.formats import tool_schemas
 from rollmesh.gateway.conversation.choices import choice_seed
+from rollmesh.gateway.conversation.images import ImagePolicy, RequestImages
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.sampled import Returns
 from rollmesh.gateway.conversation.session import (
@@ -55,9 +56,21 @@ _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 102
 
 
 def read_choices(
-    request: gateway_pb2.ChatRequest, session: Session, max_choices: int, *, stream: bool
+    request: gateway_pb2.ChatRequest,
+    session: Session,
+    max_choices: int,
+    images: ImagePolicy | None = None,
+    *,
+    stream: bool,
 ) -> list[TurnRequest]:
     """Returns the choices that a chat request asks for; they differ in index and seed.
+
+    Args:
+        request: The request. Call this in a thread if it has images.
+        session: Its session.
+        max_choices: Most choices.
+        images: Which images the gateway takes; None: none.
+        stream: Whether the answers are streamed.
 
     Raises:
         InvalidFieldError: A field is invalid; the error names it.
@@ -65,7 +78,8 @@ def read_choices(
     count = request.choices or 1
     if count > max_choices:
         raise InvalidFieldError("choices", f"is {count}; give 1 to {max_choices}")
-    first, digest = _read_chat(request, session, stream=stream)
+    shown = RequestImages(images or ImagePolicy(), session.images)
+    first, digest = _read_chat(request, session, shown, stream=stream)
     return [first] + [_read_choice(first, digest, request, at) for at in range(1, count)]
 
 
@@ -86,11 +100,11 @@ def _read_choice(
 
 
 def _read_chat(
-    request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
+    request: gateway_pb2.ChatRequest, session: Session, images: RequestImages, *, stream: bool
 ) -> tuple[TurnRequest, "_Digest"]:
     """Validates a chat request and fills in the session's defaults."""
     spec = session.spec
-    conversation = session.reader.read(request)
+    conversation = session.reader.read(request, images)
     stops = tuple(request.stop)
     if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
         raise InvalidFieldError(
@@ -125,6 +139,7 @@ def _read_chat(
     first = TurnRequest(
         conversation=conversation,
         render_context=render_context,
+        callable_context=_callable_context(render_context, request.deferred_tools_json),
         sampling=sampling,
         stops=stops,
         wanted=wanted,
@@ -139,6 +154,7 @@ def _read_chat(
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
         lineage=_read_lineage(request),
+        max_tokens_must_fit=request.max_tokens_must_fit,
     )
     return first, fingerprint_of
 
@@ -182,6 +198,21 @@ def _read_context(tools_json: str, options_json: str) -> RenderContext:
         if name != replace_surrogates(name):
             raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
     return render_context
+
+
+def _callable_context(printed: RenderContext, given: str) -> RenderContext:
+    """Returns the tools that the template prints, and those that the conversation describes."""
+    if not given:
+        return printed
+    try:
+        later = _contexts.get((given, ""), len(given), lambda: _read_context(given, ""))
+    except InvalidFieldError as error:
+        problem = error.message.removeprefix("tools_json: ").removeprefix("tools_json ")
+        raise InvalidFieldError("deferred_tools_json", problem) from error
+    if not printed.tools_json or not later.tools_json:
+        return later if later.tools_json else printed
+    both = printed.tools_json.strip()[:-1] + b"," + later.tools_json.strip()[1:]
+    return RenderContext(both)
 
 
 def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:

@@ -13,9 +13,10 @@ from rollmesh.gateway.conversation.session import (
     Answered,
     Begun,
     PromptIds,
+    StreamEvent,
     Told,
-    TurnEvent,
 )
+from rollmesh.gateway.conversation.spec import answer_id_of
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import chat_pb2, gateway_pb2
@@ -24,10 +25,15 @@ _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 
 
 def write_message(message: Message) -> chat_pb2.ChatMessage:
-    """Returns the proto of a message; empty content is omitted."""
+    """Returns the proto of a message; empty content is omitted, and images are named by hash."""
     return chat_pb2.ChatMessage(
         role=write_role(message.role),
-        content=[chat_pb2.ContentPart(text=message.content)] if message.content else [],
+        content=[
+            chat_pb2.ContentPart(text=part)
+            if isinstance(part, str)
+            else chat_pb2.ContentPart(image=chat_pb2.Media(sha256=part.sha256))
+            for part in message.parts
+        ],
         tool_calls=[
             chat_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
             for call in message.tool_calls
@@ -38,7 +44,9 @@ def write_message(message: Message) -> chat_pb2.ChatMessage:
     )
 
 
-def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.StreamChatResponse:
+def write_event(
+    event: Begun | StreamEvent | Answered, index: int = 0
+) -> gateway_pb2.StreamChatResponse:
     """Returns the proto of an event: the beginning, a part or the end of a choice's answer."""
     if isinstance(event, Begun):
         begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
@@ -54,6 +62,22 @@ def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.StreamChatRespo
     else:
         delta = _write_delta(event)
     return gateway_pb2.StreamChatResponse(delta=delta, choice_index=index)
+
+
+def write_stored(
+    answered: Answered, session_id: str, *, with_messages: bool
+) -> gateway_pb2.GetAnswerResponse:
+    """Returns the proto of an earlier answer, with the conversation that it answers if wanted."""
+    response = gateway_pb2.GetAnswerResponse(
+        answer=_write_answer(answered),
+        tools_json=answered.node.render_context.tools_json.decode(),
+    )
+    for node in answered.node.path()[:-1] if with_messages else ():
+        for message in map(write_message, node.messages):
+            if node.sample is not None:
+                message.answer_id = answer_id_of(session_id, node.node_id)
+            response.messages.append(message)
+    return response
 
 
 def write_answers(answers: Sequence[Answered]) -> gateway_pb2.ChatResponse:
@@ -102,6 +126,7 @@ def _write_answer(answered: Answered) -> gateway_pb2.ChatAnswer:
         answer_id=answered.receipt.answer_id,
         created_unix_ms=answered.receipt.created_unix_ms,
         tokens=None if report is None else _write_tokens(report.tokens),
+        stop=answered.receipt.stop,
     )
 
 

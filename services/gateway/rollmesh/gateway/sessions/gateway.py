@@ -14,11 +14,13 @@ from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.idle import close_idle
 from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.gateway.storage.outbox import Outbox
+from rollmesh.gateway.storage.request_ids import closed_session
 from rollmesh.gateway.storage.transaction import Journal, moved
 from rollmesh.gateway.turns.turns import TurnRunner
-from rollmesh.mesh.gateways import journal_of
+from rollmesh.mesh.directories.gateways import journal_of
 from rollmesh.runtime.errors import (
     RollmeshError,
+    SessionUnknownError,
     ShuttingDownError,
     StoreFullError,
     TooManySessionsError,
@@ -180,6 +182,21 @@ class Gateway:
             raise moved("for new sessions")
         spec = await home.create(request)
         return spec, home.keys.key(spec.session_id)
+
+    async def find(self, request_id: str) -> tuple[str, bool]:
+        """Returns the session that a request id opened, and whether it is closed.
+
+        Raises:
+            SessionUnknownError: It opened none here, or the close is not remembered.
+        """
+        for registry in list(self._registries.values()):
+            if (opening := registry.opened(request_id)) is not None:
+                return (await asyncio.shield(opening)).session_id, False
+        for registry in list(self._registries.values()):
+            found = await registry.journal.read(lambda tx: closed_session(tx, request_id))
+            if found:
+                return found, True
+        raise SessionUnknownError(f"request_id: {request_id!r} opened no session here")
 
     async def list_dead_letters(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""

@@ -183,7 +183,7 @@ class Registry:
     def reopen(self, stored: StoredSession) -> None:
         """Adds a session from the journal to the open sessions."""
         stored.tree.skip_ids(_LOST_IDS)
-        session = Session(stored.spec, stored.tree)
+        session = Session(stored.spec, stored.tree, images=stored.images)
         for node_id, record in stored.answers.items():
             answered = Answered(stored.tree.nodes[node_id], record)
             session.restore(answered, sent=node_id in stored.sent)
@@ -274,6 +274,7 @@ class Registry:
         self._sessions[spec.session_id] = Session(spec, self._new_tree())
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
+        await faults.reach("gateway-after-open")
         return spec
 
     def _begin(self, session: Session, request: TurnRequest) -> Turn:

@@ -9,7 +9,7 @@ from rollmesh.gateway import metrics
 from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.session import (
     Answered,
-    Begun,
+    Reading,
     Report,
     Session,
     StreamEvent,
@@ -22,10 +22,11 @@ from rollmesh.gateway.sessions.ending import subscribed
 from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.transaction import Journal
+from rollmesh.gateway.turns.prepare import PromptSize
 from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import AnswerUnknownError, RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
@@ -106,9 +107,50 @@ class Replies:
                     continue
                 yield event
                 told |= isinstance(event, Told)
-                for early in again if isinstance(event, Begun) else ():
+                for early in again if isinstance(event, Reading) else ():
                     yield early
                     told |= isinstance(early, Told)
+
+    async def count_tokens(self, session: Session, request: TurnRequest) -> PromptSize:
+        """Returns the size of a request's prompt.
+
+        Raises:
+            RollmeshError: The request has no prompt.
+        """
+        session.used_ms = clock.monotonic_ms()
+        return await self._runner.count(session, request)
+
+    def answered(self, session: Session, answer_id: str) -> Answered:
+        """Returns an answer by its id.
+
+        Raises:
+            AnswerUnknownError: The session does not have it, or it was withdrawn.
+        """
+        session.used_ms = clock.monotonic_ms()
+        turn = session.find_answer(answer_id)
+        if turn is None or turn.answered is None:
+            raise AnswerUnknownError(
+                f"answer_id: this session has no answer {answer_id!r:.200}; give the id of one "
+                "that it sampled"
+            )
+        return turn.answered
+
+    async def withdraw(self, session: Session, answer_id: str) -> None:
+        """Withdraws an answer: it is no longer found by its id, and is trained all the same.
+
+        Raises:
+            AnswerUnknownError: The session does not have it, or it was withdrawn.
+            RollmeshError: It could not be stored.
+        """
+        answered = self.answered(session, answer_id)
+        receipt = dataclasses.replace(answered.receipt, is_withdrawn=True)
+        session_id = session.spec.session_id
+        await self._journal.run(
+            lambda tx: journal.update_answer(tx, session_id, answered.node, receipt)
+        )
+        turn = session.find_answer(answer_id)
+        if turn is not None:
+            turn.replace(dataclasses.replace(answered, receipt=receipt))
 
     def _join(self, session: Session, request: TurnRequest) -> Turn:
         """Returns the turn that a request retries, or begins a new one."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.chat.messages import RenderContext
+from rollmesh.gateway.conversation.branches import Branches
 from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
@@ -21,7 +22,7 @@ from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.v1 import gateway_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2
 
 PIECE_NODES = 512
 """Number of nodes that one commit reads from a session; a commit deletes up to twice as many."""
@@ -74,6 +75,8 @@ class Letter(NamedTuple):
     contexts: dict[bytes, RenderContext]
     rows: list[Any]
     """Rows of its nodes; initially the first `PIECE_NODES`."""
+    images: list[session_pb2.SessionImage]
+    """Its images; initially none."""
 
 
 def close_session(tx: Transaction, close: Close) -> None:
@@ -162,15 +165,14 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
         )
         contexts = journal.read_contexts(tx, session_id)
         rows = journal.read_nodes(tx, session_id, limit=PIECE_NODES)
-    return Letter(session_id, spec, request, closed_ms, contexts, rows)
+    return Letter(session_id, spec, request, closed_ms, contexts, rows, [])
 
 
-def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
+def rebuilt(letter: Letter) -> tuple[SessionSpec, Branches]:
     """Rebuilds the session of a letter that holds all its rows."""
-    stored = StoredSession(SessionSpec(**json.loads(letter.spec)), new_tree())
-    for row in letter.rows:
-        journal.attach_row(stored, row, letter.contexts)
-    return stored
+    branches = Branches()
+    journal.attach_rows(branches, letter.rows, letter.contexts)
+    return SessionSpec(**json.loads(letter.spec)), branches
 
 
 def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
@@ -215,7 +217,7 @@ def _forget(tx: Transaction, session_id: str) -> None:
         " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
         keys,
     )
-    for table in ("sent", "sessions", "outbox"):
+    for table in ("images", "sent", "sessions", "outbox"):
         tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)  # noqa: S608
 
 

@@ -2,26 +2,38 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
-
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall
+from rollmesh.chat.images.placing import Placeholder
+from rollmesh.chat.messages import Image, Message, RenderContext, ToolCall
+from rollmesh.gateway.conversation.branches import Branches
+from rollmesh.gateway.conversation.images import SessionImages
 from rollmesh.gateway.conversation.nodes import Node, Sample
+from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.gateway.storage.images import insert_images, read_images
+from rollmesh.gateway.storage.request_ids import check_not_closed
 from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.mesh.generations.sampled import Tops
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from rollmesh.runtime.errors import SessionClosedError
+from rollmesh.runtime.codec.arrays import (
+    TokenIds,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
+from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.statements import Row
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _ALL = 2**62
+_REASONS_CACHED, _PARSED_ROWS = 256, 64
 _OPEN = (
     "NOT EXISTS (SELECT 1 FROM outbox o WHERE o.session_id = s.session_id)"
     " AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.session_id = s.session_id)"
@@ -38,6 +50,7 @@ class StoredSession:
     """Records of answered turns by node id, oldest first."""
     sent: frozenset[int] = frozenset()
     """Node ids of the answers that were recorded as sent."""
+    images: SessionImages = field(default_factory=SessionImages)
 
 
 def insert_session(tx: Transaction, spec: SessionSpec) -> None:
@@ -46,13 +59,7 @@ def insert_session(tx: Transaction, spec: SessionSpec) -> None:
     Raises:
         SessionClosedError: The request id opened a session that is closed and still remembered.
     """
-    known = "SELECT session_id FROM closes WHERE journal = ?1 AND request_id = ?2"
-    for (session_id,) in tx.db.rows(known, tx.journal_id, spec.request_id):
-        raise SessionClosedError(
-            f"request_id: {spec.request_id!r} belongs to session {session_id}, which is closed; "
-            "give a new one to open another session",
-            session_id=session_id,
-        )
+    check_not_closed(tx, spec.request_id)
     tx.db.run(
         "INSERT INTO sessions (journal, session_id, request_id, spec) VALUES (?1, ?2, ?3, ?4)",
         tx.journal_id,
@@ -62,8 +69,23 @@ def insert_session(tx: Transaction, spec: SessionSpec) -> None:
     )
 
 
-def insert_turn(tx: Transaction, session_id: str, nodes: list[Node], answer: AnswerReceipt) -> None:
-    """Stores those nodes of a turn that are not stored yet; the last one is the sampled node."""
+def insert_turn(
+    tx: Transaction,
+    session_id: str,
+    nodes: list[Node],
+    answer: AnswerReceipt,
+    images: Iterable[CheckedImage] = (),
+) -> None:
+    """Stores what is not stored yet of a turn.
+
+    Args:
+        tx: The transaction.
+        session_id: Id of the session.
+        nodes: Its nodes that are not stored yet; the last one is the sampled node.
+        answer: The receipt of the answer.
+        images: The images that these nodes show, as far as the journal may not have them.
+    """
+    insert_images(tx, session_id, images)
     context = nodes[-1].render_context
     tx.db.run(
         "INSERT INTO contexts (journal, context_key, tools_json, options_json)"
@@ -84,8 +106,8 @@ def insert_turn(tx: Transaction, session_id: str, nodes: list[Node], answer: Ans
     answers = [*[None] * (len(nodes) - 1), text]
     tx.db.run_many(
         "INSERT INTO nodes (session_id, node_id, parent_id, context_key, messages, token_ids,"
-        " scaffold, reasons, sample, logprobs, tops, answer)"
-        " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12) ON CONFLICT DO NOTHING",
+        " scaffold, reasons, sample, logprobs, tops, images, answer)"
+        " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13) ON CONFLICT DO NOTHING",
         [(session_id, *_node_row(node), said) for node, said in zip(nodes, answers, strict=True)],
     )
 
@@ -102,6 +124,16 @@ def update_reasons(tx: Transaction, session_id: str, node: Node) -> None:
     tx.db.run(
         "UPDATE nodes SET reasons = ?1 WHERE session_id = ?2 AND node_id = ?3",
         json.dumps(sorted(node.reasons)),
+        session_id,
+        node.node_id,
+    )
+
+
+def update_answer(tx: Transaction, session_id: str, node: Node, answer: AnswerReceipt) -> None:
+    """Stores the current receipt of an answer."""
+    tx.db.run(
+        "UPDATE nodes SET answer = ?1 WHERE session_id = ?2 AND node_id = ?3",
+        json.dumps(dataclasses.asdict(answer)),
         session_id,
         node.node_id,
     )
@@ -150,10 +182,11 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
     with damage(tx):
         stored = StoredSession(SessionSpec(**json.loads(spec_row(tx, session_id))), new_tree())
         contexts = read_contexts(tx, session_id)
-        for row in read_nodes(tx, session_id):
-            attach_row(stored, row, contexts)
+        rows = read_nodes(tx, session_id)
+        attach_rows(stored.tree, rows, contexts, stored.answers)
         sent = tx.db.rows("SELECT node_id FROM sent WHERE session_id = ?1", session_id)
         stored.sent = frozenset(node_id for (node_id,) in sent)
+        stored.images = read_images(tx, session_id)
     return stored
 
 
@@ -193,7 +226,7 @@ def read_contexts(tx: Transaction, session_id: str) -> dict[bytes, RenderContext
 
 
 def read_nodes(tx: Transaction, session_id: str, after: int = 0, limit: int = _ALL) -> list[Row]:
-    """Returns rows of a session's nodes, parents first, for `attach_row`.
+    """Returns rows of a session's nodes, parents first, for `attach_rows`.
 
     Args:
         tx: The transaction.
@@ -203,12 +236,17 @@ def read_nodes(tx: Transaction, session_id: str, after: int = 0, limit: int = _A
     """
     return tx.db.rows(
         "SELECT n, node_id, parent_id, context_key, messages, token_ids, scaffold, reasons,"
-        " sample, logprobs, tops, answer FROM nodes WHERE session_id = ?1 AND n > ?2"
+        " sample, logprobs, tops, answer, images FROM nodes WHERE session_id = ?1 AND n > ?2"
         " ORDER BY n LIMIT ?3",
         session_id,
         after,
         limit,
     )
+
+
+def has_images(row: Row) -> bool:
+    """Returns whether the node of a row has images."""
+    return row[-1] is not None
 
 
 def _node_row(node: Node) -> tuple[object, ...]:
@@ -241,34 +279,74 @@ def _node_row(node: Node) -> tuple[object, ...]:
         sample,
         logprobs,
         tops,
+        json.dumps(node.images) if node.images else None,
     )
 
 
-def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderContext]) -> None:
-    """Attaches the node of a row to the tree of its session."""
-    _, node_id, parent_id, key, messages, ids, scaffold, reasons, *sampled, answer = row
-    context = contexts[key]
-    token_ids = np.array(unpack_ids(ids, "token_ids"))
-    stored.tree.attach(
+def attach_rows(
+    tree: Branches,
+    rows: Sequence[Row],
+    contexts: Mapping[bytes, RenderContext],
+    answers: dict[int, AnswerReceipt] | None = None,
+) -> None:
+    """Attaches the nodes of rows to the tree of their session.
+
+    Args:
+        tree: The tree.
+        rows: Rows of the session, parents first.
+        contexts: Its render contexts by their keys.
+        answers: Takes the records of the answers, by node id; None if nobody needs them.
+    """
+    for at in range(0, len(rows), _PARSED_ROWS):
+        part = rows[at : at + _PARSED_ROWS]
+        for row, parsed in zip(part, _parsed(part), strict=True):
+            answer = _attach(tree, row, contexts, *parsed)
+            if answer and answers is not None:
+                answers[row[1]] = AnswerReceipt(**answer)
+
+
+def _parsed(rows: Sequence[Row]) -> Iterable[Any]:
+    """Yields the messages, the sample, the answer and the images of each row.
+
+    All are parsed at once: most are short, and a call of the parser takes longer than their text.
+    """
+    texts = [f"[{row[4]},{row[8] or 'null'},{row[11] or 'null'},{row[12] or '[]'}]" for row in rows]
+    found: list[Any] = json.loads(f"[{','.join(texts)}]")
+    return found
+
+
+def _attach(
+    tree: Branches, row: Row, contexts: Mapping[bytes, RenderContext], *parsed: Any
+) -> dict[str, Any] | None:
+    """Attaches the node of a row; returns the record of its answer."""
+    _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, _, _ = row
+    messages, sample = parsed[:2]
+    answer: dict[str, Any] | None = parsed[2]
+    images = tuple([Placeholder(*one) for one in parsed[3]])
+    said = answer["lineage"] if answer else None
+    token_ids, context = unpack_ids(ids, "token_ids"), contexts[key]
+    tree.attach(
         Node(
             node_id,
-            stored.tree.nodes[parent_id] if parent_id else stored.tree.root(context),
+            tree.nodes[parent_id] if parent_id else tree.root(context),
             context,
-            tuple(_message(fields) for fields in json.loads(messages)),
+            tuple([_message(fields) for fields in messages]),
             token_ids,
             scaffold,
-            sample=_sample(token_ids[scaffold:], *sampled) if sampled[0] else None,
-            reasons=frozenset(
-                _known(trajectory_pb2.FidelityReason, one) for one in json.loads(reasons)
-            ),
+            images,
+            sample=_sample(token_ids[scaffold:], sample, logprobs, tops) if sample else None,
+            reasons=_reasons(reasons),
+            said=_known(trajectory_pb2.Lineage, said) if said else None,
             stored=True,
         )
     )
-    if answer:
-        receipt = stored.answers[node_id] = AnswerReceipt(**json.loads(answer))
-        stored.tree.nodes[node_id].said = (
-            _known(trajectory_pb2.Lineage, receipt.lineage) if receipt.lineage else None
-        )
+    return answer
+
+
+@lru_cache(_REASONS_CACHED)
+def _reasons(text: str) -> frozenset[Fidelity]:
+    """Returns the reasons of a node; most nodes have none, or the same ones."""
+    return frozenset(_known(trajectory_pb2.FidelityReason, one) for one in json.loads(text))
 
 
 def _known(enum: Any, number: Any) -> Any:
@@ -277,17 +355,24 @@ def _known(enum: Any, number: Any) -> Any:
     Raises:
         ValueError: The enum has no such number, so the row is damaged.
     """
-    enum.Name(number)
+    if number not in _numbers(enum):
+        raise ValueError(f"{number} is not a {enum.DESCRIPTOR.name}")
     return number
+
+
+@cache
+def _numbers(enum: Any) -> frozenset[int]:
+    return frozenset(enum.values())
 
 
 def _message(fields: dict[str, Any]) -> Message:
     calls = tuple(ToolCall(**call) for call in fields.pop("tool_calls"))
-    return Message(**fields, tool_calls=calls)
+    images = tuple(Image(**one) for one in fields.pop("images", ()))
+    return Message(**fields, tool_calls=calls, images=images)
 
 
-def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> Sample:
-    spans, finish, prompt_tokens, cached_tokens, prompt_crc32 = json.loads(text)
+def _sample(token_ids: TokenIds, fields: Any, logprobs: bytes, tops: bytes | None) -> Sample:
+    spans, finish, prompt_tokens, cached_tokens, prompt_crc32 = fields
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),

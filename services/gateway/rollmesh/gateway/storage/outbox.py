@@ -13,14 +13,13 @@ from typing import NamedTuple
 import grpc
 
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import exported_lineages, write_record
 from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, Letter
-from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
+from rollmesh.gateway.storage.images import read_next_image
+from rollmesh.gateway.storage.journal import DamagedSessionError, has_images, read_nodes
 from rollmesh.gateway.storage.transaction import Journal, Transaction
-from rollmesh.mesh.members import CollectorDirectory
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.enums import name_of
@@ -73,7 +72,7 @@ class _Record(NamedTuple):
 
 
 def write_letters(
-    letters: Sequence[Letter], new_tree: Callable[[], Tree]
+    letters: Sequence[Letter],
 ) -> tuple[list[_Record], list[gateway_pb2.DeadLetter]]:
     """Returns the records of closed sessions, and dead letters for those that cannot be written.
 
@@ -83,17 +82,24 @@ def write_letters(
     broken: list[gateway_pb2.DeadLetter] = []
     for letter in letters:
         try:
-            stored = closed.rebuilt(letter, new_tree)
+            spec, branches = closed.rebuilt(letter)
             request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
-            session = Session(stored.spec, stored.tree)
-            record = write_record(session, request, letter.closed_unix_ms)
+            ingest = collector_pb2.IngestRequest()
+            record = write_record(
+                spec,
+                branches,
+                request,
+                letter.closed_unix_ms,
+                ingest.sessions.add(),
+                letter.images,
+            )
             check_session(record, "session")
         except Exception as error:  # noqa: BLE001 - any error affects only this session
             reason = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             broken.append(dead_letter(letter.session_id, reason, error))
         else:
-            data = collector_pb2.IngestRequest(sessions=[record]).SerializeToString()
-            records.append(_Record(letter.session_id, data, exported_lineages(record)))
+            data, lineages = ingest.SerializeToString(), exported_lineages(record)
+            records.append(_Record(letter.session_id, data, lineages))
     return records, broken
 
 
@@ -127,7 +133,6 @@ class Outbox:
         journal: Journal,
         collectors: CollectorDirectory,
         *,
-        new_tree: Callable[[], Tree],
         remembered: int,
     ) -> None:
         """Starts empty.
@@ -135,11 +140,9 @@ class Outbox:
         Args:
             journal: The journal.
             collectors: Of the mesh; the caller closes it.
-            new_tree: Returns an empty tree.
             remembered: Number of closes that are remembered after delivery.
         """
         self._journal = journal
-        self._new_tree = new_tree
         self._collectors = collectors
         self._remembered = remembered
         self._changed = asyncio.Event()
@@ -186,6 +189,11 @@ class Outbox:
                 parcel = await self._next()
                 group.create_task(self._hand_over(parcel))
 
+    @property
+    def retried(self) -> int:
+        """Number of sessions that the collector did not take and that are sent again, alone."""
+        return len(self._retries)
+
     async def set_aside(self, letters: list[gateway_pb2.DeadLetter]) -> None:
         """Makes sessions dead letters.
 
@@ -193,7 +201,13 @@ class Outbox:
             RollmeshError: The journal cannot be written; the sessions are unchanged.
         """
         await self._journal.run(lambda tx: closed.set_aside(tx, letters))
-        self.dead.update(letter.session_id for letter in letters)
+        self._died(letters)
+
+    def _died(self, letters: Sequence[gateway_pb2.DeadLetter]) -> None:
+        """Notes that sessions were set aside; they are not sent again by themselves."""
+        for letter in letters:
+            self.dead.add(letter.session_id)
+            self._retries.pop(letter.session_id, None)
 
     async def _next(self) -> _Parcel:
         """Waits for sessions to send; also removes delivered sessions from the journal."""
@@ -210,7 +224,7 @@ class Outbox:
                 await asyncio.sleep(_JOURNAL_RETRY_S)
                 continue
             self.undelivered -= len(delivered) + len(turn.damaged)
-            self.dead.update(letter.session_id for letter in turn.damaged)
+            self._died(turn.damaged)
             self._busy.difference_update(delivered)
             self.forgotten(turn.forgotten)
             if turn.letters:
@@ -268,7 +282,8 @@ class Outbox:
             own = _is_final(error)
             if own:
                 self._calls.release()
-            await asyncio.sleep(max(map(self._retry_delay_s, ids)))
+            left = [one for one in ids if one not in self.dead]
+            await asyncio.sleep(max(map(self._retry_delay_s, left), default=0.0))
             self._busy.difference_update(ids)
             if not own:
                 self._calls.release()
@@ -291,7 +306,7 @@ class Outbox:
         """
         for letter in parcel.letters:
             await self._read_rest(letter)
-        records, broken = await asyncio.to_thread(write_letters, parcel.letters, self._new_tree)
+        records, broken = await asyncio.to_thread(write_letters, parcel.letters)
         await self._bury(broken)
         if not records:
             return
@@ -328,7 +343,10 @@ class Outbox:
         await self._collectors.call(ingest)
 
     async def _read_rest(self, letter: Letter) -> None:
-        """Reads the remaining nodes of a large session in batches; other commits run in between."""
+        """Reads the remaining nodes of a large session in batches, and its images one by one.
+
+        Other commits run in between.
+        """
         count = len(letter.rows)
         while count == PIECE_NODES:
             last = letter.rows[-1][0]
@@ -337,6 +355,16 @@ class Outbox:
             )
             letter.rows.extend(rows)
             count = len(rows)
+        if not any(has_images(row) for row in letter.rows):
+            return
+        at = 0
+        while (
+            found := await self._journal.run(
+                lambda tx: read_next_image(tx, letter.session_id, at)  # noqa: B023
+            )
+        ) is not None:
+            at, image = found
+            letter.images.append(image)
 
     async def _bury(self, letters: list[gateway_pb2.DeadLetter]) -> None:
         if letters:

@@ -27,7 +27,7 @@ from rollmesh.gateway.storage.transaction import (
 from rollmesh.runtime.errors import JournalMovedError, RollmeshError, StoreInDoubtError
 from rollmesh.runtime.postgres.connection import Limits, read_address
 from rollmesh.runtime.postgres.lane import Lane
-from rollmesh.runtime.postgres.tables import prepare_tables
+from rollmesh.runtime.postgres.tables import prepare_database
 from rollmesh.runtime.statements import Row, Statements
 from rollmesh.runtime.telemetry.logs import fields
 
@@ -46,6 +46,7 @@ SCHEMA = (
     + """
 ALTER TABLE nodes ALTER COLUMN token_ids SET STORAGE EXTERNAL;
 ALTER TABLE nodes ALTER COLUMN logprobs SET STORAGE EXTERNAL;
+ALTER TABLE images ALTER COLUMN data SET STORAGE EXTERNAL;
 CREATE TABLE journals (
   journal TEXT COLLATE "C" PRIMARY KEY, secret BYTEA NOT NULL, model TEXT NOT NULL,
   tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL, epoch BIGINT NOT NULL,
@@ -288,7 +289,7 @@ async def open_postgres(
 
     Raises:
         ConfigError: The URL is invalid, or the server may lose or garble what it stores.
-        StoreAwayError: The server cannot be reached.
+        StoreAwayError: The server could not be reached for a minute.
         StoreError: The tables were made by another version; nothing in them has changed.
     """
     address = read_address(
@@ -302,6 +303,6 @@ async def open_postgres(
         Lane(address, "BEGIN", "journal", is_pipelined=True) as writer,
         Lane(address, _READING, "journal-reader") as reader,
     ):
-        await writer.run(lambda db: prepare_tables(db, address, SCHEMA, schema.VERSION))
+        await prepare_database(writer, address, SCHEMA, schema.VERSION)
         _log.info("the database of journals is open", extra=fields(database=address.name))
         yield PostgresJournals(writer, reader, model, lease_ms)

@@ -1,6 +1,6 @@
 """Tables of a journal in both dialects; a database may hold several journals."""
 
-VERSION = 12
+VERSION = 14
 """Incremented with every change of the tables and of the values in them."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -18,8 +18,12 @@ CREATE TABLE IF NOT EXISTS nodes (
   n {key}, session_id {text} NOT NULL, node_id BIGINT NOT NULL, parent_id BIGINT NOT NULL,
   context_key {blob} NOT NULL, messages {text} NOT NULL, token_ids {blob} NOT NULL,
   scaffold BIGINT NOT NULL, reasons {text} NOT NULL, sample {text}, logprobs {blob}, tops {blob},
-  answer {text}, UNIQUE (session_id, node_id));
+  answer {text}, images {text}, UNIQUE (session_id, node_id));
 CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id, n);
+CREATE TABLE IF NOT EXISTS images (
+  n {key}, session_id {text} NOT NULL, sha256 {text} NOT NULL, media_type {text} NOT NULL,
+  width BIGINT NOT NULL, height BIGINT NOT NULL, data {blob} NOT NULL,
+  UNIQUE (session_id, sha256));
 CREATE TABLE IF NOT EXISTS sent (
   session_id {text} NOT NULL, node_id BIGINT NOT NULL, PRIMARY KEY (session_id, node_id)){by_key};
 CREATE TABLE IF NOT EXISTS closes (

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from rollmesh.mesh.gateways import JOURNAL_ID_CHARS
+from rollmesh.mesh.directories.gateways import JOURNAL_ID_CHARS
 from rollmesh.runtime.errors import JournalMovedError, RollmeshError
 from rollmesh.runtime.statements import Statements
 

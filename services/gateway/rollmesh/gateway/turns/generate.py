@@ -22,7 +22,8 @@ class Answering:
     def take(self, run: Sampled) -> list[int]:
         """Takes the next tokens; returns their ids for the answer to read."""
         self._untold.append(run)
-        return [int(id_) for id_ in run.token_ids.tolist()]
+        token_ids: list[int] = run.token_ids.tolist()
+        return token_ids
 
     def tell(self, *, over: bool = False) -> Sampled | None:
         """Returns the unreported tokens that are certain to be kept; None if there are none."""

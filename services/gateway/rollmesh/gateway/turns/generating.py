@@ -1,6 +1,6 @@
 """Generates the answer of a turn: engines sample ids, and the answer is read from them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 
 from rollmesh.chat.constraints.structural_tag import Calls
@@ -16,13 +16,20 @@ from rollmesh.gateway.turns.generate import Answering
 from rollmesh.gateway.turns.prepare import Prepared, Workers
 from rollmesh.gateway.turns.reporting import Reporter
 from rollmesh.mesh.generations.engines import EngineClients
-from rollmesh.mesh.generations.failover import Failover, Order
+from rollmesh.mesh.generations.failover import (
+    COLLECTED_TOKENS,
+    MOST_COLLECTED_TOKENS,
+    Failover,
+    LoadImages,
+    Order,
+)
 from rollmesh.mesh.generations.generation import Generation
 from rollmesh.mesh.generations.sampled import Sampled
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.leasing.leases import LeaseClient
 from rollmesh.runtime.errors import (
     EngineMismatchError,
     InvalidConstraintError,
+    InvalidFieldError,
     ModelMismatchError,
     PromptTooLongError,
     TokenOutOfVocabularyError,
@@ -31,8 +38,6 @@ from rollmesh.runtime.process import faults
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _STREAMED_TOKENS = 16
-_COLLECTED_TOKENS = 16
-"""Tokens that an engine collects for a message if nobody waits for each; it may lose as many."""
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
 
@@ -51,10 +56,15 @@ class Generator:
         reporter: Reporter,
         model: str,
         vocabulary_tokens: int,
+        banned_ids: Sequence[int],
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
-        """Takes the dependencies and limits of a generation."""
+        """Takes the dependencies and limits of a generation.
+
+        Ids in `banned_ids` are never sampled, whatever a request says.
+        """
+        self._banned_ids = banned_ids
         self._tokenizer = tokenizer
         self._format = answer_format
         self._failover = Failover(
@@ -77,11 +87,20 @@ class Generator:
         request: TurnRequest,
         prepared: Prepared,
         sampling: sampling_pb2.SamplingParams,
+        load_images: LoadImages,
     ) -> Answering:
         """Generates the answer of a turn, whatever becomes of the engines.
 
         If an engine is lost, another one continues from the tokens that it sampled. Where that is
         not exact, the generation begins anew, unless part of the answer was sent.
+
+        Args:
+            session: The session.
+            turn: The turn, which gets the events.
+            request: What is asked.
+            prepared: The request as tokens.
+            sampling: How to sample.
+            load_images: Returns the bytes of earlier images when an engine asks for them.
 
         Raises:
             EngineLostError: The engines were lost, and the answer cannot go on.
@@ -89,11 +108,16 @@ class Generator:
             EngineMismatchError: An engine refused the prompt because it serves another model.
         """
         order = self._order(session, turn, request, prepared, sampling)
+        order.images = {one.sha256: one.data for one in turn.images.values()}
+        order.load_images = load_images
         try:
             return await self._answer_of(order, turn, request, prepared)
         except InvalidConstraintError as refusal:
             raise request.wanted.refused(refusal) from refusal
-        except _MISMATCHES as error:  # not the agent's fault
+        except InvalidFieldError as error:
+            # The gateway placed the images: neither these nor the prompt are the agent's fault.
+            if not (isinstance(error, _MISMATCHES) or error.field.startswith("images")):
+                raise
             raise EngineMismatchError(
                 f"engine {order.generation.engine_id} refused the prompt: {error.message}; "
                 "start it and the gateway from the same model_path"
@@ -115,12 +139,17 @@ class Generator:
             constraint=prepared.constraint,
             top_logprobs=request.returns.top_logprobs,
             model=self._model,
+            images=[
+                engine_pb2.PromptImage(sha256=one.sha256, offset=one.offset, length=one.length)
+                for one in prepared.images
+            ],
+            banned_token_ids=self._banned_ids,
         )
         return Order(
-            Generation(complete, self._vocabulary_tokens),
+            Generation(complete, self._vocabulary_tokens, prepared.prompt_crc32),
             spec.session_id,
-            max_chunk_tokens=_STREAMED_TOKENS if early else 2 * _COLLECTED_TOKENS,
-            min_chunk_tokens=0 if early else _COLLECTED_TOKENS,
+            max_chunk_tokens=_STREAMED_TOKENS if early else MOST_COLLECTED_TOKENS,
+            min_chunk_tokens=0 if early else COLLECTED_TOKENS,
             lease_timeout_ms=self._lease_timeout_ms,
             timeout_ms=self._turn_timeout_ms,
             is_sent=lambda: turn.has_emitted,
@@ -169,7 +198,7 @@ class Generator:
             ),
             request.stops,
             parser=self._format.parser(
-                request.render_context,
+                request.callable_context,
                 calls=request.wanted.calls is not Calls.NONE,
                 inside_reasoning=inside_reasoning,
             ),

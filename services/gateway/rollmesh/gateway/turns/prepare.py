@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from rollmesh.chat.constraints.masks import bad_sequences
 from rollmesh.chat.constraints.structural_tag import constraint_of
+from rollmesh.chat.images.placing import Placeholder, PlacementError
+from rollmesh.chat.images.rules import ImageRefusedError
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
@@ -19,7 +21,7 @@ from rollmesh.gateway.conversation.matching import Bookmark, Match
 from rollmesh.gateway.conversation.session import Session, TurnRequest
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
-from rollmesh.mesh.prefixes import prefix_crc32s
+from rollmesh.mesh.leasing.prefixes import prefix_crc32s
 from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -33,6 +35,13 @@ _LIKELY_CHARS = 4
 _CHUNK_CHARS = 65_536
 _CUT_TOKENS = 64
 
+_REFUSALS = (
+    TemplateRenderError,
+    TemplateRefusedError,
+    SpecialTextError,
+    PlacementError,
+    ImageRefusedError,
+)
 _Result = TypeVar("_Result")
 
 
@@ -72,6 +81,18 @@ class Prepared:
     """Structured-output constraint of the answer."""
     bad_sequences: list[list[int]]
     """Id sequences that the answer must not contain."""
+    images: list[Placeholder]
+    """Where the images are in the prompt, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """The size of a prompt."""
+
+    tokens: int
+    """Number of its ids."""
+    is_lower_bound: bool = False
+    """Whether it has more: text that far exceeds the context is not counted to its end."""
 
 
 class Preparer:
@@ -153,7 +174,7 @@ class Preparer:
                 render_context,
                 rewrite=self._rewrite_history,
             )
-        except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
+        except _REFUSALS as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         opening = self._format.opening
         inside = bool(opening) and self._continuation.opens_reasoning(
@@ -166,18 +187,38 @@ class Preparer:
         packed = pack_ids(ids)
         prefixes, crc32 = prefix_crc32s(packed)
         bad = bad_sequences(request.bad_words, self._tokenizer)
-        return Prepared(prompt, packed, len(ids), crc32, prefixes, inside, constraint, bad)
+        images = prompt.placeholders() if request.conversation.images else []
+        return Prepared(prompt, packed, len(ids), crc32, prefixes, inside, constraint, bad, images)
+
+    async def count(self, session: Session, request: TurnRequest) -> PromptSize:
+        """Returns the size of a request's prompt."""
+        try:
+            prepared = await self.begin(session, request)
+        except ContextLengthExceededError as error:
+            return PromptSize(int(error.metadata["prompt_tokens"]), is_lower_bound=True)
+        return PromptSize(prepared.prompt_tokens)
 
     def sampling(self, request: TurnRequest, prepared: Prepared) -> sampling_pb2.SamplingParams:
         """Returns the sampling parameters for the engine.
 
         Raises:
-            ContextLengthExceededError: The prompt leaves no room for an answer.
+            ContextLengthExceededError: The prompt leaves no room for an answer, or less than the
+                request asks for.
         """
         prompt_tokens = prepared.prompt_tokens
         room = self._max_context_tokens - prompt_tokens
         if room < 1:
             raise self._too_long(str(prompt_tokens), prompt_tokens)
+        wanted = request.sampling.max_tokens
+        if request.max_tokens_must_fit and wanted > room:
+            raise ContextLengthExceededError(
+                "sampling.max_tokens",
+                f"is {wanted}, and the prompt of {prompt_tokens} tokens leaves room for {room}; "
+                "give less, or reduce the length of the messages",
+                max_tokens=self._max_context_tokens,
+                prompt_tokens=prompt_tokens,
+                wanted_tokens=wanted,
+            )
         sampling = sampling_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollmesh.chat.images.placing import Placeholder
 from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.path import Seen
@@ -23,10 +24,20 @@ class Prompt:
     """The node from which it continues the tree, with its fidelity reasons."""
     new_groups: list[tuple[MessageGroup, TokenIds]]
     """Message groups that the tree does not hold, each with the ids it adds."""
+    new_images: list[tuple[Placeholder, ...]]
+    """Where the images of each of these groups are in its ids."""
     generation_prompt: TokenIds
     """Ids between the last group and the sampled ids."""
     seen: Seen | None
     """State of the template's render to store with the last group."""
+
+    def placeholders(self) -> list[Placeholder]:
+        """Returns where the images are in the complete prompt, in order."""
+        found, start = self.match.node.placeholders(), self.match.node.end
+        for (_, ids), images in zip(self.new_groups, self.new_images, strict=True):
+            found += (one._replace(offset=one.offset + start) for one in images)
+            start += len(ids)
+        return found
 
     def ids(self) -> TokenIds:
         """Returns the complete prompt, uint32 [N]."""
@@ -66,6 +77,8 @@ def build_prompt(
         TemplateRenderError: The template refuses a group.
         TemplateRefusedError: It cannot be continued exactly under the render_context's options.
         InvalidMessagesError: The text spells a special token, and such text is refused.
+        PlacementError: The template does not show the images of a group, or text spells one.
+        ImageRefusedError: The model cannot take an image of that size.
     """
     path, new = match.node.path(), groups[match.depth :]
     shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
@@ -91,7 +104,8 @@ def build_prompt(
             match = Match(_parent(match.node, path, at), at, match.reasons)
     # The ids that close a cut answer belong to the next group, so there must be one.
     new_groups = list(zip(groups[match.depth :], fresh, strict=True))
-    return Prompt(match, new_groups, generation_prompt, seen if fresh else None)
+    new_images = [continuation.places(group, ids) for group, ids in new_groups]
+    return Prompt(match, new_groups, new_images, generation_prompt, seen if fresh else None)
 
 
 def _parent(node: Node, path: list[Node], at: int) -> Node:

@@ -4,17 +4,23 @@ import asyncio
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from rollmesh.mesh.generations.engines import EngineClients
-from rollmesh.mesh.generations.failover import Failover, Order
+from rollmesh.mesh.generations.failover import (
+    COLLECTED_TOKENS,
+    MOST_COLLECTED_TOKENS,
+    Failover,
+    Order,
+)
 from rollmesh.mesh.generations.generation import Generation
+from rollmesh.mesh.generations.images import HeldBytes, check_hashes, check_places
 from rollmesh.mesh.generations.sampled import Sampled
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.prefixes import prefix_crc32s
+from rollmesh.mesh.leasing.leases import LeaseClient
+from rollmesh.mesh.leasing.prefixes import prefix_crc32s
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.engines import Engine
@@ -35,8 +41,6 @@ from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 
 _MAX_ID_CHARS = 128
-_COLLECTED_TOKENS = 16
-"""Tokens that an engine collects for a message of a complete answer; it may lose as many."""
 _MOST_SESSIONS = 65_536
 _RETRY_MS = 1_000
 _BYTES = 4  # of a packed id
@@ -62,6 +66,7 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         self._config = config
         self._name = name
         self._engines = EngineClients(config.stall_timeout_ms)
+        self._images = HeldBytes(config.image_cache_bytes)
         self._running: dict[str, _Running | None] = {}  # None until its engine can be leased
         self._sessions: OrderedDict[tuple[str, str], None] = OrderedDict()  # last used last
         self._leases: dict[str, asyncio.Future[LeaseClient]] = {}  # by model
@@ -91,8 +96,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.GenerateResponse:
         streamed = engine_pb2.StreamGenerateRequest(
             generate=request,
-            max_chunk_tokens=2 * _COLLECTED_TOKENS,
-            min_chunk_tokens=_COLLECTED_TOKENS,
+            max_chunk_tokens=MOST_COLLECTED_TOKENS,
+            min_chunk_tokens=COLLECTED_TOKENS,
         )
         async with self._begun(streamed, context) as running:
             async with aclosing(self._runs(running)) as runs:
@@ -229,6 +234,7 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
             self._ended.set()
 
     async def _prepared(self, request: engine_pb2.StreamGenerateRequest, limit_ms: int) -> _Running:
+        images = await self._taken(request.generate)
         complete = engine_pb2.GenerateRequest()
         complete.CopyFrom(request.generate)
         complete.model = self._model(complete.model)
@@ -252,9 +258,27 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
                 timeout_ms=limit_ms,
                 is_sent=lambda: running.sent,
                 prefixes=prefix_crc32s(complete.token_ids_u32le)[0],
+                images=images,
             ),
         )
         return running
+
+    async def _taken(self, generate: engine_pb2.GenerateRequest) -> Mapping[str, bytes]:
+        """Takes the bytes of the images out of a request; returns all that it needs, by hash.
+
+        An engine may be lost at any time, and the next one may lack them.
+
+        Raises:
+            ImageUnknownError: The router holds some of them no longer, or not yet.
+        """
+        images = generate.images
+        check_places(images, len(generate.token_ids_u32le) // _BYTES)
+        if any(image.data for image in images):
+            await asyncio.to_thread(check_hashes, images)
+        data = self._images.take(images)
+        for image in images:
+            image.ClearField("data")
+        return data
 
     async def _runs(self, running: _Running) -> AsyncGenerator[Sampled, None]:
         """Yields what is sampled; what was yielded is never void, because it may have been sent."""

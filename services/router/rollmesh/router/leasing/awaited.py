@@ -5,7 +5,7 @@ engine registers, an `Engine` outside of the fleet holds its leases and sessions
 it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -30,9 +30,10 @@ class AwaitedSlots:
 class AwaitedEngines:
     """The engines that are awaited, by id, in the order in which their time ends."""
 
-    def __init__(self, awaited_ms: int = AWAITED_MS) -> None:
-        """Starts empty; each engine is awaited for `awaited_ms` milliseconds."""
+    def __init__(self, awaited_ms: int = AWAITED_MS, most: int = _MOST) -> None:
+        """Starts empty; at most `most` engines are awaited, each for `awaited_ms` milliseconds."""
         self._awaited_ms = awaited_ms
+        self._most = most
         self._engines: dict[str, tuple[int, Engine]] = {}  # id -> end of its time
 
     def __bool__(self) -> bool:
@@ -43,6 +44,10 @@ class AwaitedEngines:
         """Returns whether this very engine is awaited."""
         return engine is not None and self.get(engine.engine_id) is engine
 
+    def of(self, placed: Engine | None, excluded: Collection[str]) -> Engine | None:
+        """Returns the engine of a session if it is awaited and a turn may use it."""
+        return placed if self.is_awaited(placed) and placed.engine_id not in excluded else None
+
     def get(self, engine_id: str) -> Engine | None:
         """Returns an awaited engine."""
         _, engine = self._engines.get(engine_id, (0, None))
@@ -51,7 +56,7 @@ class AwaitedEngines:
     def awaiting(self, engine_id: str, now_ms: int) -> Engine | None:
         """Returns an engine that is awaited from now on; None if there are too many."""
         engine = self.get(engine_id)
-        if engine is None and len(self._engines) < _MOST:
+        if engine is None and len(self._engines) < self._most:
             engine = Engine(engine_id, "", "", 0)
             self._engines[engine_id] = now_ms + self._awaited_ms, engine
         return engine

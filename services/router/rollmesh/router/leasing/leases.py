@@ -6,12 +6,12 @@ Invariants after every step:
   leases that another router granted; none is granted then.
 * A session has at most one engine.
 * A stream that ended holds no leases and waits for none.
-* After `settle`, no request waits while a slot is free that could serve it, unless its session is
-  on an engine that is awaited, or `settle` reached its limit; `due_ms` is then the present.
+* After `end_waits`, no request waits while a slot is free that could serve it, unless its session
+  is on an engine that is awaited, or the step reached its limit; `due_ms` is then the present.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rollmesh.router.leasing.awaited import AWAITED_MS, AwaitedEngines
 from rollmesh.router.leasing.circuit import CircuitLimits
@@ -21,17 +21,16 @@ from rollmesh.router.leasing.placements import Placements
 from rollmesh.router.leasing.policies import POLICIES, Policy, pick
 from rollmesh.router.leasing.pools import Choice
 from rollmesh.router.leasing.prefixes import Prefixes
-from rollmesh.router.leasing.streams import Request, Settled, Stream, Streams
+from rollmesh.router.leasing.streams import EndedWait, Request, Stream, Streams
 from rollmesh.router.leasing.waits import Waits
 from rollmesh.runtime.errors import (
-    EnginesBusyError,
     InvalidLeaseError,
     RollmeshError,
 )
 from rollmesh.v1 import router_pb2
 
 QUEUE_LIMIT = 16_384
-_MOST_SETTLED = 256
+_MOST_ENDED = 256
 _NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
 
@@ -39,7 +38,7 @@ _CIRCUITS = CircuitLimits()
 class LeaseTable:
     """The router's state; every method is one synchronous step.
 
-    Times are monotonic milliseconds. Call `settle` after steps that may free a slot.
+    Times are monotonic milliseconds. Call `end_waits` after steps that may free a slot.
     """
 
     def __init__(
@@ -65,6 +64,8 @@ class LeaseTable:
         """The streams of gateways."""
         self.leases = 0
         """Number of leases held."""
+        self.on_absent: Callable[[Engine], None] = lambda _: None
+        """Called with an engine that did not register in time, before its leases end."""
         self._policy = policy
         self._circuits = circuits
         self._awaited = AwaitedEngines(awaited_ms)
@@ -194,17 +195,15 @@ class LeaseTable:
         suspended_ms: int = 0,
         now_ms: int = 0,
     ) -> router_pb2.LeaseGrant | None:
-        """Grants a lease for one turn of a session, or lets the request wait for `settle`.
+        """Grants a lease for one turn of a session, or lets the request wait for `end_waits`.
 
         Args:
             stream_id: The gateway's stream.
             lease_id: Id of the lease, unique on the stream.
             session_id: Id of the session.
             group_id: Id of its group; may be empty.
-            excluded: Ids of engines that have failed this turn, at most 256. A request that waits
-                gets one of them if no other engine fits when it has waited 200 ms, or at its
-                deadline. By then an engine that died is known to be gone, and one that was
-                restarted is another.
+            excluded: Ids of engines that have failed this turn, at most 256. One of them is leased
+                if no other fits after 200 ms: an engine that died is known to be gone by then.
             prefixes: Digests of the beginnings of the prompt, the shortest first, at most 32.
             wait_ms: Longest wait for a slot; 0 refuses at once.
             suspended_ms: Longest wait while engines are there and none of them samples.
@@ -217,8 +216,7 @@ class LeaseTable:
             InvalidLeaseError: An id is missing or in use, too many engines are excluded, or the
                 gateway has to name its model.
             NoEngineError: No engine can serve the turn, and the request does not wait.
-            EnginesBusyError: Every engine that can serve it is full, and the request does not wait,
-                or the queue is full.
+            EnginesBusyError: All that can are full, and it does not wait, or the queue is full.
         """
         stream = self.streams[stream_id]
         stream.check_new(lease_id, session_id, excluded, prefixes)
@@ -237,20 +235,13 @@ class LeaseTable:
         )
         self.fleet.half_open(now_ms)
         placed = self._placements.engine_of(session_id) if wait_ms else None
-        awaits = self._awaited.is_awaited(placed) and placed.engine_id not in excluded
-        awaited = placed if awaits else None
-        grant = self._grant(request) if awaited is None else None
-        if grant is not None:
+        awaited = self._awaited.of(placed, excluded)
+        if awaited is None and (grant := self._grant(request)) is not None:
             return grant
         if not wait_ms:
             raise self._queue.refusal(request, now_ms)
-        if self._queue.is_full:
-            raise EnginesBusyError(
-                f"{self.waiting} requests wait for an engine already",
-                retry_delay_ms=self._queue.delay_ms(stream.pool, now_ms),
-            )
+        self._queue.add_for(request, awaited, now_ms)
         stream.waiting[lease_id] = request
-        self._queue.add_for(request, awaited)
         return None
 
     def release(
@@ -287,7 +278,7 @@ class LeaseTable:
         """Forgets the placement of a session."""
         self._placements.forget(session_id)
 
-    def settle(self, now_ms: int) -> list[Settled]:
+    def end_waits(self, now_ms: int) -> list[EndedWait]:
         """Ends waits: grants the slots that are free, and refuses requests that are overdue.
 
         At most 256 waits end in one step.
@@ -295,19 +286,19 @@ class LeaseTable:
         self.fleet.half_open(now_ms)
         for engine_id in self._awaited.overdue(now_ms):
             self._await_no_longer(engine_id)
-        settled: list[Settled] = []
+        ended: list[EndedWait] = []
         if not self.waiting:
-            return settled
+            return ended
         self._queue.retry(now_ms)
-        while len(settled) < _MOST_SETTLED:
-            ended = self._queue.next() or self._queue.overdue(now_ms)
-            if ended is None:
+        while len(ended) < _MOST_ENDED:
+            request = self._queue.next() or self._queue.overdue(now_ms)
+            if request is None:
                 break
-            settled.append(self._end_wait(ended, now_ms))
-        return settled
+            ended.append(self._end_wait(request, now_ms))
+        return ended
 
     def due_ms(self, now_ms: int) -> int | None:
-        """Returns when `settle` has something to do; None if that takes another event."""
+        """Returns when `end_waits` has something to do; None if that takes another event."""
         due = [
             self._queue.first_deadline_ms(),
             self.fleet.half_opens_ms(),
@@ -348,7 +339,7 @@ class LeaseTable:
             policy_version=engine.policy_version,
         )
 
-    def _end_wait(self, request: Request, now_ms: int) -> Settled:
+    def _end_wait(self, request: Request, now_ms: int) -> EndedWait:
         """Grants a waiting request a slot, or refuses it if there is none."""
         stream = request.stream
         del stream.waiting[request.lease_id]
@@ -366,12 +357,12 @@ class LeaseTable:
             self._queue.remove(request)
         if result is None:
             result = self._queue.refusal(request, now_ms)
-        return Settled(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)
+        return EndedWait(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)
 
     def _await_no_longer(self, engine_id: str) -> None:
         """Gives up an engine that did not register in time."""
-        engine = self._awaited.pop(engine_id)
-        if engine is not None:
+        if (engine := self._awaited.pop(engine_id)) is not None:
+            self.on_absent(engine)
             self._empty(engine)
             self._queue.no_longer_for(engine)
 

@@ -63,7 +63,7 @@ class Stream:
         lease.engine.book(lease)
 
 
-class Settled(NamedTuple):
+class EndedWait(NamedTuple):
     """The end of a wait."""
 
     stream_id: str

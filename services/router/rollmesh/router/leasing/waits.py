@@ -60,8 +60,17 @@ class Waits(Queue[Choice | AwaitedSlots, Request]):
             f"all {fitting} engines are full", retry_delay_ms=self.delay_ms(pool, now_ms)
         )
 
-    def add_for(self, request: Request, awaited: Engine | None) -> None:
-        """Adds a request; it waits for one engine to register if that is given."""
+    def add_for(self, request: Request, awaited: Engine | None, now_ms: int) -> None:
+        """Adds a request; it waits for one engine to register if that is given.
+
+        Raises:
+            EnginesBusyError: The queue is full.
+        """
+        if self.is_full:
+            raise EnginesBusyError(
+                f"{len(self)} requests wait for an engine already",
+                retry_delay_ms=self.delay_ms(request.stream.pool, now_ms),
+            )
         self.add(request, request.choice if awaited is None else AwaitedSlots(awaited))
 
     def delay_ms(self, pool: Pool, now_ms: int) -> int:

@@ -6,6 +6,7 @@ Invariant: `placed` is the number of sessions placed on a gateway since its last
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rollmesh.router.membership.members import Member
 from rollmesh.runtime.errors import InvalidFieldError, NoGatewayError
 from rollmesh.v1 import router_pb2
 
@@ -16,12 +17,17 @@ _RETRY_MS = 1000
 class RegisteredGateway:
     """One gateway."""
 
-    hello: router_pb2.ReplicaHello
-    """Its identity and its last reported load."""
+    member: Member
+    """The member that it is."""
     placed: int = 0
     """Number of sessions placed on it that its last report does not count."""
     last_placed: int = 0
     """Sequence number of its last placement, so that ties rotate."""
+
+    @property
+    def hello(self) -> router_pb2.ReplicaHello:
+        """Its identity and its last reported load."""
+        return self.member.hello
 
     @property
     def live_sessions(self) -> int:
@@ -49,9 +55,9 @@ class GatewayTable:
         self._gateways: dict[str, RegisteredGateway] = {}
         self._placements = 0
 
-    def add(self, hello: router_pb2.ReplicaHello) -> RegisteredGateway:
+    def add(self, member: Member) -> RegisteredGateway:
         """Adds a gateway; it replaces an earlier one with the same id."""
-        gateway = self._gateways[hello.replica_id] = RegisteredGateway(hello)
+        gateway = self._gateways[member.hello.replica_id] = RegisteredGateway(member)
         return gateway
 
     def remove(self, gateway: RegisteredGateway) -> None:
@@ -69,6 +75,9 @@ class GatewayTable:
 
     def place(self, model: str, known: Collection[str] = ()) -> router_pb2.Gateway:
         """Places a new session on the gateway with the fewest; ties rotate.
+
+        A gateway of which a report is missing gets one only if reports of all others are missing:
+        its process may stand still, and if it is only slow, nothing is lost.
 
         Args:
             model: Name of the model; empty means the only one.
@@ -94,7 +103,9 @@ class GatewayTable:
                 f"none of {len(self._gateways)} gateways takes new sessions{of_model}; try again",
                 retry_delay_ms=_RETRY_MS,
             )
-        gateway = min(taking, key=lambda one: (one.live_sessions, one.last_placed))
+        gateway = min(
+            taking, key=lambda one: (one.member.is_late, one.live_sessions, one.last_placed)
+        )
         self._placements += 1
         gateway.placed += 1
         gateway.last_placed = self._placements

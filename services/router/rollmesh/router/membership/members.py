@@ -33,6 +33,11 @@ class Member:
         """Longest time between two of its reports, as promised, milliseconds."""
         return self.hello.report_interval_ms or _INTERVAL_MS
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a report of it is missing: its process may stand still, or is only slow."""
+        return self.silent_ms >= 2 * self.interval_ms
+
 
 class Members:
     """The replicas that are registered."""

@@ -1,1 +1,4 @@
-"""Weights: updates of engines, and weights kept for engines that join later."""
+"""Weights: updates of engines, and weights kept for engines that join later.
+
+May import `leasing`, `membership`, `engine_calls` and `config`.
+"""

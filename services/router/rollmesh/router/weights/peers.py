@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
-from rollmesh.mesh.routers import addresses_of
+from rollmesh.mesh.routers.preference import addresses_of
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.weights.kept import KeptWeights, sync, typed_errors
 from rollmesh.router.weights.models import Models

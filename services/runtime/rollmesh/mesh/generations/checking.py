@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmesh.mesh.generations.sampled import Sampled, Tops
-from rollmesh.mesh.offered import Offered
+from rollmesh.mesh.leasing.offered import Offered
 from rollmesh.runtime.codec.arrays import (
     TokenIds,
     unpack_ids,

@@ -33,7 +33,10 @@ def why_not_continued(request: engine_pb2.GenerateRequest) -> str:
 
 
 def continued(
-    request: engine_pb2.GenerateRequest, sampled: TokenIds, request_id: str
+    request: engine_pb2.GenerateRequest,
+    sampled: TokenIds,
+    request_id: str,
+    into: engine_pb2.GenerateRequest | None = None,
 ) -> engine_pb2.GenerateRequest:
     """Returns the request for what is left of a generation.
 
@@ -41,10 +44,14 @@ def continued(
         request: The request of the complete generation.
         sampled: The ids sampled so far, uint32 [S]; fewer than `max_tokens`.
         request_id: Id of the new generation.
+        into: What becomes the request: part of a larger message, because a prompt is long and
+            adding a message copies it. None makes a new one.
     """
-    rest = engine_pb2.GenerateRequest()
+    rest = engine_pb2.GenerateRequest() if into is None else into
     rest.CopyFrom(request)
     rest.request_id = request_id
+    if not len(sampled):
+        return rest
     rest.token_ids_u32le += pack_ids(sampled)
     rest.sampled_tokens += len(sampled)
     if request.sampling.HasField("max_tokens"):

@@ -1,18 +1,22 @@
 """Engine calls over one channel per address, opened on the first lease and closed when idle."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from types import MappingProxyType
 
 import grpc
 
+from rollmesh.mesh.generations.images import SentImages
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
+    ImageUnknownError,
     RollmeshError,
 )
 from rollmesh.runtime.rpc.channels import (
+    ended_with,
     open_channel,
     read_stream,
     request_metadata,
@@ -39,20 +43,46 @@ class EngineClients:
         self._engines: dict[str, _Engine] = {}
 
     async def generate(
-        self, address: str, request: engine_pb2.StreamGenerateRequest, timeout_ms: int
+        self,
+        address: str,
+        request: engine_pb2.StreamGenerateRequest,
+        timeout_ms: int,
+        images: Mapping[str, bytes] = MappingProxyType({}),
     ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
         """Yields the tokens that an engine samples; closing the iterator aborts the request.
 
         Args:
             address: Address of the engine.
-            request: The generation request.
+            request: The generation request; its images are given the bytes that the engine lacks.
             timeout_ms: Longest generation, milliseconds.
+            images: Bytes of its images by hash. They are sent to an engine once, and again when it
+                asks for them.
 
         Raises:
             EngineFaultError: The engine is silent without a known reason.
             EngineDeadError: The engine is silent and does not answer.
+            ImageUnknownError: The engine lacks the bytes of an image, and nobody here has them.
         """
-        engine = await self._engine(address)
+        engine, prompt = await self._engine(address), request.generate
+        engine.images.fill(prompt.images, images)
+        begun = False
+        for _ in range(len(prompt.images) + 1):
+            try:
+                async with aclosing(self._stream(engine, request, timeout_ms)) as responses:
+                    async for response in responses:
+                        begun = True
+                        yield response
+            except ImageUnknownError as error:
+                if begun:
+                    raise EngineFaultError("the engine lost images in mid-answer") from error
+                engine.images.refill(prompt.images, images, error)
+            else:
+                return
+        raise EngineFaultError("the engine asks for the same images again and again")
+
+    async def _stream(
+        self, engine: "_Engine", request: engine_pb2.StreamGenerateRequest, timeout_ms: int
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
         request_id = request.generate.request_id
         watch = _Watch(self._stall_timeout_ms, lambda within_s: engine.info(request_id, within_s))
         with engine.used():
@@ -119,6 +149,7 @@ class _Engine:
         """Time at which the last call ended, on the monotonic clock."""
         self.watches: set[_Watch] = set()
         """Those of its running generations."""
+        self.images = SentImages()
         self.stub: engine_pb2_grpc.EngineServiceAsyncStub
         self.stub = engine_pb2_grpc.EngineServiceStub(channel)
 
@@ -170,7 +201,7 @@ class _Watch:
     """Ends a call whose engine has been silent for too long.
 
     It asks the engine, which may have a reason to be silent: after `stall_ms`, or at once if the
-    router does not hear from the engine either.
+    router does not hear from the engine either. While the engine speaks, it costs one timer.
     """
 
     def __init__(
@@ -179,12 +210,17 @@ class _Watch:
         self._stall_ms = stall_ms
         self._ask = ask
         self._heard_ms = clock.monotonic_ms()
-        self._suspected = asyncio.Event()
+        self._suspected = False
         self._error: RollmeshError | None = None
+        self._call: grpc.aio.Call | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     def suspect(self) -> None:
         """Has the engine asked at once."""
-        self._suspected.set()
+        self._suspected = True
+        if self._call is not None and self._asking is None:
+            self._inquire()
 
     def heard(self) -> None:
         """Resets the timer: a message was received, or its consumer has processed it."""
@@ -198,33 +234,52 @@ class _Watch:
             EngineFaultError: The watch cancelled the call: the engine is out of order.
             EngineDeadError: The watch cancelled the call: the engine does not answer.
         """
-        watching = asyncio.get_running_loop().create_task(self._run(call))
+        self._call = call
+        self._set_timer(self._stall_ms)
         try:
-            yield
-        except asyncio.CancelledError:  # raised by a call that the watch cancels
-            task = asyncio.current_task()
-            if self._error is None or (task is not None and task.cancelling()):
-                raise
-            raise self._error from None
+            with ended_with(lambda: self._error):
+                yield
         finally:
-            watching.cancel()
+            self._call = None
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._asking is not None:
+                self._asking.cancel()
+
+    def _set_timer(self, after_ms: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(after_ms / 1000, self._look)
+
+    def _look(self) -> None:
+        """Asks the engine if it is silent; otherwise looks again when it may be."""
+        silent_ms = clock.monotonic_ms() - self._heard_ms
+        if silent_ms < self._stall_ms:
+            self._set_timer(self._stall_ms - silent_ms)
+        else:
+            self._inquire()
+
+    def _inquire(self) -> None:
+        assert self._call is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._asking = asyncio.get_running_loop().create_task(self._run(self._call))
 
     async def _run(self, call: "grpc.aio.Call") -> None:
-        while self._error is None:
-            silent_ms = clock.monotonic_ms() - self._heard_ms
-            if silent_ms < self._stall_ms and not self._suspected.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout((self._stall_ms - silent_ms) / 1000):
-                        await self._suspected.wait()
-                continue
-            heard_ms = self._heard_ms
-            suspected = self._suspected.is_set()
-            self._suspected.clear()
+        """Asks the engine, and again if it was suspected meanwhile; cancels the call at a fault."""
+        while True:
+            heard_ms, suspected = self._heard_ms, self._suspected
+            self._suspected = False
             error = await self._why_silent(suspected=suspected)
             if self._heard_ms == heard_ms:  # else it spoke meanwhile
-                self._error = error
                 self.heard()
-        call.cancel()
+                if error is not None:
+                    self._error = error
+                    call.cancel()
+                    return
+            if not self._suspected:
+                break
+        self._asking = None
+        self._set_timer(self._stall_ms)
 
     async def _why_silent(self, *, suspected: bool) -> RollmeshError | None:
         """Returns what is wrong with an engine that says nothing; None if it may be silent."""

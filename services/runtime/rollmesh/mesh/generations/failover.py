@@ -2,16 +2,17 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from rollmesh.mesh.generations.checking import newest_version
 from rollmesh.mesh.generations.continuing import ended, why_not_continued
 from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.generations.generation import Generation
 from rollmesh.mesh.generations.sampled import Sampled
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.leasing.leases import LeaseClient
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
@@ -19,6 +20,7 @@ from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineLostError,
     GenerationAbortedError,
+    ImageUnknownError,
     OverloadedError,
     RemoteError,
     RollmeshError,
@@ -26,6 +28,11 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
+LoadImages: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+"""Returns the bytes of images by hash, as far as there are any."""
+COLLECTED_TOKENS, MOST_COLLECTED_TOKENS = 16, 256
+"""Tokens that an engine collects for a message if nobody waits for each, at least and at most; it
+may lose as many."""
 _ATTEMPTS = 8
 """Engines lost in a row, none of which brought a token that is kept, before a generation fails."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
@@ -56,6 +63,10 @@ class Order:
     group_id: str = ""
     prefixes: Sequence[int] = ()
     """Digests of the beginnings of its prompt, the shortest first."""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes of the images of its prompt, by hash; those in the request have none."""
+    load_images: LoadImages | None = None
+    """Returns the bytes of others when an engine asks for them; None if `images` has all."""
     stop_reason: sampling_pb2.FinishReason.ValueType | None = None
     """Why no more is wanted; None while it goes on."""
     running: tuple[str, str] | None = None
@@ -194,18 +205,13 @@ class Failover:
     ) -> AsyncGenerator[Sampled, None]:
         generation, request_id = order.generation, uuid.uuid4().hex
         offered = self._leases.offered.of(generation.request.model)
-        request = generation.begin(grant.engine_id, request_id, offered)
+        request = engine_pb2.StreamGenerateRequest(
+            max_chunk_tokens=order.max_chunk_tokens, min_chunk_tokens=order.min_chunk_tokens
+        )
+        generation.begin(grant.engine_id, request_id, offered, request.generate)
         if generation.taken:
             self._on_migration()
-        stream = self._engines.generate(
-            grant.address,
-            engine_pb2.StreamGenerateRequest(
-                generate=request,
-                max_chunk_tokens=order.max_chunk_tokens,
-                min_chunk_tokens=order.min_chunk_tokens,
-            ),
-            order.timeout_ms,
-        )
+        stream = self._responses(order, grant.address, request)
         order.running, aborted = (grant.address, request_id), False
         last: Sampled | None = None
         try:
@@ -230,6 +236,25 @@ class Failover:
             raise EngineDeadError(
                 f"engine {grant.engine_id} ended its stream without a finish reason"
             )
+
+    async def _responses(
+        self, order: Order, address: str, request: engine_pb2.StreamGenerateRequest
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        """Yields what an engine answers; images that it asks for are loaded and sent."""
+        while True:
+            stream = self._engines.generate(address, request, order.timeout_ms, order.images)
+            try:
+                async with aclosing(stream) as responses:
+                    async for response in responses:
+                        yield response
+            except ImageUnknownError as error:  # before the first response
+                wanted = [one for one in error.sha256s if one not in order.images]
+                loaded = await order.load_images(wanted) if order.load_images and wanted else {}
+                if not loaded:
+                    raise
+                order.images = {**order.images, **loaded}
+            else:
+                return
 
     async def _take(
         self, generation: Generation, response: engine_pb2.StreamGenerateResponse

@@ -1,5 +1,6 @@
 """What was sampled for one request."""
 
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy as np
 from rollmesh.mesh.generations.checking import AnswerCheck, Expected
 from rollmesh.mesh.generations.continuing import continued, prompt_crc32
 from rollmesh.mesh.generations.sampled import Sampled, joined
-from rollmesh.mesh.offered import Offered
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.mesh.leasing.offered import Offered
+from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _BYTES = 4  # of a packed id
@@ -23,6 +24,8 @@ class Generation:
     """The complete request; its id is not used."""
     vocabulary_tokens: int = 0
     """Exclusive upper bound of the ids; 0 if it is unknown."""
+    prompt_crc32: int | None = None
+    """CRC-32 of the packed prompt; None if it is not known yet."""
     runs: list[Sampled] = field(default_factory=list)
     spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     """Who sampled the ids, as far as the engines have said."""
@@ -30,9 +33,14 @@ class Generation:
     """How the last engine ended."""
     engine_id: str = ""
     """The engine that samples."""
+    _prompt_tokens: int = 0
     _check: AnswerCheck | None = None
     _start: int = 0
     _taken: int = 0
+
+    def __post_init__(self) -> None:
+        """Counts the ids of the prompt."""
+        self._prompt_tokens = len(self.request.token_ids_u32le) // _BYTES
 
     @property
     def migrated(self) -> bool:
@@ -64,13 +72,14 @@ class Generation:
 
     def anew(self) -> "Generation":
         """Returns the same generation before its first token."""
-        return Generation(self.request, self.vocabulary_tokens)
+        return Generation(self.request, self.vocabulary_tokens, self.prompt_crc32)
 
     def begin(
         self,
         engine_id: str,
         request_id: str,
         offered: Offered = Offered(),  # noqa: B008
+        into: engine_pb2.GenerateRequest | None = None,
     ) -> engine_pb2.GenerateRequest:
         """Begins to take from an engine; returns the request for it, which asks for what is left.
 
@@ -78,12 +87,16 @@ class Generation:
             engine_id: The engine.
             request_id: Id of the generation there.
             offered: What the router offers now.
+            into: As of `continued`.
         """
-        rest = continued(self.request, self.token_ids(), request_id)
+        sampled = self.token_ids()
+        rest = continued(self.request, sampled, request_id, into)
+        if self.prompt_crc32 is None:
+            self.prompt_crc32 = prompt_crc32(self.request)
         self._check = AnswerCheck(
             Expected(
-                prompt_tokens=len(rest.token_ids_u32le) // _BYTES,
-                prompt_crc32=prompt_crc32(rest),
+                prompt_tokens=self._prompt_tokens + len(sampled),
+                prompt_crc32=zlib.crc32(pack_ids(sampled), self.prompt_crc32),
                 max_tokens=rest.sampling.max_tokens or _ANY,
                 top_logprobs=rest.top_logprobs,
                 vocabulary_tokens=self.vocabulary_tokens,

@@ -1,5 +1,6 @@
 """Validates session records, both where they are created and where they are received."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -42,7 +43,11 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
             raise InvalidFieldError(f"{field}.session_id", "is another session's")
         seen.add(trajectory.trajectory_id)
         _check_trajectory(trajectory, field)
+    known = _check_images(record.images, f"{path}.images")
+    for at, trajectory in enumerate(record.trajectories):
+        _check_shown(trajectory, known, f"{path}.trajectories[{at}]")
     if record.HasField("tree"):
+        _check_shown(record.tree, known, f"{path}.tree")
         if record.trajectories:
             raise InvalidFieldError(f"{path}.tree", "is given beside trajectories; give one form")
         _check_tree(record.tree, f"{path}.tree")
@@ -78,6 +83,41 @@ def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
         end = node.end
     if end != count:
         raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
+
+
+def _check_images(images: Sequence[session_pb2.SessionImage], field: str) -> set[str]:
+    """Checks the images of a record; returns their hashes."""
+    known: set[str] = set()
+    for at, image in enumerate(images):
+        if image.sha256 in known:
+            raise InvalidFieldError(f"{field}[{at}].sha256", "is there twice")
+        if image.data_bytes != len(image.data):
+            raise InvalidFieldError(
+                f"{field}[{at}].data_bytes", f"is {image.data_bytes} for {len(image.data)} bytes"
+            )
+        if hashlib.sha256(image.data).hexdigest() != image.sha256:
+            raise InvalidFieldError(f"{field}[{at}].sha256", "is not the hash of its data")
+        known.add(image.sha256)
+    return known
+
+
+def _check_shown(
+    shown: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree, known: set[str], field: str
+) -> None:
+    """Checks where the images of a trajectory or a tree are in its tokens."""
+    end, count = 0, len(shown.tokens.loss_mask_u8)
+    for at, image in enumerate(shown.images):
+        if not end <= image.start < image.start + image.tokens <= count:
+            raise InvalidFieldError(
+                f"{field}.images[{at}]", f"overlaps, or is not within the {count} tokens"
+            )
+        if image.sha256 not in known:
+            raise InvalidFieldError(
+                f"{field}.images[{at}].sha256", "is not the hash of an image of the record"
+            )
+        if any(shown.tokens.loss_mask_u8[image.start : image.start + image.tokens]):
+            raise InvalidFieldError(f"{field}.images[{at}]", "has tokens that are trained")
+        end = image.start + image.tokens
 
 
 def _check_reward(

@@ -1,11 +1,49 @@
 """The tables of a store in PostgreSQL, and what a server must promise to keep them."""
 
+import asyncio
+import logging
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import StoreError
+from rollmesh.runtime.errors import StoreAwayError, StoreError
 from rollmesh.runtime.postgres.connection import Address
+from rollmesh.runtime.postgres.lane import Lane
 from rollmesh.runtime.statements import Statements
 
+_log = logging.getLogger(__name__)
+
 _SETTINGS = {"fsync": "on", "server_encoding": "UTF8", "transaction_read_only": "off"}
+
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
+_PATIENCE_MS = 60_000
+
+
+async def prepare_database(lane: Lane, address: Address, tables: str, version: int) -> None:
+    """Prepares the tables as soon as the server is there, which may start at the same time.
+
+    Args:
+        lane: A connection that writes.
+        address: The database and the schema of the tables.
+        tables: Statements that create the tables.
+        version: Their version.
+
+    Raises:
+        StoreAwayError: The server could not be reached for a minute.
+        ConfigError: The server may lose or garble what it stores.
+        StoreError: The tables have another version; nothing in them has changed.
+    """
+    backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+    end_ms = clock.monotonic_ms() + _PATIENCE_MS
+    while True:
+        try:
+            return await lane.run(lambda db: prepare_tables(db, address, tables, version))
+        except StoreAwayError as error:
+            if clock.monotonic_ms() >= end_ms:
+                raise
+            _log.warning("waiting for the database: %s", error.message)
+        await asyncio.sleep(backoff.next_s())
 
 
 def prepare_tables(db: Statements, address: Address, tables: str, version: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from rollmesh.runtime.telemetry.logs import current_request_id
 
 _Request = TypeVar("_Request", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
+_Stub = TypeVar("_Stub")
 _DRAIN_S = 30.0
 _DRAIN_SILENCE_S = 1.0
 _OPTIONS: list[tuple[str, int]] = [
@@ -28,6 +30,10 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of a connection attempt
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+
+
+_stubs: weakref.WeakKeyDictionary[grpc.aio.Channel, dict[object, Any]]
+_stubs = weakref.WeakKeyDictionary()
 
 
 class _UndecodableAnswer(BaseException):
@@ -57,6 +63,22 @@ def open_channel(
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         setattr(channel, kind, partial(_callable, getattr(channel, kind)))
     return channel
+
+
+def stub_of(channel: grpc.aio.Channel, make: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
+    """Returns the stub of a service over a channel, which is made once.
+
+    A stub makes a callable for each method of its service, which costs as much as a small call.
+
+    Args:
+        channel: From `open_channel`.
+        make: The class of the stub.
+    """
+    stubs = _stubs.setdefault(channel, {})
+    if make not in stubs:
+        stubs[make] = make(channel)
+    stub: _Stub = stubs[make]
+    return stub
 
 
 def _callable(
@@ -94,6 +116,24 @@ def typed_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
     except _UndecodableAnswer as error:
         raise RemoteError(str(error), "INTERNAL") from None
+
+
+@contextlib.contextmanager
+def ended_with(reason: Callable[[], RollmeshError | None]) -> Iterator[None]:
+    """Raises the reason for which this process cancelled a call that the block waits for.
+
+    A cancellation of the task stays one.
+
+    Args:
+        reason: Returns the reason; None if this process did not cancel the call.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task, error = asyncio.current_task(), reason()
+        if error is None or (task is not None and task.cancelling()):
+            raise
+        raise error from None
 
 
 async def read_stream(call: Any) -> AsyncGenerator[Any, None]:

@@ -28,11 +28,13 @@ _RETRY_MS = 200
 class RpcInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all four kinds of RPC."""
 
-    def __init__(self, in_flight: BytesInFlight | None = None, starting: str = "") -> None:
-        """Takes the limit on the requests of unary calls, or None, and the service that starts."""
+    def __init__(
+        self, in_flight: BytesInFlight | None = None, starting: tuple[str, ...] = ()
+    ) -> None:
+        """Takes the limit on the requests of unary calls, or None, and the services that start."""
         self._in_flight = in_flight
         self.starting = starting
-        """Full name of a gRPC service that cannot answer yet; empty if all can."""
+        """Full names of the gRPC services that cannot answer yet."""
 
     async def intercept_service(
         self,
@@ -72,7 +74,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         self, inner: Callable[[Any, Context], Any], handler: "Handler", method: str
     ) -> Callable[..., Any]:
         """Returns a handler that raises the error of a refused request as it reads the request."""
-        if self.starting and method.startswith(f"/{self.starting}/"):
+        if self.starting and method[1:].rpartition("/")[0] in self.starting:
             inner = _not_yet
         if handler.request_streaming:
             return lambda requests, context: inner(AcceptedRequests(requests), context)

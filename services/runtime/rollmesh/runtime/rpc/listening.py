@@ -44,7 +44,9 @@ class ServerConfig(ListeningConfig):
     """Settings of every gRPC service; each service adds its own."""
 
     advertise: str = ""
-    """host:port at which others reach this service; empty means host and the bound port."""
+    """host:port at which others reach this service; empty means host and the bound port. If the
+    service listens on all addresses (0.0.0.0), empty means the address from which this host reaches
+    the router, and the bound port."""
     keepalive_ms: Annotated[int, Bounds(2)] = KEEPALIVE_MS
     """Idle time after which a client is pinged, milliseconds. A client that does not answer within
     half that time is disconnected, and its calls end."""

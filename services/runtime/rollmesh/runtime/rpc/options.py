@@ -7,6 +7,8 @@ WINDOW_OPTIONS: list[tuple[str, int]] = [
 """For both sides: a long conversation is sent at once instead of in 64 KB windows."""
 KEEPALIVE_MS = 20_000
 """Idle time after which the peer is pinged, milliseconds."""
+SHORT_KEEPALIVE_MS = 6_000
+"""The same for a peer that another one can replace. Servers accept a ping every 5 s."""
 
 
 def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:

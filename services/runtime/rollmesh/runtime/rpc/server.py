@@ -43,8 +43,10 @@ _OPTIONS: list[tuple[str, int]] = [
 class Service(Protocol):
     """The interface that a service implements."""
 
-    name: str
-    """Full name of its gRPC service, such as `rollmesh.v1.RouterService`."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of the gRPC services that it serves, its own first."""
+        ...
 
     @property
     def capabilities(self) -> Collection[server_pb2.Capability.ValueType]:
@@ -121,13 +123,13 @@ async def serve(
     interceptor = _interceptor(service, config)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
     probe = _Health()
-    await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    for name in ("", *service.names):
+        await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     service.register(server)
-    info = ServerServicer(service.name, service.capabilities)
+    info = ServerServicer(service.names[0], service.capabilities)
     server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
-    names = (service.name, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
         port = server.add_insecure_port(f"{host}:{config.port}")
@@ -139,11 +141,11 @@ async def serve(
     try:
         with metrics_endpoint(config.host, metrics_port) as bound_metrics_port:
             async with service.running(address):
-                interceptor.starting = ""
+                interceptor.starting = ()
                 bound = Bound(port, bound_metrics_port)
 
                 async def begin() -> None:
-                    for name in ("", service.name):
+                    for name in ("", *service.names):
                         await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
                     announce(bound)
 
@@ -161,7 +163,7 @@ async def serve(
 def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
-    return RpcInterceptor(in_flight, starting=service.name)
+    return RpcInterceptor(in_flight, starting=service.names)
 
 
 async def _drain(service: Service, grace_s: float) -> None:

@@ -5,7 +5,7 @@ Arrays are not compressed: token ids and log-probabilities do not shrink.
 
 from rollmesh.collector.storage.sql import schema
 
-VERSION = 2
+VERSION = 3
 """Version of the tables; incremented with every change of them, or of `records.split`."""
 SCHEMA = (
     schema.SCHEMA.format(

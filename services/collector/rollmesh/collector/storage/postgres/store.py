@@ -28,7 +28,7 @@ from rollmesh.collector.storage.store import Sought, Updated
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.postgres.connection import Limits, read_address
 from rollmesh.runtime.postgres.lane import Lane
-from rollmesh.runtime.postgres.tables import prepare_tables
+from rollmesh.runtime.postgres.tables import prepare_database
 from rollmesh.runtime.statements import Statements
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb
@@ -262,7 +262,7 @@ async def open_store(
 
     Raises:
         ConfigError: The URL is invalid, or the server may lose or garble what it stores.
-        StoreAwayError: The server cannot be reached.
+        StoreAwayError: The server could not be reached for a minute.
         StoreError: The store was written by another version; nothing in it has changed.
     """
     address = read_address(
@@ -272,7 +272,7 @@ async def open_store(
         Lane(address, _WRITING, "writer") as writer,
         Lane(address, _READING, "reader") as reader,
     ):
-        await writer.run(lambda db: prepare_tables(db, address, SCHEMA, VERSION))
+        await prepare_database(writer, address, SCHEMA, VERSION)
         store = PostgresStore(writer, reader, retention)
         store.store_id = await store.write(sql_reads.store_id)
         await store.enter()

@@ -2,7 +2,7 @@
 
 from rollmesh.collector.storage.sql import schema
 
-VERSION = 7  # incremented with every change of the schema or of `records.split`
+VERSION = 8  # incremented with every change of the schema or of `records.split`
 PAGE_BYTES = 16_384  # a trajectory of 10,000 tokens takes 90 KB
 SCHEMA = (
     schema.SCHEMA.format(

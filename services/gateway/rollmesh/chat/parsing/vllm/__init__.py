@@ -1,4 +1,4 @@
 """vLLM's own tool parsers, in a worker process, for formats without a parser here.
 
-Only `worker` imports vLLM, and nobody imports `worker`.
+May import `parsing`. Only `worker` imports vLLM, and nobody imports `worker`.
 """

@@ -1,6 +1,8 @@
 """The conversations over which a chat template is probed."""
 
-from rollmesh.chat.messages import Message
+from dataclasses import replace
+
+from rollmesh.chat.messages import Image, Message, RoleName
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.templates.windows import CALL
 
@@ -41,6 +43,7 @@ CALLING = (
 TWO_CALLS = (USER, CALLS_TWICE, RESULT, RESULT)
 SAYING = (USER, SAYS_AND_CALLS, RESULT, RESULT)
 SYSTEMS = (
+    (SYSTEM, SYSTEM, USER, PLAIN, USER),
     (USER, PLAIN, SYSTEM, USER),
     (SYSTEM, USER, PLAIN, SYSTEM, USER),
     (USER, SYSTEM),
@@ -55,3 +58,26 @@ GREETING = (
     (SYSTEM, PLAIN, USER, PLAIN, USER),
 )
 THINKING = ((USER, THOUGHT, USER), (SYSTEM, USER, THOUGHT, USER, PLAIN, USER))
+
+
+def _seeing(message: Message, *places: int) -> Message:
+    """Returns a message with images at offsets of its content."""
+    return replace(message, images=tuple(Image(at, "", 1, 1) for at in places))
+
+
+LOOK, LOOK_TWICE = _seeing(USER, 0), _seeing(USER, 3, len(USER.content))
+ONLY_IMAGES = _seeing(EMPTY, 0, 0)
+SEEN = _seeing(RESULT, len(RESULT.content))
+IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
+    "user": (
+        (LOOK,),
+        (LOOK_TWICE, PLAIN, ONLY_IMAGES),
+        (SYSTEM, LOOK, PLAIN, USER, PLAIN, LOOK_TWICE, PLAIN, USER),
+    ),
+    "tool": (
+        (USER, CALLS, SEEN),
+        (SYSTEM, USER, CALLS_TWICE, SEEN, SEEN, PLAIN, USER),
+    ),
+    "system": ((_seeing(SYSTEM, 0), USER), (_seeing(SYSTEM, 0), USER, PLAIN, USER)),
+}
+"""By role whose messages hold images."""

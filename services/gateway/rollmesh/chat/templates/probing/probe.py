@@ -7,7 +7,7 @@ without that pair.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -19,6 +19,7 @@ from rollmesh.chat.messages import (
     RenderContext,
     RoleName,
     group_messages,
+    images_of,
 )
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
@@ -33,6 +34,7 @@ from rollmesh.chat.templates.profile import (
     Stripped,
     TemplateProfile,
 )
+from rollmesh.chat.templates.system_messages import RuledTemplate, SystemRule, must_join
 from rollmesh.chat.templates.windows import Place, place
 from rollmesh.chat.tokenizer import ModelTokenizer
 
@@ -58,25 +60,39 @@ class Probed:
 
     profile: TemplateProfile
     cutter: Cutter
+    template: ModelTemplate
+    """The template, behind what it needs to be given system messages."""
 
 
-def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: bytes) -> Probed:
+def probe(
+    template: ModelTemplate, tokenizer: ModelTokenizer, options_json: bytes, *, image: str = ""
+) -> Probed:
     """Probes a template.
 
     Args:
         template: The template.
         tokenizer: Its tokenizer.
         options_json: Extra variables of the template: a JSON object, or empty.
+        image: What the template prints for an image; empty if the model takes none.
 
     Raises:
         TemplateRefusedError: It cannot be continued exactly; the message describes the difference.
     """
     options = make_context(b"", options_json)
+    rule = SystemRule(joins_first=must_join(template, options))
     try:
-        cutter = Cutter(template, tokenizer, options)
-        return Probed(_Probe(template, tokenizer, cutter, options).profile(), cutter)
+        plain = _Probe(template, tokenizer, options, rule)
+        found = plain.probed(image)
     except TemplateRenderError as error:
         raise TemplateRefusedError(f"the template failed while it was probed: {error}") from error
+    if not plain.refused_systems:
+        return found
+    try:
+        other = _Probe(template, tokenizer, options, replace(rule, later_as_user=True))
+        ruled = other.probed(image)
+    except (TemplateRenderError, TemplateRefusedError):
+        return found
+    return ruled if other.refused_systems < plain.refused_systems else found
 
 
 class _Probe:
@@ -84,21 +100,34 @@ class _Probe:
         self,
         template: ModelTemplate,
         tokenizer: ModelTokenizer,
-        cutter: Cutter,
         options: RenderContext,
+        rule: SystemRule,
     ) -> None:
+        if rule != SystemRule():
+            template = RuledTemplate(template, rule)
         self._template = template
         self._tokenizer = tokenizer
-        self._cutter = cutter
+        self._rule = rule
+        self._cutter = cutter = Cutter(template, tokenizer, options)
         self._bare = options
         self._tools = make_context(probes.TOOLS, options.options_json)
         self._contexts: tuple[RenderContext, ...] = (self._bare, self._tools)
         self._boundaries = cutter.boundaries
         self._ask = Questions(template, cutter.boundaries, self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
+        self.refused_systems: set[tuple[Message, ...]] = set()
+        """Conversations with several system messages that cannot be continued."""
 
-    def profile(self) -> TemplateProfile:
+    def probed(self, image: str) -> Probed:
+        """Probes the template; call it once."""
+        return Probed(self._profile(image), self._cutter, self._template)
+
+    def _profile(self, image: str) -> TemplateProfile:
         findings = self._find_system_and_tools()
+        if self._rule.joins_first:
+            findings.add(Finding.JOINS_FIRST_SYSTEM)
+        if self._rule.later_as_user:
+            findings.add(Finding.LATER_SYSTEM_AS_USER)
         plain = self._all(probes.BASIC) and self._ask.generation_prompt_begins_answers()
         findings |= self._find_rewrites(plain=plain)
         self._all(probes.TWICE)
@@ -117,6 +146,8 @@ class _Probe:
             findings.add(Finding.HEADERS_END)
         if self._boundaries.says_after_results:
             findings.add(Finding.TEXT_AFTER_RESULTS)
+        image_roles = self._find_image_roles(image) if image else frozenset[RoleName]()
+        self._cutter.image_roles = image_roles
         kind = Kind.APPEND_ONLY_EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return TemplateProfile(
             kind if plain else Kind.REWRITES,
@@ -128,6 +159,7 @@ class _Probe:
             stripped,
             {role: shown(one) for role, one in ends.headers.items()},
             shown(ends.call),
+            image_roles,
             tuple(map(shown, ends.stops)),
         )
 
@@ -166,7 +198,7 @@ class _Probe:
         several = probes.TWO_CALLS if self._boundaries.says_after_results else probes.SAYING
         if not self._all((*probes.CALLING, several)):
             findings.add(Finding.REWRITES_CALLS)
-        if not self._all(probes.SYSTEMS):
+        if not self._all(probes.SYSTEMS) and not self._rule.later_as_user:
             findings.add(Finding.MOVES_LATER_SYSTEM)
         if self._ask.drops_reasoning(self._contexts[-1]):
             findings.add(Finding.DROPS_REASONING)
@@ -184,9 +216,37 @@ class _Probe:
             for context in self._contexts:
                 outcome = self._try(groups, context)
                 self._counts[outcome] += 1
+                if outcome is _Outcome.REFUSED and messages in probes.SYSTEMS:
+                    self.refused_systems.add(messages)
                 if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
                     exact = False
         return exact
+
+    def _find_image_roles(self, image: str) -> frozenset[RoleName]:
+        """Returns the roles in whose messages every image is printed, in its place."""
+        self._cutter.image_roles = frozenset(probes.IMAGES)
+        return frozenset(
+            role
+            for role, conversations in probes.IMAGES.items()
+            if all(
+                self._shows_images(messages, context, image)
+                for messages in conversations
+                for context in self._contexts
+            )
+        )
+
+    def _shows_images(
+        self, messages: tuple[Message, ...], context: RenderContext, image: str
+    ) -> bool:
+        groups = group_messages(messages)
+        try:
+            full = self._template.render(messages, context, generation_prompt=True)
+            outcome, _ = self._compare(groups, context, full)
+            texts = self._cutter.texts(groups, 0, context)
+        except TemplateRenderError:
+            return False
+        counts = [len(images_of([group])) for group in groups]
+        return outcome is not _Outcome.REFUSED and [one.count(image) for one in texts] == counts
 
     def _find_greetings(self) -> None:
         """Tries conversations that an agent begins; refuses those that differ from the render.

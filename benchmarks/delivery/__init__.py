@@ -1,0 +1,1 @@
+"""Closed sessions from the outbox to tensors, and through TransferQueue: `make bench-delivery`."""

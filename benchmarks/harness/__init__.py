@@ -1,0 +1,1 @@
+"""What the benchmarks share: load, workload, systems under test, engines, and meters."""

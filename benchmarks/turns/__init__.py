@@ -1,0 +1,1 @@
+"""Turns through the mesh and a peer: `make bench-turns`."""

@@ -1,0 +1,171 @@
+"""Turns through the mesh and through a peer, on the same machine in the same run.
+
+    make bench-turns
+
+Sidecar, gateway, router, collector and a scripted engine run as real processes. The peer runs in
+front of an equally fast fake engine, and in the base case so does LiteLLM's proxy, which only
+forwards chat requests. All get the same texts from the same load generator, in interleaved rounds;
+every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
+case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
+short fixed reply, not streamed. CPU time is measured with 64 concurrent sessions, and includes all
+work after the last answer, such as delivery to the collector.
+
+`--rounds` sets the number of rounds. The last line of the output is one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness.measure import Measured, measure
+from benchmarks.harness.systems import (
+    LITELLM,
+    PEER,
+    Model,
+    System,
+    logs,
+    make_model,
+    running_litellm,
+    running_mesh,
+    running_peer,
+    running_timed_mesh,
+)
+from benchmarks.harness.workload import Shape
+from benchmarks.turns import cases
+
+_ALONE_SESSIONS = 4
+_TOGETHER_SESSIONS = 64
+_START_TIMEOUT_S = 120
+_ROUND_TIMEOUT_S = 140
+_DIGITS = 3
+
+Base = dict[tuple[str, int], list[Measured]]
+
+
+async def main(count: int) -> None:
+    """Measures this many rounds of every case, and prints the results."""
+    started, before = time.monotonic(), os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load average before the run {before:.1f}")
+    async with asyncio.timeout(_START_TIMEOUT_S + count * _ROUND_TIMEOUT_S):
+        with tempfile.TemporaryDirectory(prefix="bench-turns-") as name:
+            folder = Path(name)
+            try:
+                base, figures = await _measure_all(folder, count)
+            except BaseException:
+                print(logs(folder), file=sys.stderr)
+                raise
+    summary = _base_summary(base) | figures
+    summary["load_average"] = round(before, 1)
+    print(f"took {time.monotonic() - started:.0f} s")
+    print(json.dumps(summary))
+
+
+async def _measure_all(folder: Path, count: int) -> tuple[Base, dict[str, float]]:
+    model = make_model(folder)
+    async with running_mesh(folder) as mesh, running_peer(folder, model) as peer:
+        systems: dict[str, System] = {"ours": mesh, "peer": peer}
+        for system in systems.values():
+            sessions = _TOGETHER_SESSIONS // 4
+            await measure(system, Shape(), sessions, sessions, seed=0)
+        rounds = [await cases.memory(mesh, count)]
+        _show("memory", rounds[0])
+        async with running_litellm(folder, model) as litellm:
+            await measure(litellm, Shape(), 16, 16, seed=0)
+            base = await _measure_base({**systems, "litellm": litellm}, count)
+        for seed in range(1, count + 1):
+            rounds += await _measure_cases(systems, model, seed)
+    async with running_timed_mesh(folder) as (timed, engine):
+        await cases.first_bytes(timed, engine, seed=0)
+        for seed in range(1, count + 1):
+            rounds.append(await cases.first_bytes(timed, engine, seed))
+            _show("first byte", rounds[-1])
+    names = {name: None for figures in rounds for name in figures}
+    return base, {name: _middle([one[name] for one in rounds if name in one]) for name in names}
+
+
+async def _measure_cases(
+    systems: dict[str, System], model: Model, seed: int
+) -> list[cases.Figures]:
+    """Measures one round of every case, alternating between the systems."""
+    rounds: list[cases.Figures] = []
+    for case in (cases.contexts, cases.tools, cases.stall, cases.long_session):
+        for name in _order(systems, seed):
+            prefix = "" if name == "ours" else f"{name}_"
+            rounds.append(await case(prefix, systems[name], model, seed))
+            _show(case.__name__, rounds[-1])
+    rounds.append(await cases.protocols(systems["ours"], model, seed))
+    _show("protocols", rounds[-1])
+    return rounds
+
+
+async def _measure_base(systems: dict[str, System], count: int) -> Base:
+    """Returns the measurements by system and number of concurrent sessions."""
+    rounds: Base = {}
+    for seed in range(1, count + 1):
+        for concurrent, sessions in ((1, _ALONE_SESSIONS), (64, _TOGETHER_SESSIONS)):
+            for name in _order(systems, seed):
+                found = await measure(systems[name], Shape(), sessions, concurrent, seed)
+                rounds.setdefault((name, concurrent), []).append(found)
+                print(
+                    f"round {seed}  {name}  {concurrent:2} at a time  "
+                    f"{found.turns_per_second:7.1f} turns/s  "
+                    f"p50 {found.p50_ms:7.2f} ms  p99 {found.p99_ms:7.2f} ms",
+                    flush=True,
+                )
+    return rounds
+
+
+def _order(systems: dict[str, System], seed: int) -> list[str]:
+    return list(systems) if seed % 2 else list(reversed(systems))
+
+
+def _show(case: str, figures: cases.Figures) -> None:
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
+    print(f"{case}: {shown}", flush=True)
+
+
+def _middle(values: list[float]) -> float:
+    return round(median(values), _DIGITS)
+
+
+def _base_summary(rounds: Base) -> dict[str, object]:
+    def middle(name: str, concurrent: int, value: Callable[[Measured], float]) -> float:
+        return median(value(one) for one in rounds[name, concurrent])
+
+    def rate(name: str, concurrent: int) -> float:
+        return middle(name, concurrent, lambda one: one.turns_per_second)
+
+    cpu: dict[str, float] = {}
+    for name, prefix in (("ours", ""), ("peer", "peer_"), ("litellm", "litellm_")):
+        for process in rounds[name, 64][0].cpu_ms_per_turn:
+            key = process if process.startswith(prefix) else prefix + process
+            spent = [one.cpu_ms_per_turn[process] for one in rounds[name, 64]]
+            cpu[key] = round(median(spent), 3)
+    return {
+        "turns_per_second_1": round(rate("ours", 1), 1),
+        "turns_per_second_64": round(rate("ours", 64), 1),
+        "p50_ms_64": round(middle("ours", 64, lambda one: one.p50_ms), 2),
+        "p99_ms_64": round(middle("ours", 64, lambda one: one.p99_ms), 2),
+        "cpu_ms_per_turn_by_process": cpu,
+        "peer_turns_per_second_1": round(rate("peer", 1), 1),
+        "peer_turns_per_second_64": round(rate("peer", 64), 1),
+        "ratio_to_peer_64": round(rate("ours", 64) / rate("peer", 64), 3),
+        "litellm_turns_per_second_1": round(rate("litellm", 1), 1),
+        "litellm_turns_per_second_64": round(rate("litellm", 64), 1),
+        "ratio_to_litellm_64": round(rate("ours", 64) / rate("litellm", 64), 3),
+    }
+
+
+if __name__ == "__main__":
+    if not (PEER.exists() and LITELLM.exists()):
+        sys.exit("benchmarks.turns: .venv-peer is missing; run `make bench-turns`, which makes it")
+    parser = argparse.ArgumentParser(prog="benchmarks.turns")
+    parser.add_argument("--rounds", type=int, default=3)
+    asyncio.run(main(parser.parse_args().rounds))

@@ -1,0 +1,81 @@
+"""`rollmesh conformance --base-url URL --key KEY`: checks a server as agents would use it."""
+
+import argparse
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import httpx2
+
+from rollmesh.conformance.catalog import CHECKS
+from rollmesh.conformance.report import junit, table
+from rollmesh.conformance.runner import PATHS, failed, run_checks
+from rollmesh.conformance.server import Server
+
+_LEAST_TIMEOUT_S = 1.0
+
+
+def main() -> int:
+    """Returns the exit code: 0 if no check failed, 1 if one failed, 2 if it could not begin."""
+    parser = _parser()
+    given = parser.parse_args()
+    named = [one for one in given.protocols.split(",") if one]
+    if unknown := set(named) - PATHS.keys():
+        parser.error(f"--protocols: {', '.join(sorted(unknown))}: give some of {', '.join(PATHS)}")
+    if not given.base_url.startswith(("http://", "https://")):
+        parser.error(f"--base-url: {given.base_url!r} is no URL; give one as http://HOST/v1")
+    if not given.timeout_s >= _LEAST_TIMEOUT_S:
+        parser.error(f"--timeout-s: is {given.timeout_s}; give at least {_LEAST_TIMEOUT_S:g}")
+    return asyncio.run(_check(given, named))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rollmesh conformance", description=__doc__)
+    add = parser.add_argument
+    add("--base-url", required=True, help="as OpenAI's clients take it: http://HOST/v1")
+    add("--key", default="", help="sent as bearer token; Messages also as x-api-key")
+    add("--model", default="", help="the first that the server lists, where it is not given")
+    add("--protocols", default="", help="some of chat,responses,messages, which must be served; "
+        "without it, those that are served are checked")  # fmt: skip
+    add("--context-tokens", type=int, help="context length of the model; without it, the checks "
+        "that exceed it are not seen, unless the server's models say it (vLLM)")  # fmt: skip
+    add("--timeout-s", type=float, default=120.0, help="seconds for each check; default 120")
+    add("--junit", type=Path, help="file for the results as JUnit XML")
+    return parser
+
+
+async def _check(given: argparse.Namespace, named: list[str]) -> int:
+    headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
+    base_url = given.base_url.rstrip("/")
+    async with httpx2.AsyncClient(
+        base_url=base_url, headers=headers, timeout=given.timeout_s
+    ) as client:
+        server = Server(client, given.model or "policy", given.context_tokens, given.key)
+        try:
+            await _learn(server, given.model)
+        except httpx2.HTTPError as error:
+            print(f"rollmesh conformance: {base_url}: {error or type(error)}", file=sys.stderr)
+            return 2
+        checks = [one for one in CHECKS if not named or one.protocol in {*named, "http"}]
+        results = await run_checks(server, checks, named, given.timeout_s)
+    print(table(results))
+    if given.junit is not None:
+        given.junit.write_bytes(junit(results))
+    return int(any(failed(results)))
+
+
+async def _learn(server: Server, model: str) -> None:
+    """Takes the model and its context length from the server's list, where they are not given."""
+    answer = await server.send("GET", "models")
+    with suppress(ValueError, KeyError, IndexError, TypeError):
+        listed = json.loads(answer.text)["data"]
+        entry = next((one for one in listed if one["id"] == model), listed[0])
+        server.model = model or str(entry["id"])
+        if server.context_tokens is None and isinstance(entry.get("max_model_len"), int):
+            server.context_tokens = entry["max_model_len"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

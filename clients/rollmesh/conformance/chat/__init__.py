@@ -1,0 +1,1 @@
+"""Checks of OpenAI's chat completions, one module for each subject."""

@@ -1,0 +1,1 @@
+"""Checks of Anthropic's Messages, one module for each subject."""

@@ -1,0 +1,1 @@
+"""Checks of OpenAI's Responses, one module for each subject."""

@@ -1,0 +1,154 @@
+"""Prompts with images as vLLM takes them: expanded ids, explicit ranges, and our own hashes.
+
+vLLM's processor is asked about one image at a time, with one placeholder. It is never given a
+prompt, because it would search the placeholders there: it expands runs a second time, and gives
+images to placeholders that stand for nothing. Both happen without an error.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+from rollmesh.engine.backend import PromptImage
+from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.runtime.codec.images import decode_image
+from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError
+
+_ID_NAMES = ("image_token_id", "image_token_index")
+
+
+def takes_images(model_path: Path) -> bool:
+    """Returns whether a model's config names an id that stands for images."""
+    try:
+        config = json.loads((model_path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False  # vLLM says what is wrong
+    return isinstance(config, dict) and any(name in config for name in _ID_NAMES)
+
+
+class ProcessedImage:
+    """What the model's processor made of an image."""
+
+    def __init__(self, found: Any) -> None:
+        """Takes vLLM's input for a prompt that is one placeholder."""
+        self.token_ids = np.array(found["prompt_token_ids"], np.uint32)
+        (self.item,) = found["mm_kwargs"]["image"]
+        (place,) = found["mm_placeholders"]["image"]
+        self.embeds: torch.Tensor | None = place.is_embed
+        """Which of its ids are filled with the image's embeddings; None: all."""
+        tensors = (one for one in self.item.get_data().values() if isinstance(one, torch.Tensor))
+        self.size = sum(one.nbytes for one in tensors) + self.token_ids.nbytes
+
+
+class ImagePrompts:
+    """Makes prompts with images; keeps what the processor made of each image.
+
+    Weights do not change that, so it outlives every push, which empties vLLM's own caches: each
+    request carries everything that vLLM needs.
+    """
+
+    def __init__(self, llm: Any, max_bytes: int) -> None:
+        """Takes vLLM, which has the model's processor, and a bound of what is kept."""
+        config = llm.vllm_config.model_config.hf_config
+        ids = (getattr(config, name, None) for name in _ID_NAMES)
+        self._placeholder = next((one for one in ids if isinstance(one, int)), None)
+        if not llm.vllm_config.model_config.supports_multimodal_inputs:
+            self._placeholder = None
+        self._renderer = llm.renderer
+        self._processed: ByteCache[str, ProcessedImage] = ByteCache(max_bytes)
+
+    async def prompt(self, token_ids: TokenIds, images: Sequence[PromptImage]) -> Any:
+        """Returns vLLM's input for a prompt.
+
+        Raises:
+            InvalidFieldError: The processor represents an image by other ids than the prompt does,
+                there are placeholders without an image, or the model takes no images.
+            InvalidImageError: The processor cannot take an image.
+        """
+        ids = token_ids.tolist()
+        if not images:
+            return {"prompt_token_ids": ids}
+        if self._placeholder is None:
+            raise InvalidFieldError("images", "this model takes no images; send text alone")
+        made: list[ProcessedImage] = []
+        for at, image in enumerate(images):
+            processed = await self._process(image, f"images[{at}]")
+            _check_run(image, token_ids, processed, f"images[{at}]")
+            made.append(processed)
+        self._check_rest(images, token_ids)
+        return mm_input(
+            prompt_token_ids=ids,
+            mm_kwargs=MultiModalKwargsItems({"image": [one.item for one in made]}),
+            mm_hashes={"image": [image.sha256 for image in images]},
+            mm_placeholders={
+                "image": [
+                    PlaceholderRange(image.offset, image.length, one.embeds)
+                    for image, one in zip(images, made, strict=True)
+                ]
+            },
+        )
+
+    async def _process(self, image: PromptImage, field: str) -> ProcessedImage:
+        """Returns what the model's processor makes of an image."""
+        if (found := self._processed.find(image.sha256)) is not None:
+            return found
+        pixels = await asyncio.to_thread(decode_image, image.data)
+        prompt = {
+            "prompt_token_ids": [self._placeholder],
+            "multi_modal_data": {"image": [pixels]},
+            "multi_modal_uuids": {"image": [image.sha256]},
+        }
+        try:
+            (rendered,) = await self._renderer.render_cmpl_async([prompt], skip_mm_cache=True)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise InvalidImageError(
+                field, f"is not taken by the model's processor: {error.__cause__ or error}"
+            ) from error
+        made = ProcessedImage(rendered)
+        self._processed.add(image.sha256, made, made.size)
+        return made
+
+    def _check_rest(self, images: Sequence[PromptImage], token_ids: TokenIds) -> None:
+        """Checks that no other id of the prompt stands for an image.
+
+        Raises:
+            InvalidFieldError: One does. Trainers cannot tell such an id from those of images.
+        """
+        is_placeholder = token_ids == self._placeholder
+        for image in images:
+            is_placeholder[image.offset : image.offset + image.length] = False
+        if is_placeholder.any():
+            raise InvalidFieldError(
+                "token_ids_u32le",
+                f"has the id of an image, {self._placeholder}, at index "
+                f"{int(is_placeholder.argmax())}, where no image is; name all images",
+            )
+
+
+def _check_run(
+    image: PromptImage, token_ids: TokenIds, processed: ProcessedImage, field: str
+) -> None:
+    """Checks that the ids of an image are those of the processor.
+
+    Raises:
+        InvalidFieldError: They are others.
+    """
+    wanted = processed.token_ids
+    if len(wanted) != image.length:
+        raise InvalidFieldError(
+            f"{field}.length",
+            f"is {image.length}; the model's processor makes {len(wanted)} ids of the image; "
+            "start the gateway and the engine from the same model_path",
+        )
+    if not np.array_equal(token_ids[image.offset : image.offset + image.length], wanted):
+        raise InvalidFieldError(
+            f"{field}.offset", "the ids there are not those that stand for an image"
+        )

@@ -1,0 +1,1 @@
+"""Images in conversations: how many tokens each one takes, and where they are."""

@@ -1,0 +1,300 @@
+"""Gateways with journals in one PostgreSQL: another takes over, whatever happens to one of them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollmesh.client import Session
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.v1 import (
+    chat_pb2,
+    collector_pb2,
+    collector_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+)
+from tests.chat.images.pictures import image_part, picture
+from tests.fleets import Fleet, gateway_fleet
+from tests.messages import said
+from tests.waiting import until
+
+RULES = [("plain", "The answer is 42."), ("next", "I am not sure."), ("slow", "word " * 60)]
+LEASE_MS = 1500
+TURNS = 8
+PATIENT = 30
+"""Retries of an agent: it is still there when another gateway has taken over."""
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Fleet]:
+    async with gateway_fleet(tmp_path, tokenizer_dir, RULES, LEASE_MS) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def seeing(tmp_path: Path, vision_dir: Path) -> AsyncIterator[Fleet]:
+    """Gateways whose model takes images."""
+    async with gateway_fleet(tmp_path, vision_dir, RULES, LEASE_MS) as fleet:
+        yield fleet
+
+
+class Talk:
+    """An agent that asks, and goes on with each answer."""
+
+    def __init__(self, fleet: Fleet, session: Session, retries: int = PATIENT) -> None:
+        self.session = session
+        self.answers: list[str] = []
+        self.messages: list[Any] = [{"role": "user", "content": "plain"}]
+        self._agent = fleet.agent(session, max_retries=retries, timeout=20)
+
+    async def run(self, turns: int) -> None:
+        for _ in range(turns):
+            answer = await self._agent.chat.completions.create(
+                model="policy", messages=self.messages
+            )
+            self.answers.append(answer.id)
+            message = answer.choices[0].message
+            self.messages += [
+                {"role": "assistant", "content": message.content},
+                {"role": "user", "content": "next"},
+            ]
+
+
+async def talking(fleet: Fleet, count: int = 6, retries: int = PATIENT) -> list[Talk]:
+    """Agents whose sessions are at both gateways."""
+    sessions = [
+        await fleet.client.open_session(fleet.client.session_request()) for _ in range(count)
+    ]
+    assert {await fleet.owner(session) for session in sessions} == {"gateway-0", "gateway-1"}
+    return [Talk(fleet, session, retries) for session in sessions]
+
+
+async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
+    """Every answered turn is trained once, in one exact trajectory for each agent."""
+    for talk in talks:
+        turns = (await fleet.client.transcript(talk.session)).turns
+        assert len(turns) == len(talk.answers)
+        await fleet.client.close_session(talk.session)
+    results = await fleet.results(len(talks))
+    for talk in talks:
+        (trajectory,) = results[talk.session.session_id].trajectories
+        assert trajectory.turns == len(talk.answers) == len(set(talk.answers))
+        assert set(trajectory.reasons) <= {"EXACT", "RETRY_REPLAY"}
+        sampled = [one for one in trajectory.segments if one.sampled]
+        assert all(one.trained for one in sampled)
+        assert [int(one.rpartition("-")[2]) for one in talk.answers] == [
+            one.node_id for one in sampled
+        ]
+    assert (await fleet.client.stats()).duplicates == 0
+
+
+async def while_talking(fleet: Fleet, talks: list[Talk], happens: Any, turns: int = TURNS) -> None:
+    """Runs the agents; in the middle something happens."""
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
+        for talk in talks:
+            tasks.create_task(talk.run(turns))
+        await until(lambda: all(len(talk.answers) >= 2 for talk in talks))
+        await happens()
+
+
+async def test_agents_that_never_retry_do_not_notice_that_a_gateway_is_killed(
+    fleet: Fleet,
+) -> None:
+    talks = await talking(fleet, retries=0)
+    await while_talking(fleet, talks, fleet.mesh.processes["gateway-1"].kill)
+    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await check_books(fleet, talks)
+
+    # Its successor has nothing but the database, finds its journal taken, and opens another.
+    await fleet.start_gateway("gateway-1")
+    assert await fleet.session_at("gateway-1")
+
+
+async def test_images_go_over_with_their_session(seeing: Fleet) -> None:
+    session = await seeing.session_at("gateway-1")
+    talk = Talk(seeing, session)
+    cat, dog = picture(64, 64), picture(96, 64, seed=1)
+    text = {"type": "text", "text": "plain"}
+    talk.messages = [{"role": "user", "content": [image_part(cat), text]}]
+    await talk.run(1)
+    await seeing.mesh.processes["gateway-1"].kill()
+    # The engine has lost them too: the gateway that takes over has them from the database.
+    await seeing.mesh.restart("engine")
+    talk.messages[-1]["content"] = [image_part(dog), {"type": "text", "text": "next"}]
+    await talk.run(2)
+    assert await seeing.owner(session) == "gateway-0"
+    await check_books(seeing, [talk])
+    async with open_channel(seeing.mesh.processes["collector"].address) as channel:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        request = collector_pb2.ReadSessionsRequest(session_id=session.session_id)
+        (stored,) = [one.session async for one in stub.ReadSessions(request)]
+    assert [one.data for one in stored.images] == [cat, dog]
+    assert [one.tokens for one in stored.trajectories[0].images] == [4, 6]
+
+
+async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_the_other(
+    fleet: Fleet,
+) -> None:
+    session = await fleet.session_at("gateway-1")
+    ask = said("plain")
+    async with open_channel(fleet.mesh.processes["gateway-1"].address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        first = await stub.Chat(chat(session, ask), timeout=30)
+    closed = await fleet.session_at("gateway-1")
+    await fleet.agent(closed).chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "plain"}]
+    )
+    ids = await fleet.client.close_session(closed)
+    await fleet.mesh.processes["gateway-1"].kill()
+    assert await fleet.client.close_session(closed) == ids  # a repeat
+    agent = fleet.agent(session, max_retries=PATIENT)
+    answer = await agent.chat.completions.create(
+        model="policy",
+        messages=[{"role": "user", "content": "plain"}],
+        extra_headers={"x-stainless-retry-count": "1"},
+    )
+    assert answer.id == first.answers[0].answer_id
+    assert len((await fleet.client.transcript(session)).turns) == 1
+
+
+async def test_a_stored_response_is_found_where_another_gateway_takes_over(fleet: Fleet) -> None:
+    session = await fleet.session_at("gateway-1")
+    agent = fleet.agent(session, max_retries=0, timeout=20)
+    first = await agent.responses.create(model="policy", input="plain")
+    await fleet.mesh.processes["gateway-1"].kill()
+    assert (await agent.responses.retrieve(first.id)).output_text == first.output_text
+    second = await agent.responses.create(
+        model="policy", input="next", previous_response_id=first.id
+    )
+    assert second.output_text == "I am not sure."
+    assert len((await fleet.client.transcript(session)).turns) == 2
+
+
+async def test_agents_and_trainers_leave_a_gateway_that_stands_still_for_the_one_that_takes_over(
+    fleet: Fleet,
+) -> None:
+    """They wait for less than a connection that answers no pings takes to be closed: 30 s."""
+    talks = await talking(fleet, retries=0)
+    stopped = fleet.mesh.processes["gateway-1"]
+    transcripts: list[asyncio.Task[Any]] = []
+
+    async def frozen() -> None:
+        stopped.freeze()
+        transcripts.extend(
+            asyncio.create_task(fleet.client.transcript(talk.session)) for talk in talks
+        )
+        async with asyncio.timeout(20):
+            await asyncio.gather(*transcripts)
+
+    try:
+        await while_talking(fleet, talks, frozen)
+    finally:
+        stopped.thaw()
+    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await check_books(fleet, talks)
+
+
+async def test_a_gateway_that_stood_still_commits_nothing_once_its_journal_is_taken(
+    fleet: Fleet,
+) -> None:
+    session = await fleet.session_at("gateway-1")
+    stopped = fleet.mesh.processes["gateway-1"]
+    async with open_channel(stopped.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.StreamChat(
+            gateway_pb2.StreamChatRequest(chat=chat(session, said("slow"))), timeout=120
+        )
+        await anext(aiter(call))  # it samples
+        os.killpg(stopped.pid, signal.SIGSTOP)
+        try:
+            await until(lambda: taken_by(fleet, session, "gateway-0"))
+            agent = fleet.agent(session, max_retries=PATIENT, timeout=20)
+            talk = Talk(fleet, session)
+            talk._agent = agent  # noqa: SLF001
+            await talk.run(2)
+        finally:
+            os.killpg(stopped.pid, signal.SIGCONT)
+        with pytest.raises(RollmeshError) as refused, typed_errors():
+            async for _ in call:
+                pass
+        assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "JOURNAL_MOVED")
+        for _ in range(2):  # also when it has given up the session
+            with pytest.raises(RollmeshError) as refused, typed_errors():
+                await stub.Chat(chat(session, said("plain")), timeout=30)
+            assert refused.value.reason == "JOURNAL_MOVED"
+    await check_books(fleet, [talk])
+    assert await fleet.session_at("gateway-1")  # which has a journal again
+
+
+async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fleet: Fleet) -> None:
+    """The gateway that takes over knows the request id, and so which session it opened."""
+    dying = await fleet.start_gateway("gateway-2", fault="gateway-after-open")
+    sessions: list[Session] = []
+    (journal,) = [id_ for id_, (_, name) in (await fleet.owners()).items() if name == "gateway-2"]
+
+    async def opens() -> None:
+        while len(sessions) < 6:
+            sessions.append(await fleet.client.open_session(fleet.client.session_request()))
+
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+        tasks.create_task(opens())
+        await dying.wait_line("FAULT gateway-after-open")
+        await dying.kill()
+    assert len({session.session_id for session in sessions}) == 6
+
+    async def taken() -> bool:
+        owner = (await fleet.owners()).get(journal, (0, ""))[1]
+        return owner not in {"", "gateway-2"}
+
+    await until(taken)
+    assert await fleet.live_sessions() == 6
+
+
+async def test_a_database_that_is_killed_in_the_middle_loses_and_doubles_nothing(
+    fleet: Fleet,
+) -> None:
+    talks = await talking(fleet)
+
+    async def killed() -> None:
+        await fleet.database.kill()
+        agent = fleet.agent(talks[0].session)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await agent.chat.completions.create(model="policy", messages=[CONTENT])
+        assert refused.value.status_code == 503
+        await fleet.database.start()
+
+    await while_talking(fleet, talks, killed)
+    await check_books(fleet, talks)
+
+
+async def test_a_gateway_that_is_stopped_hands_its_sessions_over_unnoticed(fleet: Fleet) -> None:
+    talks = await talking(fleet, retries=0)
+    codes: list[int] = []
+
+    async def stopped() -> None:
+        codes.append(await fleet.mesh.processes["gateway-1"].terminate())
+
+    await while_talking(fleet, talks, stopped)
+    assert codes == [0]
+    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await check_books(fleet, talks)
+
+
+CONTENT: Any = {"role": "user", "content": "aside"}
+
+
+async def taken_by(fleet: Fleet, session: Session, name: str) -> bool:
+    return await fleet.owner(session) == name
+
+
+def chat(session: Session, message: chat_pb2.ChatMessage) -> gateway_pb2.ChatRequest:
+    return gateway_pb2.ChatRequest(
+        session_id=session.session_id, session_key=session.api_key, messages=[message]
+    )

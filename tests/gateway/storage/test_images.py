@@ -1,0 +1,78 @@
+"""Images in journals of both kinds: each once for a session, and gone with it."""
+
+from hashlib import sha256
+
+from rollmesh.chat.images.placing import Placeholder
+from rollmesh.chat.messages import Image, Message
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
+from rollmesh.gateway.storage import closed, images, journal
+from rollmesh.gateway.storage.transaction import Transaction
+from rollmesh.runtime.codec.images import CheckedImage
+from tests.gateway.closing import COMPLETED, new_tree
+from tests.gateway.journals import Opened
+from tests.gateway.worlds import World, said
+
+CAT, DOG = (
+    CheckedImage(data, sha256(data).hexdigest(), "image/png", width, 20)
+    for data, width in ((b"cat" * 1000, 10), (b"dog", 30))
+)
+
+
+def seeing(*shown: CheckedImage) -> Message:
+    found = tuple(Image(0, one.sha256, one.width, one.height) for one in shown)
+    return Message("user", "x", images=found)
+
+
+def write(tx: Transaction, name: str) -> World:
+    """Writes a session of two turns that show three images, two of them the same."""
+    world, spec = World(), SessionSpec(name, 0)
+    journal.insert_session(tx, spec)
+    first = seeing(CAT)
+    for message, shown in (((first,), [CAT]), ((first, said("A"), seeing(DOG, CAT)), [DOG, CAT])):
+        node = world.turn(message, said("A"))
+        assert node.parent is not None
+        node.parent.images = tuple(Placeholder(one.sha256, 1, 1) for one in shown)
+        answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
+        journal.insert_turn(tx, name, [node.parent, node], answer, shown)
+    return world
+
+
+async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> None:
+    async with opened() as journal_:
+        world = await journal_.run(lambda tx: write(tx, "s"))
+        stored = await journal_.read(lambda tx: journal.read_session(tx, "s", new_tree))
+        found = await journal_.read(
+            lambda tx: images.read_image_bytes(tx, "s", [CAT.sha256, "f" * 64])
+        )
+    assert found == {CAT.sha256: CAT.data}
+    assert (len(stored.images), stored.images.size) == (2, 3003)
+    facts = stored.images.get(DOG.sha256)
+    assert facts is not None
+    assert (facts.media_type, facts.width, facts.height, facts.size) == ("image/png", 30, 20, 3)
+    for node_id, node in world.tree.nodes.items():
+        assert stored.tree.nodes[node_id].messages == node.messages
+        assert stored.tree.nodes[node_id].images == node.images
+
+
+async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Opened) -> None:
+    async with opened() as journal_:
+        for name in ("s", "t"):
+            await journal_.run(lambda tx: write(tx, name))  # noqa: B023
+        at, found = 0, []
+        while (
+            one := await journal_.run(
+                lambda tx: images.read_next_image(tx, "s", at)  # noqa: B023
+            )
+        ) is not None:
+            at, image = one
+            found.append((image.sha256, image.data, image.data_bytes))
+        assert found == [(one.sha256, one.data, len(one.data)) for one in (CAT, DOG)]
+        close = closed.Close("s", COMPLETED.SerializeToString(), b"", 1, 1, [], [])
+        await journal_.run(lambda tx: closed.close_session(tx, close))
+        letter = await journal_.run(lambda tx: closed.read_letter(tx, "s"))
+        assert [journal.has_images(row) for row in letter.rows] == [True, False, True, False]
+        await journal_.run(lambda tx: closed.mark_delivered(tx, ["s"]))
+        while await journal_.run(closed.sweep):
+            continue
+        left = await journal_.read(lambda tx: [images.read_images(tx, name) for name in "st"])
+        assert [len(one) for one in left] == [0, 2]

@@ -1,0 +1,132 @@
+"""What an engine answers, and what that does to its circuit."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    InvalidConstraintError,
+    OverloadedError,
+    RollmeshError,
+    StartingError,
+)
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
+from tests.meshes import Mesh, scripted_mesh
+from tests.router.engines import Answers, NotingEngine, noting_engine
+from tests.waiting import until
+
+TURNS = 4  # more than the losses that open a circuit
+CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def answer(request: engine_pb2.GenerateRequest) -> engine_pb2.StreamGenerateResponse:
+    response = engine_pb2.StreamGenerateResponse(
+        token_ids_u32le=pack_ids(np.array([2], np.uint32)),
+        logprobs_f32le=pack_logprobs(np.array([-0.5], np.float32)),
+        policy_version=0,
+        prompt_crc32=zlib.crc32(request.token_ids_u32le),
+    )
+    response.finish.reason = sampling_pb2.FINISH_REASON_STOP
+    response.finish.stop_token_id = 2
+    response.finish.prompt_tokens = len(request.token_ids_u32le) // 4
+    response.finish.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
+    response.finish.version_spans.add(start=0, end=1)
+    return response
+
+
+def failing(error: RollmeshError, times: int) -> Any:
+    """Returns answers that fail a number of times."""
+    left = [error] * times
+
+    async def answers(request: engine_pb2.GenerateRequest) -> Answers:
+        if left:
+            raise left.pop()
+        yield answer(request)
+
+    return answers
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[tuple[Mesh, NotingEngine]]:
+    """A mesh whose only engine does what a test says."""
+    first = {"router": {"metrics_port": 0}}
+    async with scripted_mesh(tmp_path, tokenizer_dir, first=first) as mesh:
+        assert await mesh.processes["engine"].terminate() == 0  # so it leaves the router
+        async with noting_engine(mesh.address("router"), "noting") as engine:
+            yield mesh, engine
+
+
+async def circuit(mesh: Mesh) -> router_pb2.CircuitState.ValueType:
+    async with mesh.client() as client:
+        replicas = (await client.replicas()).replicas
+    return next(one.circuit for one in replicas if one.hello.replica_id == "noting")
+
+
+async def changes(mesh: Mesh) -> float:
+    found = await mesh.processes["router"].samples("rollmesh_router_circuit_changes_total")
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OverloadedError("full", retry_delay_ms=1), id="overloaded"),
+        pytest.param(StartingError("starting", retry_delay_ms=1), id="starting"),
+    ],
+)
+async def test_backpressure_is_not_failure(
+    fleet: tuple[Mesh, NotingEngine], error: RollmeshError
+) -> None:
+    mesh, engine = fleet
+    engine.answers = failing(error, TURNS)
+    async with mesh.client() as client, client.session() as session:
+        said = await mesh.openai(session).chat.completions.create(**CHAT)
+    assert said.choices[0].finish_reason == "stop"
+    assert (await circuit(mesh), await changes(mesh)) == (router_pb2.CIRCUIT_STATE_CLOSED, 0)
+
+
+async def test_an_error_of_a_client_is_no_failure_of_the_engine(
+    fleet: tuple[Mesh, NotingEngine],
+) -> None:
+    mesh, engine = fleet
+    engine.answers = failing(InvalidConstraintError("constraint", "cannot be enforced"), TURNS)
+    async with mesh.client() as client, client.session() as session:
+        for _ in range(TURNS):
+            with pytest.raises(openai.BadRequestError):
+                await mesh.openai(session).chat.completions.create(**CHAT)
+    assert (await circuit(mesh), await changes(mesh)) == (router_pb2.CIRCUIT_STATE_CLOSED, 0)
+
+
+async def test_an_open_circuit_is_visible(fleet: tuple[Mesh, NotingEngine]) -> None:
+    mesh, engine = fleet
+    engine.answers = failing(EngineDeadError("it died"), 3)
+    states: set[router_pb2.CircuitState.ValueType] = set()
+    async with mesh.client() as client, client.session() as session:
+        turn = asyncio.ensure_future(mesh.openai(session).chat.completions.create(**CHAT))
+
+        async def opened() -> bool:
+            states.add(await circuit(mesh))
+            return router_pb2.CIRCUIT_STATE_OPEN in states
+
+        await until(opened)
+        said = await turn  # after a second the engine is tried again
+    assert said.choices[0].finish_reason == "stop"
+    await until(lambda: _is_closed(mesh))
+    found = await mesh.processes["router"].samples("rollmesh_router_circuit_changes_total")
+    assert {name.partition("{")[2]: count for name, count in found.items()} == {
+        'state="open"}': 1,
+        'state="half-open"}': 1,
+        'state="closed"}': 1,
+    }
+
+
+async def _is_closed(mesh: Mesh) -> bool:
+    return await circuit(mesh) == router_pb2.CIRCUIT_STATE_CLOSED

@@ -1,0 +1,273 @@
+"""Images through a whole mesh of real processes, by the published clients of each protocol."""
+
+import base64
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic, BadRequestError
+from openai import AsyncOpenAI
+
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.client import Session
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2, trajectory_pb2
+from tests.chat.images.pictures import data_url, picture
+from tests.meshes import Mesh, delivered, scripted_mesh
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 7}}\n</tool_call>'
+RULES = [("compute", CALL), ("</tool_response>", "It is a cat."), ("plain", "You are welcome.")]
+CAT, DOG, OWL = picture(64, 64), picture(96, 64, seed=1), picture(64, 32, seed=2)
+"""Of 4, 6 and 2 ids."""
+BROKEN = CAT[:-30]
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "integer"}}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seeing(tmp_path_factory: pytest.TempPathFactory, vision_dir: Path) -> AsyncIterator[Mesh]:
+    """A mesh whose model takes images."""
+    folder = tmp_path_factory.mktemp("seeing")
+    async with scripted_mesh(folder, vision_dir, RULES) as mesh:
+        yield mesh
+
+
+class Agent(ABC):
+    """An agent that resends its conversation with every turn."""
+
+    def __init__(self) -> None:
+        self.history: list[Any] = []
+
+    @abstractmethod
+    async def ask(self, data: bytes | None, text: str) -> None:
+        """Says an image and a text, and keeps the answer."""
+
+    @abstractmethod
+    async def give(self, data: bytes) -> None:
+        """Gives an image as the result of the last call, and keeps the answer."""
+
+
+class Chat(Agent):
+    def __init__(self, client: AsyncOpenAI) -> None:
+        super().__init__()
+        self._client = client
+        self._call = ""
+
+    async def ask(self, data: bytes | None, text: str) -> None:
+        shown = [] if data is None else [self.part(data)]
+        self.history.append({"role": "user", "content": [*shown, {"type": "text", "text": text}]})
+        await self._post()
+
+    async def give(self, data: bytes) -> None:
+        content = [{"type": "text", "text": "Seen: "}, self.part(data)]
+        self.history.append({"role": "tool", "tool_call_id": self._call, "content": content})
+        await self._post()
+
+    async def _post(self) -> None:
+        tool: Any = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+        answer = await self._client.chat.completions.create(
+            model="policy", messages=self.history, tools=[tool]
+        )
+        message = answer.choices[0].message
+        self.history.append(message)
+        self._call = message.tool_calls[0].id if message.tool_calls else ""
+
+    @staticmethod
+    def part(data: bytes) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": data_url(data), "detail": "auto"}}
+
+
+class Responses(Agent):
+    def __init__(self, client: AsyncOpenAI) -> None:
+        super().__init__()
+        self._client = client
+        self._call = ""
+
+    async def ask(self, data: bytes | None, text: str) -> None:
+        shown = [] if data is None else [self.part(data)]
+        content = [*shown, {"type": "input_text", "text": text}]
+        self.history.append({"role": "user", "content": content})
+        await self._post()
+
+    async def give(self, data: bytes) -> None:
+        output = [{"type": "input_text", "text": "Seen: "}, self.part(data)]
+        item = {"type": "function_call_output", "call_id": self._call, "output": output}
+        self.history.append(item)
+        await self._post()
+
+    async def _post(self) -> None:
+        tool: Any = {"type": "function", "name": "look", "parameters": PARAMETERS}
+        answer = await self._client.responses.create(
+            model="policy", input=self.history, tools=[tool]
+        )
+        self.history += answer.output
+        self._call = next((one.call_id for one in answer.output if one.type == "function_call"), "")
+
+    @staticmethod
+    def part(data: bytes) -> dict[str, Any]:
+        return {"type": "input_image", "image_url": data_url(data), "detail": "auto"}
+
+
+class Messages(Agent):
+    def __init__(self, client: AsyncAnthropic) -> None:
+        super().__init__()
+        self._client = client
+        self._call = ""
+
+    async def ask(self, data: bytes | None, text: str) -> None:
+        shown = [] if data is None else [self._block(data)]
+        self.history.append({"role": "user", "content": [*shown, {"type": "text", "text": text}]})
+        await self._post()
+
+    async def give(self, data: bytes) -> None:
+        content = [{"type": "text", "text": "Seen: "}, self._block(data)]
+        result = {"type": "tool_result", "tool_use_id": self._call, "content": content}
+        self.history.append({"role": "user", "content": [result]})
+        await self._post()
+
+    async def _post(self) -> None:
+        tool: Any = {"name": "look", "input_schema": PARAMETERS}
+        answer = await self._client.messages.create(
+            model="policy", max_tokens=200, messages=self.history, tools=[tool]
+        )
+        self.history.append({"role": "assistant", "content": answer.content})
+        self._call = next((one.id for one in answer.content if one.type == "tool_use"), "")
+
+    @staticmethod
+    def _block(data: bytes) -> dict[str, Any]:
+        encoded = base64.b64encode(data).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": encoded}
+        return {"type": "image", "source": source}
+
+
+def anthropic_of(mesh: Mesh, session: Session) -> AsyncAnthropic:
+    client = AsyncAnthropic(
+        base_url=session.base_url.removesuffix("/v1"), api_key="static", max_retries=0
+    )
+    mesh.stack.push_async_callback(client.close)
+    return client
+
+
+def agent_of(mesh: Mesh, session: Session, protocol: str) -> Agent:
+    if protocol == "messages":
+        return Messages(anthropic_of(mesh, session))
+    client = mesh.openai(session)
+    return Chat(client) if protocol == "chat" else Responses(client)
+
+
+async def record_of(mesh: Mesh, session: Session) -> session_pb2.SessionRecord:
+    """What the collector stores of a session."""
+    channel = open_channel(mesh.address("collector"))
+    try:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        request = collector_pb2.ReadSessionsRequest(session_id=session.session_id)
+        (response,) = [one async for one in stub.ReadSessions(request)]
+        return response.session
+    finally:
+        await channel.close()
+
+
+def check(
+    trajectory: trajectory_pb2.Trajectory, vision_dir: Path, *shown: tuple[bytes, int]
+) -> None:
+    """Asserts that the ids that stand for images are exactly those that the trajectory names."""
+    pad = Tokenizer(vision_dir).special_id("<|image_pad|>")
+    ids = np.frombuffer(trajectory.tokens.token_ids_u32le, "<u4")
+    told = np.zeros(len(ids), bool)
+    for one in trajectory.images:
+        told[one.start : one.start + one.tokens] = True
+    assert np.array_equal(ids == pad, told)
+    assert [(one.sha256, one.tokens) for one in trajectory.images] == [
+        (hashlib.sha256(data).hexdigest(), tokens) for data, tokens in shown
+    ]
+
+
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+async def test_three_turns_and_a_branch_with_images_are_exact(
+    seeing: Mesh, vision_dir: Path, protocol: str
+) -> None:
+    async with seeing.client() as client:
+        async with client.session() as session:
+            agent = agent_of(seeing, session, protocol)
+            await agent.ask(CAT, "compute")
+            begun = list(agent.history)
+            await agent.give(DOG)
+            await seeing.restart("gateway")
+            await agent.ask(CAT, "plain")
+            agent.history = begun
+            await agent.give(OWL)
+        await delivered(client, session)
+    record = await record_of(seeing, session)
+    assert sorted(one.data for one in record.images) == sorted((CAT, DOG, OWL))
+    main, branch = record.trajectories
+    assert (main.turns, branch.turns) == (3, 2)
+    assert list(main.reasons) == [trajectory_pb2.FIDELITY_REASON_EXACT]
+    check(main, vision_dir, (CAT, 4), (DOG, 6), (CAT, 4))
+    check(branch, vision_dir, (CAT, 4), (OWL, 2))
+
+
+async def test_protocols_continue_one_path_with_images(seeing: Mesh, vision_dir: Path) -> None:
+    async with seeing.client() as client:
+        async with client.session() as session:
+            chat, responses = (agent_of(seeing, session, name) for name in ("chat", "responses"))
+            await chat.ask(CAT, "plain")
+            await responses.ask(CAT, "plain")
+            openai_client = seeing.openai(session)
+            opening: Any = {"role": "user", "content": [Responses.part(DOG), _said("plain")]}
+            first = await openai_client.responses.create(model="policy", input=[opening])
+            going_on: Any = {"role": "user", "content": [Responses.part(OWL), _said("plain")]}
+            second = await openai_client.responses.create(
+                model="policy", previous_response_id=first.id, input=[going_on]
+            )
+            counted = await openai_client.responses.input_tokens.count(
+                model="policy",
+                previous_response_id=second.id,
+                input=[{"role": "user", "content": [_said("plain")]}],
+            )
+            assert second.usage is not None
+            assert counted.input_tokens > second.usage.input_tokens
+        await delivered(client, session)
+    record = await record_of(seeing, session)
+    assert sorted(len(one.images) for one in record.trajectories) == [1, 1, 2]
+    check(record.trajectories[2], vision_dir, (DOG, 6), (OWL, 2))
+
+
+def _said(text: str) -> Any:
+    return {"type": "input_text", "text": text}
+
+
+async def test_a_broken_image_is_named_as_the_client_sent_it(seeing: Mesh) -> None:
+    async with seeing.client() as client, client.session() as session:
+        for protocol, error in (
+            ("chat", openai.BadRequestError),
+            ("responses", openai.BadRequestError),
+            ("messages", BadRequestError),
+        ):
+            agent = agent_of(seeing, session, protocol)
+            await agent.ask(CAT, "compute")
+            with pytest.raises(error) as caught:
+                await agent.give(BROKEN)
+            field = {
+                "chat": "messages[2].content[1].image_url.url",
+                "responses": "input[2].output[1].image_url",
+                "messages": "messages[2].content[0].content[1].source.data",
+            }[protocol]
+            assert f"{field}: is broken" in str(caught.value)
+            if isinstance(caught.value, openai.BadRequestError):
+                assert caught.value.param == field
+
+
+async def test_images_are_refused_where_the_template_does_not_show_them(seeing: Mesh) -> None:
+    async with seeing.client() as client, client.session() as session:
+        message: Any = {"role": "system", "content": [Chat.part(CAT)]}
+        with pytest.raises(openai.BadRequestError, match="not served in system messages") as caught:
+            await seeing.openai(session).chat.completions.create(
+                model="policy", messages=[message, {"role": "user", "content": "plain"}]
+            )
+        assert caught.value.param == "messages[0].content[0].image_url.url"

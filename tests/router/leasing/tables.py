@@ -1,0 +1,44 @@
+"""Lease tables of the tests."""
+
+from typing import Any
+
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.v1 import router_pb2 as pb
+
+
+def table(*names: str, capacity: int = 8) -> LeaseTable:
+    result = LeaseTable()
+    for name in names:
+        result.add_engine(Engine(name, f"{name}:1", "m", capacity))
+    result.open_stream("g", hello())
+    return result
+
+
+def change(leases: LeaseTable, name: str, **state: Any) -> None:
+    for attribute, value in state.items():
+        setattr(leases.engines[name], attribute, value)
+    leases.fleet.changed(leases.engines[name])
+
+
+def granted(grant: pb.LeaseGrant | None) -> str:
+    assert grant is not None
+    return grant.engine_id
+
+
+def hello(
+    model: str = "", sha256: str = "", tokens: int = 0, *, name: str = "g"
+) -> pb.DispatchHello:
+    return pb.DispatchHello(
+        gateway_id=name, model=model, tokenizer_sha256=sha256, vocabulary_tokens=tokens
+    )
+
+
+def ended(leases: LeaseTable, now_ms: int) -> dict[str, str]:
+    """Ends the waits that can end: the engine of each lease, or the reason of its refusal."""
+    return {
+        one.lease_id: one.result.engine_id
+        if isinstance(one.result, pb.LeaseGrant)
+        else one.result.reason
+        for one in leases.end_waits(now_ms)
+    }

@@ -1,0 +1,286 @@
+"""One generation on engines that do what a test says."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias
+
+import pytest
+
+from rollmesh.mesh.generations import failover
+from rollmesh.mesh.generations.continuing import prompt_crc32
+from rollmesh.mesh.generations.failover import Failover, Order
+from rollmesh.mesh.generations.generation import Generation
+from rollmesh.mesh.leasing import offered
+from rollmesh.mesh.leasing.offered import OfferedVersions
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    EngineFaultError,
+    EngineLostError,
+    GenerationAbortedError,
+    OverloadedError,
+    PromptEmptyError,
+    RollmeshError,
+)
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
+from tests.runtime.mesh.generations.answers import PROMPT, message
+
+Step: TypeAlias = engine_pb2.StreamGenerateResponse | RollmeshError
+STOP, ABORT = sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_ABORT
+
+
+class Fleet:
+    """Leases and clients of engines; each lease is on the next one, which takes the next steps."""
+
+    def __init__(self, *engines: Sequence[Step]) -> None:
+        self.offered = OfferedVersions()
+        self.requests: list[engine_pb2.GenerateRequest] = []
+        self.asked: list[tuple[str, int, int, int]] = []
+        """Address, `max_chunk_tokens`, `min_chunk_tokens` and time limit of each call."""
+        self.suspended_ms: list[int] = []
+        self.excluded: list[list[str]] = []
+        self.outcomes: list[str] = []
+        self.aborted: list[tuple[str, str]] = []
+        self.losses = self.migrations = 0
+        self.engines = list(engines)
+
+    @asynccontextmanager
+    async def lease(
+        self, *, excluded: Sequence[str], suspended_ms: int, **_: Any
+    ) -> AsyncIterator[router_pb2.LeaseGrant]:
+        self.excluded.append(list(excluded))
+        self.suspended_ms.append(suspended_ms)
+        try:
+            number = len(self.requests)
+            yield router_pb2.LeaseGrant(engine_id=f"e{number}", address=f"a{number}")
+            self.outcomes.append("answered")
+        except RollmeshError as error:
+            self.outcomes.append(error.reason)
+            raise
+
+    async def generate(
+        self,
+        address: str,
+        request: engine_pb2.StreamGenerateRequest,
+        timeout_ms: int,
+        images: Mapping[str, bytes],
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        assert not images
+        self.requests.append(request.generate)
+        self.asked.append((address, request.max_chunk_tokens, request.min_chunk_tokens, timeout_ms))
+        tokens = 0
+        for step in self.engines.pop(0):
+            if isinstance(step, RollmeshError):
+                raise step
+            sent = engine_pb2.StreamGenerateResponse()
+            sent.CopyFrom(step)
+            tokens += len(step.token_ids_u32le) // 4
+            if sent.HasField("finish"):
+                sent.finish.prompt_crc32 = prompt_crc32(request.generate)
+                if tokens:
+                    sent.finish.version_spans.add(policy_version=1, end=tokens)
+            yield sent
+
+    async def abort(self, address: str, request_id: str) -> None:
+        self.aborted.append((address, request_id))
+
+    def lose(self) -> None:
+        self.losses += 1
+
+    def migrate(self) -> None:
+        self.migrations += 1
+
+
+def some(*ids: int, version: int = 1) -> engine_pb2.StreamGenerateResponse:
+    return message(ids, spans=None, version=version)
+
+
+def last(*ids: int, reason: int = STOP) -> engine_pb2.StreamGenerateResponse:
+    return message(ids, spans=(), reason=reason)
+
+
+def order_of(*, sent: Callable[[], bool] = lambda: False, **sampling: Any) -> Order:
+    params = sampling_pb2.SamplingParams(max_tokens=6, **sampling)
+    request = engine_pb2.GenerateRequest(token_ids_u32le=PROMPT, sampling=params, model="m")
+    return Order(Generation(request, 100), "s", 16, 4, 1000, 2000, is_sent=sent)
+
+
+def failover_over(fleet: Fleet) -> Failover:
+    return Failover(
+        fleet,  # type: ignore[arg-type]  # what is used of leases
+        fleet,  # type: ignore[arg-type]  # what is used of engines
+        on_loss=fleet.lose,
+        on_migration=fleet.migrate,
+    )
+
+
+async def run(
+    fleet: Fleet, order: Order, stop_after: int = 0
+) -> tuple[list[list[int] | None], list[int]]:
+    """What is yielded, and what the generation is in the end."""
+    loop = failover_over(fleet)
+    seen: list[list[int] | None] = []
+    async with aclosing(loop.run(order)) as runs:
+        async for one in runs:
+            if one is None:
+                order.stop_reason = None
+                seen.append(None)
+                continue
+            seen.append([int(id_) for id_ in one.token_ids])
+            if stop_after and order.generation.taken >= stop_after:
+                order.stop(STOP)
+    return seen, [int(id_) for id_ in order.generation.token_ids()]
+
+
+DEAD = EngineDeadError("it died")
+LIE = some(500)
+STUCK = EngineFaultError("it is stuck", spoils_tokens=False)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "_FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(failover, "_LONGEST_RETRY_S", 0.001)
+
+
+@pytest.mark.parametrize(
+    ("engines", "yielded", "sampled"),
+    [
+        pytest.param([[some(1, 2), last(3)]], [[1, 2], [3]], [1, 2, 3], id="one engine"),
+        pytest.param([[some(1, 2), DEAD], [last(3)]], [[1, 2], [3]], [1, 2, 3], id="continues"),
+        pytest.param(
+            [[some(1, 2), STUCK], [last(3)]], [[1, 2], [3]], [1, 2, 3], id="stuck, and continues"
+        ),
+        pytest.param([[some(1, 2)], [last(3)]], [[1, 2], [3]], [1, 2, 3], id="ends without end"),
+        pytest.param([[DEAD], [last(3)]], [[3]], [3], id="dead at once"),
+        pytest.param(
+            [[some(1), LIE], [last(3)]], [[1], None, [3]], [3], id="a lie spoils what was before"
+        ),
+        pytest.param(
+            [[some(1), DEAD], [LIE], [last(3)]], [[1], [3]], [1, 3], id="not what others sampled"
+        ),
+        pytest.param([[last(1), last(2)], [last(3)]], [None, [3]], [3], id="ends twice"),
+        pytest.param([[last(1), DEAD]], [[1]], [1], id="dead after the end"),
+        pytest.param(
+            [[some(1, 2, 3, 4, 5, 6), DEAD]],
+            [[1, 2, 3, 4, 5, 6]],
+            [1, 2, 3, 4, 5, 6],
+            id="dead after the last token",
+        ),
+        pytest.param(
+            [[some(1), last(2, reason=ABORT)], [last(3)]],
+            [[1], [2], [3]],
+            [1, 2, 3],
+            id="aborted by somebody else",
+        ),
+    ],
+)
+async def test_what_comes_of_engines(
+    engines: list[list[Step]], yielded: list[list[int] | None], sampled: list[int]
+) -> None:
+    fleet, order = Fleet(*engines), order_of()
+    assert await run(fleet, order) == (yielded, sampled)
+    assert order.is_complete
+    assert not fleet.engines
+
+
+async def test_an_engine_is_asked_for_what_is_left_and_lost_ones_are_left_out() -> None:
+    fleet = Fleet([some(1, 2), DEAD], [DEAD], [last(3)])
+    await run(fleet, order_of())
+    assert [one.sampling.max_tokens for one in fleet.requests] == [6, 4, 4]
+    assert [one.sampled_tokens for one in fleet.requests] == [0, 2, 2]
+    assert fleet.excluded == [[], ["e0"], ["e0", "e1"]]
+    assert fleet.outcomes == ["ENGINE_DEAD", "ENGINE_DEAD", "answered"]
+    assert (fleet.losses, fleet.migrations) == (2, 2)
+    assert len({one.request_id for one in fleet.requests}) == 3
+    assert fleet.asked == [(f"a{number}", 16, 4, 2000) for number in range(3)]
+
+
+async def test_engines_that_rest_are_waited_for_until_a_second_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "monotonic_ms", lambda: 15_000)
+    for began_ms, left_ms in ((14_500, 500), (13_900, 0), (5_000, 0)):
+        fleet, order = Fleet([last(1)]), order_of()
+        order.began_ms = began_ms
+        await run(fleet, order)
+        assert fleet.suspended_ms == [left_ms]
+
+
+async def test_a_version_that_no_router_has_offered_is_a_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offered, "_NEWS_S", 0.001)
+    fleet, order = Fleet([some(1, version=2)], [last(3)]), order_of()
+    fleet.offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=1))
+    assert await run(fleet, order) == ([[3]], [3])
+    assert fleet.losses == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [pytest.param(DEAD, "e0 went away", id="dead"), pytest.param(LIE, "e0 is wrong", id="lies")],
+)
+async def test_what_was_sent_cannot_begin_anew(error: Step, said: str) -> None:
+    fleet, order = Fleet([some(1), error]), order_of(sent=lambda: True, seed=1)
+    with pytest.raises(EngineLostError, match=said):
+        await run(fleet, order)
+    assert len(fleet.requests) == 1
+
+
+async def test_an_abort_of_what_cannot_be_continued_is_typed() -> None:
+    with pytest.raises(GenerationAbortedError):
+        await run(Fleet([some(1), last(reason=ABORT)]), order_of(sent=lambda: True, seed=1))
+
+
+async def test_eight_attempts_in_vain_are_the_last() -> None:
+    fleet = Fleet(*[[DEAD]] * 8)
+    with pytest.raises(EngineLostError):
+        await run(fleet, order_of())
+    assert len(fleet.requests) == 8
+
+
+async def test_a_token_begins_the_count_again() -> None:
+    fleet = Fleet(*[[DEAD]] * 7, [some(1), DEAD], *[[DEAD]] * 6, [last(2)])
+    assert await run(fleet, order_of()) == ([[1], [2]], [1, 2])
+
+
+async def test_backpressure_is_no_attempt() -> None:
+    busy = OverloadedError("slow down", retry_delay_ms=1)
+    fleet = Fleet(*[[busy]] * 20, [last(1)])
+    await run(fleet, order_of())
+    assert (fleet.losses, fleet.excluded[-1]) == (0, [])
+
+
+async def test_a_refusal_is_the_callers() -> None:
+    with pytest.raises(PromptEmptyError):
+        await run(Fleet([PromptEmptyError("token_ids_u32le", "is empty")]), order_of())
+
+
+async def test_an_engine_is_told_once_that_no_more_is_wanted() -> None:
+    fleet, order = Fleet([some(1), some(2), some(3), last(reason=ABORT)]), order_of()
+    assert await run(fleet, order, stop_after=1) == ([[1], [2], [3]], [1, 2, 3])
+    assert fleet.aborted == [("a0", fleet.requests[0].request_id)]
+    assert order.is_complete
+    await failover_over(fleet).stop(order, STOP)  # no engine samples any more
+    assert len(fleet.aborted) == 1
+
+
+async def test_what_is_stopped_before_it_has_an_engine_asks_none() -> None:
+    fleet, order = Fleet([last(1)]), order_of()
+    order.stop(STOP)
+    assert await run(fleet, order) == ([], [])
+    assert not fleet.requests
+    assert order.generation.finish == engine_pb2.GenerateFinish(reason=STOP)
+
+
+async def test_an_engine_that_dies_when_no_more_is_wanted_is_not_replaced() -> None:
+    fleet, order = Fleet([some(1), DEAD]), order_of()
+    assert await run(fleet, order, stop_after=1) == ([[1]], [1])
+    assert order.generation.finish is not None
+    assert order.generation.finish.reason == STOP
+
+
+async def test_what_was_enough_of_a_lie_is_not_enough() -> None:
+    fleet, order = Fleet([some(1), LIE], [some(2), last(3)]), order_of()
+    assert await run(fleet, order, stop_after=1) == ([[1], None, [2], [3]], [2, 3])
