@@ -1267,12 +1267,12 @@ class GetSessionResponse(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     turns: _builtins.int
-    """Number of answered turns."""
+    """Number of answered turns: they are durable."""
     in_flight: _builtins.int
     """Number of generations in flight."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionNode]:
-        """The nodes, parents first."""
+        """The durable nodes, parents first."""
 
     def __init__(
         self,

@@ -237,10 +237,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.GetSessionResponse:
         registry = self._registry(request.session_id, request.session_key)
         session = registry.session(request.session_id)
+        nodes = list(write_nodes(session.tree, with_messages=request.with_messages))
         return gateway_pb2.GetSessionResponse(
             session_id=request.session_id,
-            nodes=write_nodes(session.tree, with_messages=request.with_messages),
-            turns=session.tree.turns,
+            nodes=nodes,
+            turns=sum(node.sampled for node in nodes),
             in_flight=len(session.in_flight),
         )
 

@@ -131,9 +131,13 @@ def _write_answer(answered: Answered) -> gateway_pb2.ChatAnswer:
 
 
 def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
-    """Yields the protos of a tree's nodes, parents first."""
-    found = lineages(tree, tree.nodes.values())
-    for node in tree.nodes.values():
+    """Yields the protos of a tree's durable nodes, parents first.
+
+    A node that is still being committed may be lost with the process: nobody is shown it.
+    """
+    nodes = [node for node in tree.nodes.values() if node.stored]
+    found = lineages(tree, nodes)
+    for node in nodes:
         result = _write_node(node, found[node.node_id])
         if with_messages:
             result.messages.extend(map(write_message, node.messages))
