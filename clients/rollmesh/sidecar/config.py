@@ -45,6 +45,9 @@ class SidecarConfig(ListeningConfig):
     a body."""
     image_timeout_ms: Annotated[int, Bounds(1)] = 10_000
     """Timeout for fetching one image, milliseconds."""
+    request_images_timeout_ms: Annotated[int, Bounds(1)] = 30_000
+    """Timeout for fetching all images of one request, milliseconds; up to four are fetched at a
+    time."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
     """Largest request line and headers together (431), and largest trailers, bytes."""
     max_url_bytes: Annotated[int, Bounds(256)] = 8 * 1024

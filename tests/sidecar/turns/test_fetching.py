@@ -1,76 +1,20 @@
 """Images that are given by URL: from named hosts only, and never from private addresses."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, BadRequestError
 
 from rollmesh.runtime.errors import InvalidImageError, UnsupportedPartError
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.turns.fetching import ImageFetcher, is_public
-from rollmesh.v1 import chat_pb2, gateway_pb2
-
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nPNG"
-
-
-@dataclass
-class Host:
-    """A server of images that answers with what a path has."""
-
-    port: int = 0
-    answers: dict[str, bytes] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    hold: bool = False
-    """Whether nothing more comes, and the connection stays."""
-    connections: list[asyncio.StreamWriter] = field(default_factory=list)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections.append(writer)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        assert f"host: 127.0.0.1:{self.port}\r\n" in head.lower()
-        path = head.split(" ")[1]
-        self.asked.append(path)
-        writer.write(self.answers.get(path, OK))
-        await writer.drain()
-        if self.hold:
-            await reader.read()
-        writer.close()
-
-
-@asynccontextmanager
-async def hosted(**answers: bytes) -> AsyncIterator[Host]:
-    host = Host(answers={f"/{path}": answer for path, answer in answers.items()})
-    server = await asyncio.start_server(host.serve, "127.0.0.1", 0)
-    host.port = server.sockets[0].getsockname()[1]
-    async with server:
-        yield host
-    for writer in host.connections:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
-
-
-def fetcher(
-    hosts: str, allowed: Callable[[str], bool] = lambda _: True, **settings: Any
-) -> ImageFetcher:
-    return ImageFetcher(SidecarConfig(image_hosts=hosts, **settings), allowed)
-
-
-def asking(*urls: str, session_id: str = "s") -> gateway_pb2.ChatRequest:
-    parts = [
-        chat_pb2.ContentPart(image=chat_pb2.Media(uri=url, field=f"messages[0].content[{at}]"))
-        for at, url in enumerate(urls)
-    ]
-    message = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=parts)
-    return gateway_pb2.ChatRequest(session_id=session_id, messages=[message])
+from rollmesh.sidecar.turns.fetching import is_public
+from tests.sidecar.image_hosts import asking, fetcher, hosted
+from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 
 
 async def test_an_image_is_fetched_once_for_a_session() -> None:
     async with hosted() as host:
-        fetching, url = fetcher(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a?b=c"
+        fetching, url = fetcher(host.name), f"{host.url}/a?b=c"
         for session in ("s", "s", "t"):
             chat = asking(url, url, session_id=session)
             await fetching.fill(chat)
@@ -81,8 +25,8 @@ async def test_an_image_is_fetched_once_for_a_session() -> None:
 async def test_a_redirect_within_the_host_is_followed() -> None:
     answers = {"a": b"HTTP/1.1 302 F\r\nlocation: /b\r\ncontent-length: 0\r\n\r\n"}
     async with hosted(**answers) as host:
-        chat = asking(f"http://127.0.0.1:{host.port}/a")
-        await fetcher(f"127.0.0.1:{host.port}").fill(chat)
+        chat = asking(f"{host.url}/a")
+        await fetcher(host.name).fill(chat)
     assert host.asked == ["/a", "/b"]
 
 
@@ -114,26 +58,87 @@ async def test_a_redirect_within_the_host_is_followed() -> None:
 )
 async def test_what_a_host_may_not_do_is_an_error_of_the_part(answer: bytes, problem: str) -> None:
     async with hosted(a=answer) as host:
-        fetching = fetcher(f"127.0.0.1:{host.port}", max_image_bytes=8)
+        fetching = fetcher(host.name, max_image_bytes=8)
         with pytest.raises(InvalidImageError, match=problem) as caught:
-            await fetching.fill(asking(f"http://127.0.0.1:{host.port}/a"))
+            await fetching.fill(asking(f"{host.url}/a"))
     assert caught.value.field == "messages[0].content[0]"
 
 
 async def test_a_host_that_does_not_answer_is_left() -> None:
     async with hosted(a=b"HTTP/1.1 200 O\r\n") as host:
         host.hold = True
-        fetching = fetcher(f"127.0.0.1:{host.port}", image_timeout_ms=50)
+        fetching = fetcher(host.name, image_timeout_ms=50)
         with pytest.raises(InvalidImageError, match="did not come within"):
-            await fetching.fill(asking(f"http://127.0.0.1:{host.port}/a"))
+            await fetching.fill(asking(f"{host.url}/a"))
+
+
+async def test_images_are_fetched_four_at_a_time() -> None:
+    async with hosted() as host:
+        host.meeting = asyncio.Barrier(4)
+        chat = asking(*(f"{host.url}/{at}" for at in range(8)))
+        await fetcher(host.name).fill(chat)
+        assert host.most_open == 4
+    assert [part.image.data for part in chat.messages[0].content] == [b"PNG"] * 8
+
+
+async def test_the_images_of_a_request_have_one_deadline() -> None:
+    async with hosted() as host:
+        host.other, host.hold = b"HTTP/1.1 200 O\r\n", True
+        fetching = fetcher(host.name, request_images_timeout_ms=50, image_timeout_ms=300_000)
+        with pytest.raises(InvalidImageError, match=r"0\.05 s that the images") as caught:
+            await fetching.fill(asking(*(f"{host.url}/{at}" for at in range(64))))
+    assert caught.value.field == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("paths", ["abc", "aaa"])
+async def test_the_bytes_of_a_request_are_bounded(paths: str) -> None:
+    async with hosted() as host:
+        fetching = fetcher(host.name, max_body_bytes=8)
+        await fetching.fill(asking(f"{host.url}/a", f"{host.url}/b"))  # six, from now on cached
+        with pytest.raises(InvalidImageError, match=r"together .* 8 bytes") as caught:
+            await fetching.fill(asking(*(f"{host.url}/{path}" for path in paths)))
+    assert caught.value.field == f"messages[0].content[{paths.index(paths[-1])}]"
+
+
+async def test_bytes_are_counted_as_they_come() -> None:
+    head = b"HTTP/1.1 200 O\r\ncontent-length: 6\r\n\r\n"
+    async with hosted(a=head + b"PNG..", b=head + b"PNG..") as host:
+        host.hold = True  # neither is ever complete
+        with pytest.raises(InvalidImageError, match=r"together .* 8 bytes"):
+            await fetcher(host.name, max_body_bytes=8).fill(
+                asking(f"{host.url}/a", f"{host.url}/b")
+            )
+
+
+async def test_what_a_url_may_not_contain_is_escaped() -> None:
+    async with hosted() as host:
+        await fetcher(host.name).fill(asking(f"{host.url}/ä b%20c?d=ö&e"))
+    assert host.asked == ["/%C3%A4%20b%20c?d=%C3%B6&e"]
 
 
 async def test_a_private_address_is_not_connected_to() -> None:
     async with hosted() as host:
-        fetching = fetcher(f"127.0.0.1:{host.port}", is_public)
+        fetching = fetcher(host.name, is_public)
         with pytest.raises(InvalidImageError, match="not on the public internet"):
-            await fetching.fill(asking(f"http://127.0.0.1:{host.port}/a"))
+            await fetching.fill(asking(f"{host.url}/a"))
     assert not host.asked
+
+
+async def test_an_image_that_cannot_be_fetched_is_a_400_that_names_its_part() -> None:
+    async with hosted() as host, serving(ScriptedGateway()) as gateway:
+        config = SidecarConfig(gateway=gateway, image_hosts=host.name)
+        async with (
+            sidecar_of(config) as url,
+            AsyncOpenAI(
+                base_url=f"{url}/sessions/{KEY}/v1", api_key="static", max_retries=0
+            ) as client,
+        ):
+            image = {"type": "image_url", "image_url": {"url": f"{host.url}/a"}}
+            with pytest.raises(BadRequestError, match="not on the public internet") as caught:
+                await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": [image]}]
+                )
+    assert caught.value.param == "messages[0].content[0].image_url.url"
 
 
 @pytest.mark.parametrize(
