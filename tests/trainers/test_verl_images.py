@@ -21,3 +21,4 @@ async def test_the_columns_of_images_and_positions_are_those_of_verl(tmp_path: P
         assert row["positions"][0] == row["positions"][1]
         assert row["positions"][0][0] == 4
         assert row["positions_equal"]
+        assert row["layouts_equal"] == [True, True]

@@ -1,7 +1,8 @@
 """From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
 
 `rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `pack_trees` lays out
-complete trees; `to_torch` and `to_tensordict` convert batches. Nothing is truncated: a trajectory
+complete trees; `to_torch` and `to_tensordict` convert batches, `image_tensors` has what the model
+needs for their images. Nothing is truncated: a trajectory
 that does not fit is refused, or left out and counted.
 
 May import `client` and `runtime`.
@@ -18,7 +19,7 @@ from rollmesh.batches.layouts import Batch, pack, pad
 from rollmesh.batches.ragged import RaggedBatch, ragged
 from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
 from rollmesh.batches.split import SplitBatch, split
-from rollmesh.batches.tensors import to_tensordict, to_torch
+from rollmesh.batches.tensors import image_tensors, to_tensordict, to_torch
 from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "TreeBatch",
     "TreeColumns",
     "group_advantages",
+    "image_tensors",
     "pack",
     "pack_trees",
     "pad",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollmesh.batches.errors import PackageMissingError
 from rollmesh.batches.rows import Row
-from rollmesh.client import SessionResult, Trajectory
+from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
 
@@ -21,12 +21,11 @@ _GRID = "image_grid_thw"
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """The inputs of a model for one row of N tokens, beside its token ids."""
+    """The inputs of a model for one row or tree of N tokens, beside its token ids."""
 
     tensors: dict[str, Any]
-    """What the model's image processor returns for the row's images, in their order: torch tensors
-    by the names of the model's arguments (`pixel_values`, `image_grid_thw`, ...). Empty if the row
-    has no images."""
+    """What the model's image processor returns for the images, in their order: torch tensors by the
+    names of the model's arguments (`pixel_values`, `image_grid_thw`, ...). Empty without images."""
     position_ids: NDArray[np.int64]
     """int64 [3, N] if the model has multi-dimensional positions: temporal, height, width. Otherwise
     int64 [N]."""
@@ -75,15 +74,22 @@ class ImageProcessor:
     def inputs_of(self, session: SessionResult, trajectory: Trajectory) -> ImageInputs:
         """Returns the inputs of a trajectory of a session; raises as `inputs` does."""
         count, images = len(trajectory.token_ids), trajectory.images
-        token_types = np.zeros(count, np.int64)
-        for image in images:
-            token_types[image.start : image.start + image.tokens] = 1
         tensors = self._processed(session, images)
-        grids = self._grids(tensors, images, trajectory.trajectory_id)
+        grids = self._grids(tensors, images, f"trajectory {trajectory.trajectory_id}")
         positions = np.arange(count, dtype=np.int64)
         if self.has_grid_positions:
             positions = grid_positions(count, images, grids)
-        return ImageInputs(tensors, positions, token_types)
+        return ImageInputs(tensors, positions, _token_types(count, images))
+
+    def inputs_of_tree(self, session: SessionResult, tree: TrajectoryTree) -> ImageInputs:
+        """Returns the inputs of a session's tree, each image once; raises as `inputs` does.
+
+        Positions count along each token's own path.
+        """
+        tensors = self._processed(session, tree.images)
+        grids = self._grids(tensors, tree.images, f"the tree of session {session.session_id}")
+        positions = _tree_positions(tree, grids) if self.has_grid_positions else tree.position_ids
+        return ImageInputs(tensors, positions, _token_types(len(tree.token_ids), tree.images))
 
     def _processed(
         self, session: SessionResult, images: Sequence[trajectory_pb2.TrajectoryImage]
@@ -103,7 +109,7 @@ class ImageProcessor:
         self,
         tensors: Mapping[str, Any],
         images: Sequence[trajectory_pb2.TrajectoryImage],
-        trajectory_id: str,
+        name: str,
     ) -> list[tuple[int, int]]:
         """Returns the rows and columns of tokens of each image; none if the model has no grids."""
         if _GRID not in tensors:
@@ -114,10 +120,37 @@ class ImageProcessor:
             if image.tokens != height * width:
                 raise InvalidFieldError(
                     "images",
-                    f"trajectory {trajectory_id} has {image.tokens} tokens for an image and the "
-                    f"processor makes {height * width}; give the model_path of the gateway",
+                    f"{name} has {image.tokens} tokens for an image and the processor makes "
+                    f"{height * width}; give the model_path of the gateway",
                 )
         return grids
+
+
+def row_inputs(rows: Sequence[Row], processor: ImageProcessor | None) -> tuple[ImageInputs, ...]:
+    """Returns the inputs of each row; none without a processor.
+
+    Raises:
+        InvalidFieldError: A row has images and there is no processor; or as `inputs`.
+    """
+    for row in rows:
+        refuse_images(
+            row.trajectory.images, processor, f"trajectory {row.trajectory.trajectory_id}"
+        )
+    return () if processor is None else tuple(map(processor.inputs, rows))
+
+
+def refuse_images(
+    images: Sequence[trajectory_pb2.TrajectoryImage], processor: ImageProcessor | None, name: str
+) -> None:
+    """Refuses images without a processor: positions may depend on their sizes.
+
+    Raises:
+        InvalidFieldError: There are images and no processor; names what has them.
+    """
+    if images and processor is None:
+        raise InvalidFieldError(
+            "processor", f"{name} has images; give ImageProcessor(model_path) of the model"
+        )
 
 
 def grid_positions(
@@ -150,6 +183,29 @@ def grid_positions(
         position += max(height, width)
     positions[:, at:] = np.arange(position, position + count - at)
     return positions
+
+
+def _tree_positions(tree: TrajectoryTree, grids: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Returns int64 [3, N]: the positions of each token on any path that it is part of."""
+    positions = np.empty((3, len(tree.token_ids)), np.int64)
+    starts = np.array([image.start for image in tree.images], np.int64)
+    for path in tree.paths():
+        shown = np.flatnonzero(np.isin(starts, path))
+        images = [
+            trajectory_pb2.TrajectoryImage(
+                start=int(tree.position_ids[starts[at]]), tokens=tree.images[at].tokens
+            )
+            for at in shown
+        ]
+        positions[:, path] = grid_positions(len(path), images, [grids[at] for at in shown])
+    return positions
+
+
+def _token_types(count: int, images: Sequence[trajectory_pb2.TrajectoryImage]) -> NDArray[np.int64]:
+    token_types = np.zeros(count, np.int64)
+    for image in images:
+        token_types[image.start : image.start + image.tokens] = 1
+    return token_types
 
 
 def _has_sections(config: object) -> bool:

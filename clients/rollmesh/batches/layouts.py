@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
 from rollmesh.batches.errors import TrajectoryTooLongError
+from rollmesh.batches.images import ImageInputs, ImageProcessor, row_inputs
 from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
 
 Cell: TypeAlias = tuple[int, int]
@@ -27,7 +28,8 @@ class Batch:
     """int32 [R, L]: number of the trajectory in the row, from 1; 0 at padding. A token may attend
     to earlier tokens with the same number."""
     position_ids: NDArray[np.int64]
-    """int64 [R, L]: from 0 in each trajectory; 0 at padding."""
+    """int64 [R, L]: from 0 in each trajectory; 0 at padding. int64 [R, 3, L] if a processor was
+    given whose model has multi-dimensional positions."""
     loss_mask: NDArray[np.bool_]
     """bool [R, L]: whether the token is trained."""
     logprobs: NDArray[np.float32]
@@ -44,6 +46,8 @@ class Batch:
     """One value per trajectory, in the order of the input rows."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trajectories`; none without a processor."""
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Splits any [R, L, ...] into one [N, ...] for each of `trajectories`, in their order."""
@@ -63,6 +67,7 @@ def pad(
     length: int | None = None,
     pad_id: int = 0,
     too_long: Handling = "refuse",
+    processor: ImageProcessor | None = None,
 ) -> Batch:
     """Lays out one trajectory per row.
 
@@ -72,17 +77,28 @@ def pad(
         length: Tokens per row (L); None uses the longest trajectory.
         pad_id: Token id of the padding.
         too_long: Handling of trajectories with more than `length` tokens.
+        processor: Of the model, if it takes images.
 
     Raises:
         TrajectoryTooLongError: With "refuse"; names the trajectory.
+        InvalidFieldError: A trajectory has images and there is no processor; or as
+            `ImageProcessor.inputs`.
     """
     fitting, left_out = fit(rows, length, too_long)
     longest = max(map(len, fitting), default=0) if length is None else length
     cells = [(at, 0 if side == "right" else longest - len(row)) for at, row in enumerate(fitting)]
-    return _lay_out(fitting, cells, (len(fitting), longest), pad_id, left_out)
+    inputs = row_inputs(fitting, processor)
+    return _lay_out(fitting, inputs, cells, (len(fitting), longest), pad_id, left_out)
 
 
-def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refuse") -> Batch:
+def pack(
+    rows: Rows,
+    length: int,
+    *,
+    pad_id: int = 0,
+    too_long: Handling = "refuse",
+    processor: ImageProcessor | None = None,
+) -> Batch:
     """Packs several trajectories per row: longest first, each into the first row with room.
 
     Args:
@@ -90,9 +106,11 @@ def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refu
         length: Tokens per row (L).
         pad_id: Token id of the padding at the end of rows.
         too_long: Handling of trajectories with more than `length` tokens.
+        processor: Of the model, if it takes images.
 
     Raises:
         TrajectoryTooLongError: With "refuse"; names the trajectory.
+        InvalidFieldError: As with `pad`.
     """
     fitting, left_out = fit(rows, length, too_long)
     cells: list[Cell] = [(0, 0)] * len(fitting)
@@ -104,7 +122,8 @@ def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refu
             used.append(0)
         cells[at] = (row, used[row])
         used[row] += tokens
-    return _lay_out(fitting, cells, (len(used), length), pad_id, left_out)
+    inputs = row_inputs(fitting, processor)
+    return _lay_out(fitting, inputs, cells, (len(used), length), pad_id, left_out)
 
 
 def fit(
@@ -127,12 +146,18 @@ def fit(
     return fitting, tuple(left_out)
 
 
-def token_columns(row: Row) -> dict[str, NDArray[Any]]:
-    """Returns the columns with one value per token, [N] each, in the dtypes of a batch."""
+def token_columns(row: Row, inputs: ImageInputs | None = None) -> dict[str, NDArray[Any]]:
+    """Returns the columns with one value per token, [N] each, in the dtypes of a batch.
+
+    Args:
+        row: The row.
+        inputs: Those of its images, which have its positions, [N] or [3, N].
+    """
     trajectory = row.trajectory
+    positions = np.arange(len(row), dtype=np.int64) if inputs is None else inputs.position_ids
     return {
         "token_ids": trajectory.token_ids.astype(np.int64),
-        "position_ids": np.arange(len(row), dtype=np.int64),
+        "position_ids": positions,
         "loss_mask": trajectory.loss_mask,
         "logprobs": trajectory.logprobs,
         "policy_versions": trajectory.policy_versions,
@@ -140,11 +165,24 @@ def token_columns(row: Row) -> dict[str, NDArray[Any]]:
     }
 
 
-def filled(shape: tuple[int, ...], pad_id: int) -> dict[str, NDArray[Any]]:
-    """Returns the columns filled with their padding values."""
+def columns_of(rows: Sequence[Row], inputs: Sequence[ImageInputs]) -> list[dict[str, NDArray[Any]]]:
+    """Returns `token_columns` of each row; `inputs` has one for each, or none at all."""
+    if not inputs:
+        return [token_columns(row) for row in rows]
+    return [token_columns(row, made) for row, made in zip(rows, inputs, strict=True)]
+
+
+def filled(
+    shape: tuple[int, ...], pad_id: int, inputs: Sequence[ImageInputs] = ()
+) -> dict[str, NDArray[Any]]:
+    """Returns the columns of `shape`, [..., L], filled with their padding values.
+
+    Positions have the shape [..., 3, L] if those of the inputs are multi-dimensional.
+    """
+    axes = inputs[0].position_ids.shape[:-1] if inputs else ()
     return {
         "token_ids": np.full(shape, pad_id, np.int64),
-        "position_ids": np.zeros(shape, np.int64),
+        "position_ids": np.zeros((*shape[:-1], *axes, shape[-1]), np.int64),
         "loss_mask": np.zeros(shape, np.bool_),
         "logprobs": np.zeros(shape, np.float32),
         "policy_versions": np.full(shape, -1, np.int64),
@@ -154,18 +192,19 @@ def filled(shape: tuple[int, ...], pad_id: int) -> dict[str, NDArray[Any]]:
 
 def _lay_out(
     rows: Sequence[Row],
+    inputs: tuple[ImageInputs, ...],
     cells: Sequence[Cell],
     shape: tuple[int, int],
     pad_id: int,
     left_out: Iterable[LeftOut],
 ) -> Batch:
-    columns = filled(shape, pad_id)
+    columns = filled(shape, pad_id, inputs)
     segment_ids = np.zeros(shape, np.int32)
     number = _numbers(cells)
-    for row, (at, start) in zip(rows, cells, strict=True):
-        here = (at, slice(start, start + len(row)))
+    for row, given, (at, start) in zip(rows, columns_of(rows, inputs), cells, strict=True):
+        here = (at, ..., slice(start, start + len(row)))
         segment_ids[here] = number[at, start]
-        for name, values in token_columns(row).items():
+        for name, values in given.items():
             columns[name][here] = values
     return Batch(
         **columns,
@@ -175,6 +214,7 @@ def _lay_out(
         start=np.array([start for _, start in cells], np.int64),
         trajectories=trajectory_columns(rows),
         left_out=tuple(left_out),
+        images=inputs,
     )
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
-from rollmesh.batches.layouts import filled, token_columns
+from rollmesh.batches.images import ImageInputs, ImageProcessor, row_inputs
+from rollmesh.batches.layouts import columns_of, filled
 from rollmesh.batches.rows import LeftOut, Rows
 
 
@@ -18,7 +19,8 @@ class RaggedBatch:
     token_ids: NDArray[np.int64]
     """int64 [T]."""
     position_ids: NDArray[np.int64]
-    """int64 [T]: from 0 in each trajectory."""
+    """int64 [T]: from 0 in each trajectory. int64 [3, T] if a processor was given whose model has
+    multi-dimensional positions."""
     loss_mask: NDArray[np.bool_]
     """bool [T]: whether the token is trained."""
     logprobs: NDArray[np.float32]
@@ -33,20 +35,30 @@ class RaggedBatch:
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trajectories`; none without a processor."""
 
 
-def ragged(rows: Rows) -> RaggedBatch:
-    """Concatenates the trajectories in their order."""
+def ragged(rows: Rows, *, processor: ImageProcessor | None = None) -> RaggedBatch:
+    """Concatenates the trajectories in their order.
+
+    Args:
+        rows: Rows to train on.
+        processor: Of the model, if it takes images.
+
+    Raises:
+        InvalidFieldError: As with `pad`.
+    """
+    inputs = row_inputs(rows.rows, processor)
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    columns = {
-        name: np.empty(offsets[-1], column.dtype) for name, column in filled((0,), 0).items()
-    }
-    for row, (start, end) in zip(rows, pairwise(offsets), strict=True):
-        for name, values in token_columns(row).items():
-            columns[name][start:end] = values
+    columns = filled((int(offsets[-1]),), 0, inputs)
+    for given, (start, end) in zip(columns_of(rows.rows, inputs), pairwise(offsets), strict=True):
+        for name, values in given.items():
+            columns[name][..., start:end] = values
     return RaggedBatch(
         **columns,
         offsets=offsets,
         trajectories=trajectory_columns(rows.rows),
         left_out=rows.left_out,
+        images=inputs,
     )

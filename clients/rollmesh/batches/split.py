@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
 from rollmesh.batches.errors import TrajectoryTooLongError
-from rollmesh.batches.layouts import filled, token_columns
+from rollmesh.batches.images import ImageInputs, ImageProcessor, row_inputs
+from rollmesh.batches.layouts import columns_of, filled
 from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
 
 
@@ -25,7 +26,8 @@ class SplitBatch:
     response_mask: NDArray[np.bool_]
     """bool [B, R]: whether there is a token."""
     position_ids: NDArray[np.int64]
-    """int64 [B, P + R]: over prompt and response together; 0 at padding."""
+    """int64 [B, P + R]: over prompt and response together; 0 at padding. int64 [B, 3, P + R] if a
+    processor was given whose model has multi-dimensional positions."""
     loss_mask: NDArray[np.bool_]
     """bool [B, R]: whether the token is trained."""
     logprobs: NDArray[np.float32]
@@ -38,6 +40,8 @@ class SplitBatch:
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trajectories`; none without a processor."""
 
 
 def split(
@@ -47,6 +51,7 @@ def split(
     response_length: int | None = None,
     pad_id: int = 0,
     too_long: Handling = "refuse",
+    processor: ImageProcessor | None = None,
 ) -> SplitBatch:
     """Lays out prompts and responses side by side.
 
@@ -56,9 +61,11 @@ def split(
         response_length: R; None uses the longest response.
         pad_id: Token id of the padding.
         too_long: Handling of trajectories with a part that does not fit.
+        processor: Of the model, if it takes images.
 
     Raises:
         TrajectoryTooLongError: With "refuse"; names the trajectory and the part.
+        InvalidFieldError: As with `pad`.
     """
     fitting: list[Row] = []
     left_out = list(rows.left_out)
@@ -68,16 +75,18 @@ def split(
             fitting.append(row)
         else:
             left_out.append(refuse_or_leave(row.trajectory, error, too_long))
+    inputs = row_inputs(fitting, processor)
     prompts = [row.trajectory.prompt_tokens for row in fitting]
     responses = [len(row) - prompt for row, prompt in zip(fitting, prompts, strict=True)]
     middle = max(prompts, default=0) if prompt_length is None else prompt_length
     behind = max(responses, default=0) if response_length is None else response_length
-    columns = filled((len(fitting), middle + behind), pad_id)
+    columns = filled((len(fitting), middle + behind), pad_id, inputs)
     present = np.zeros((len(fitting), middle + behind), np.bool_)
-    for at, (row, prompt) in enumerate(zip(fitting, prompts, strict=True)):
-        here = (at, slice(middle - prompt, middle - prompt + len(row)))
+    for at, (given, prompt) in enumerate(zip(columns_of(fitting, inputs), prompts, strict=True)):
+        start = middle - prompt
+        here = (at, ..., slice(start, start + len(given["token_ids"])))
         present[here] = True
-        for name, values in token_columns(row).items():
+        for name, values in given.items():
             columns[name][here] = values
     return SplitBatch(
         prompt_ids=columns["token_ids"][:, :middle],
@@ -88,6 +97,7 @@ def split(
         **_behind(columns, middle),
         trajectories=trajectory_columns(fitting),
         left_out=tuple(left_out),
+        images=inputs,
     )
 
 

@@ -21,7 +21,8 @@ def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
     """Returns the arrays of a batch, per token and per trajectory, as tensors with the same names.
 
     Per-token tensors of a `RaggedBatch` are nested tensors with the jagged layout: [B, j], where j
-    is the length of each trajectory.
+    is the length of each trajectory; multi-dimensional positions are [B, 3, j]. The inputs for
+    images are apart: see `image_tensors`.
 
     Args:
         batch: A batch of any layout.
@@ -37,10 +38,34 @@ def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
     if isinstance(batch, RaggedBatch):
         offsets = found.pop("offsets")
         for name in _arrays(batch).keys() - {"offsets"}:
-            found[name] = torch.nested.nested_tensor_from_jagged(found[name], offsets)
+            values = found[name]
+            found[name] = torch.nested.nested_tensor_from_jagged(
+                values, offsets, jagged_dim=values.ndim
+            )
     if device is not None:
         found = {name: tensor.to(device) for name, tensor in found.items()}
     return found
+
+
+def image_tensors(batch: Layout) -> dict[str, Any]:
+    """Returns the model's inputs for all images of a batch, in the order of their tokens.
+
+    Args:
+        batch: A batch that was laid out with an `ImageProcessor`.
+
+    Returns:
+        torch tensors by the names of the model's arguments (`pixel_values`, `image_grid_thw`, ...);
+        empty if the batch has no images.
+
+    Raises:
+        PackageMissingError: torch is not installed.
+    """
+    torch = _imported("torch", "a batch of tensors")
+    order = np.arange(len(batch.images))
+    if isinstance(batch, Batch):
+        order = np.lexsort((batch.start, batch.row_index))[: len(order)]
+    shown = [batch.images[at].tensors for at in order if batch.images[at].tensors]
+    return {name: torch.cat([one[name] for one in shown]) for name in (shown[0] if shown else ())}
 
 
 def to_tensordict(batch: Layout, device: Any = None) -> Any:

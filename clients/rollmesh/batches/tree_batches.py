@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rollmesh.batches.columns import TreeColumns, tree_columns
 from rollmesh.batches.errors import MissingRewardError
+from rollmesh.batches.images import ImageInputs, ImageProcessor, refuse_images
 from rollmesh.batches.rows import Handling, LeftOut, sessions_of
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
 from rollmesh.client.sessions.trees import path_mask
@@ -26,7 +27,8 @@ class TreeBatch:
     token_ids: NDArray[np.int64]
     """int64 [T]."""
     position_ids: NDArray[np.int64]
-    """int64 [T]: number of tokens before it on its path."""
+    """int64 [T]: number of tokens before it on its path. int64 [3, T] if a processor was given
+    whose model has multi-dimensional positions."""
     node_index: NDArray[np.int64]
     """int64 [T]: index of the token's node, 0 to M - 1."""
     loss_mask: NDArray[np.bool_]
@@ -52,6 +54,8 @@ class TreeBatch:
     """One value per tree."""
     left_out: tuple[LeftOut, ...]
     """Sessions that are not in the batch, by id."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trees`; none without a processor."""
 
     def paths(self) -> list[NDArray[np.int64]]:
         """Returns the tokens from a root to each leaf, tree by tree, oldest leaf first.
@@ -101,6 +105,7 @@ def pack_trees(
     *,
     missing_reward: Handling = "refuse",
     untrained: Literal["keep", "leave_out"] = "leave_out",
+    processor: ImageProcessor | None = None,
 ) -> TreeBatch:
     """Concatenates the trees of sessions or deliveries in their order.
 
@@ -111,10 +116,12 @@ def pack_trees(
         sources: Sessions opened with `export="tree"`, or deliveries of them.
         missing_reward: Handling of sessions without any reward.
         untrained: Handling of trees without trained tokens.
+        processor: Of the model, if it takes images.
 
     Raises:
         MissingRewardError: With "refuse"; names the session.
-        InvalidFieldError: A session was not exported as a tree.
+        InvalidFieldError: A session was not exported as a tree, or has images and there is no
+            processor; or as `ImageProcessor.inputs`.
     """
     kept: list[tuple[SessionResult, TrajectoryTree]] = []
     left_out: list[LeftOut] = []
@@ -129,24 +136,30 @@ def pack_trees(
             left_out.append(_refuse_or_leave(name, tree, missing, missing_reward))
         else:
             kept.append((session, tree))
-    return _lay_out(kept, tuple(left_out))
+    for session, tree in kept:
+        refuse_images(tree.images, processor, f"the tree of session {session.session_id}")
+    inputs = () if processor is None else tuple(processor.inputs_of_tree(*one) for one in kept)
+    return _lay_out(kept, inputs, tuple(left_out))
 
 
 def _lay_out(
-    kept: list[tuple[SessionResult, TrajectoryTree]], left_out: tuple[LeftOut, ...]
+    kept: list[tuple[SessionResult, TrajectoryTree]],
+    inputs: tuple[ImageInputs, ...],
+    left_out: tuple[LeftOut, ...],
 ) -> TreeBatch:
     trees = [tree for _, tree in kept]
     rewards = [_token_rewards(tree) for tree in trees]
     first_node = _offsets([len(tree.parents) for tree in trees])
     tokens_of_nodes = [node.end - node.start for tree in trees for node in tree.nodes]
     token_ids = _joined([tree.token_ids for tree in trees], np.int64)
+    positions = [one.position_ids for one in inputs or trees] or [np.empty(0, np.int64)]
     totals = [
         (session.reward or 0.0) + float(earned.sum(dtype=np.float64))
         for (session, _), earned in zip(kept, rewards, strict=True)
     ]
     return TreeBatch(
         token_ids=token_ids,
-        position_ids=_joined([tree.position_ids for tree in trees], np.int64),
+        position_ids=np.concatenate(positions, axis=-1),
         node_index=_joined(
             [tree.node_index + first for tree, first in zip(trees, first_node, strict=False)],
             np.int64,
@@ -168,6 +181,7 @@ def _lay_out(
         tree_offsets=_offsets([len(tree.token_ids) for tree in trees]),
         trees=tree_columns(kept, totals),
         left_out=left_out,
+        images=inputs,
     )
 
 

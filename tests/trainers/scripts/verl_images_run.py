@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker  # noqa: E402
 from verl.utils import hf_processor, hf_tokenizer  # noqa: E402
 
-from rollmesh.batches import ImageProcessor, rows_of  # noqa: E402
+from rollmesh.batches import ImageProcessor, pad, ragged, rows_of, to_tensordict  # noqa: E402
 from rollmesh.integrations.verl.queue import queue_rows  # noqa: E402
 from rollmesh.runtime.codec.images import decode_image  # noqa: E402
 from tests.batches.pictured import pictured  # noqa: E402
@@ -27,6 +27,7 @@ def main() -> None:
     worker._get_mm_processor_kwargs = lambda _: {}  # noqa: SLF001 - verl's own code is run
     found = []
     for session, rows in zip(sessions, made, strict=True):
+        row = rows_of([session])
         trajectory = session.trajectories[0]
         files = [session.images[one.sha256].data for one in trajectory.images]
         images = [decode_image(data) for data in files] or None
@@ -49,6 +50,10 @@ def main() -> None:
                 },
                 "positions": [list(our_positions.shape), list(positions[0].shape)],
                 "positions_equal": torch.equal(our_positions, positions[0]),
+                "layouts_equal": [
+                    torch.equal(to_tensordict(batch)["position_ids"][0], positions[0][1:])
+                    for batch in (pad(row, processor=processor), ragged(row, processor=processor))
+                ],
             }
         )
     sys.stdout.write(json.dumps(found))
