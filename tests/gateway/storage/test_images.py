@@ -2,6 +2,8 @@
 
 from hashlib import sha256
 
+import pytest
+
 from rollmesh.chat.images.placing import Placeholder
 from rollmesh.chat.messages import Image, Message
 from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
@@ -76,3 +78,28 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
             continue
         left = await journal_.read(lambda tx: [images.read_images(tx, name) for name in "st"])
         assert [len(one) for one in left] == [0, 2]
+
+
+async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed, "PIECE_IMAGE_BYTES", 3000)
+    left: list[int] = []
+
+    def sweep(tx: Transaction) -> bool:
+        more = closed.sweep(tx)
+        left.append(tx.db.value("SELECT count(*) FROM images"))
+        return more
+
+    names = "abc"
+    async with opened() as journal_:
+        for name in names:
+            await journal_.run(lambda tx: write(tx, name))  # noqa: B023
+            close = closed.Close(name, COMPLETED.SerializeToString(), b"", 1, 1, [], [])
+            await journal_.run(lambda tx: closed.close_session(tx, close))  # noqa: B023
+        await journal_.run(lambda tx: closed.mark_delivered(tx, names))
+        while await journal_.run(sweep):
+            continue
+        sessions = await journal_.read(lambda tx: tx.db.value("SELECT count(*) FROM sessions"))
+    assert left == [5, 3, 1, 0]  # a cat has the bytes of a piece; a dog goes with the next cat
+    assert sessions == 0

@@ -18,6 +18,7 @@ from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.storage import journal
+from rollmesh.gateway.storage.images import remove_images
 from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
@@ -26,6 +27,8 @@ from rollmesh.v1 import gateway_pb2, session_pb2
 
 PIECE_NODES = 512
 """Number of nodes that one commit reads from a session; a commit deletes up to twice as many."""
+PIECE_IMAGE_BYTES = 4 * 1024 * 1024
+"""Size of the images that one commit deletes, bytes; the last of them may exceed it."""
 _NEXT = "(SELECT coalesce(max(n), 0) + 1 FROM {0} WHERE journal = ?1)"
 """The next position of a journal in a table; only its gateway adds to it."""
 _ADD_TO_OUTBOX = (
@@ -185,29 +188,34 @@ def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
 
 def sweep(tx: Transaction) -> bool:
     """Removes one batch of delivered data; returns whether more may be left."""
-    left = 2 * PIECE_NODES
-    while left > 0:
+    left, left_bytes = 2 * PIECE_NODES, PIECE_IMAGE_BYTES
+    while left > 0 and left_bytes > 0:
         row = tx.db.row(
-            "SELECT session_id FROM outbox WHERE journal = ?1 AND state = ?2 ORDER BY n LIMIT 1",
+            "SELECT session_id, EXISTS (SELECT 1 FROM images WHERE session_id = outbox.session_id)"
+            " FROM outbox WHERE journal = ?1 AND state = ?2 ORDER BY n LIMIT 1",
             tx.journal_id,
             State.DELIVERED,
         )
         if row is None:
             return False
+        session_id, has_images = row
         gone = tx.db.changed(
             "DELETE FROM nodes WHERE n IN"
             " (SELECT n FROM nodes WHERE session_id = ?1 ORDER BY n LIMIT ?2)",
-            row[0],
+            session_id,
             left,
         )
         if gone < left:
-            _forget(tx, row[0])
+            if has_images:
+                left_bytes -= remove_images(tx, session_id, left_bytes)
+            if left_bytes > 0:
+                _forget(tx, session_id)
         left -= gone + 1
     return True
 
 
 def _forget(tx: Transaction, session_id: str) -> None:
-    """Removes the remains of a session without nodes, and render contexts used only by it."""
+    """Removes what is left of a session without nodes and images, and its own render contexts."""
     keys = tx.db.rows(
         "DELETE FROM session_contexts WHERE session_id = ?1 RETURNING journal, context_key",
         session_id,
@@ -217,7 +225,7 @@ def _forget(tx: Transaction, session_id: str) -> None:
         " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
         keys,
     )
-    for table in ("images", "sent", "sessions", "outbox"):
+    for table in ("sent", "sessions", "outbox"):
         tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)  # noqa: S608
 
 

@@ -61,3 +61,19 @@ def read_next_image(
     return n, session_pb2.SessionImage(
         sha256=sha256, media_type=media_type, data=data, data_bytes=len(data)
     )
+
+
+def remove_images(tx: Transaction, session_id: str, size: int) -> int:
+    """Removes images of a session, oldest first, until there are none or `size` bytes are gone.
+
+    Returns:
+        Bytes that are gone: less than `size` if no image is left.
+    """
+    rows = tx.db.rows(
+        "DELETE FROM images WHERE n IN (SELECT n FROM (SELECT n,"
+        " sum(length(data)) OVER (ORDER BY n) - length(data) AS older"
+        " FROM images WHERE session_id = ?1) AS sized WHERE older < ?2) RETURNING length(data)",
+        session_id,
+        size,
+    )
+    return sum(length for (length,) in rows)
