@@ -28,6 +28,8 @@ from tests.gateway.journals import Opened
 from tests.gateway.worlds import World, random_world, said, user
 from tests.waiting import until
 
+_LIMIT_S = 120
+
 
 class Collector(collector_pb2_grpc.CollectorServiceServicer):
     """Records the sessions of each call."""
@@ -80,7 +82,7 @@ async def delivering(
             remembered=10,
         )
         await outbox.restore()
-        async with asyncio.TaskGroup() as group, asyncio.timeout(30):
+        async with asyncio.TaskGroup() as group, asyncio.timeout(_LIMIT_S):
             running = group.create_task(outbox.run())
             yield collector, outbox, database
             running.cancel()
@@ -134,11 +136,11 @@ async def test_no_more_is_read_the_more_was_delivered(
         return read(tx, limit)
 
     monkeypatch.setattr(closed, "undelivered", noted)
-    names = [f"s{at}" for at in range(1000)]
+    names = [f"s{at}" for at in range(500)]
     async with delivering(opened, names) as (collector, _, database):
         await collector.has(set(names))
         await forgotten(database)
-    assert len(limits) > 10
+    assert len(limits) >= len(names) / 64
     assert max(limits) <= 3 * 64  # two calls of 64 that are under way, and the next one
 
 
@@ -179,7 +181,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
 
 
 async def test_a_full_collector_gets_everything_once_it_has_room(opened: Opened) -> None:
-    names, calls = [f"s{at}" for at in range(1000)], 0
+    names, calls = [f"s{at}" for at in range(500)], 0
 
     def check(ids: list[str]) -> None:
         nonlocal calls
