@@ -66,4 +66,5 @@ class Authority:
 
 
 def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+    encoded: bytes = certificate.public_bytes(serialization.Encoding.PEM)
+    return encoded

@@ -32,6 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What needs torch or Ray, which the environment of `make test-fast` has not.
 _WITH_TORCH = (
     "agents",
+    "batches/test_image_layouts.py",
     "batches/test_images.py",
     "batches/test_tensors.py",
     "batches/test_tree_batches.py",

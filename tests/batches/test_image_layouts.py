@@ -31,7 +31,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.pictured import pictured, pictured_tree
 from tests.vision.models import make_vision_model
 
-ORDERS = ([0, 1, 0], [1], [])
+ORDERS: tuple[list[int], ...] = ([0, 1, 0], [1], [])
 LAYOUTS: list[Any] = [
     pytest.param(pad, id="right"),
     pytest.param(lambda rows, **more: pad(rows, side="left", **more), id="left"),
@@ -61,7 +61,7 @@ def processor(model: Path) -> ImageProcessor:
     return ImageProcessor(model)
 
 
-def positions_of(batch: Any, row: int, tokens: int) -> np.ndarray:
+def positions_of(batch: Any, row: int, tokens: int) -> Any:
     """Returns int64 [3, N]: those of a trajectory, wherever the layout has them."""
     if hasattr(batch, "offsets"):
         return batch.position_ids[:, batch.offsets[row] : batch.offsets[row + 1]]
@@ -99,28 +99,26 @@ def test_a_model_with_plain_positions_keeps_them(tmp_path: Path) -> None:
     assert image_tensors(batch).keys() == {"pixel_values"}
 
 
-@torch.no_grad()
 def alone(network: Any, processor: ImageProcessor, row: Row) -> torch.Tensor:
     """Returns the logits of one row, [N, vocabulary]."""
     inputs = processor.inputs(row)
     ids = torch.from_numpy(row.trajectory.token_ids.astype("int64"))[None]
     positions = torch.from_numpy(inputs.position_ids)[:, None]
-    logits: torch.Tensor = network(input_ids=ids, position_ids=positions, **inputs.tensors).logits
-    return logits[0]
+    with torch.no_grad():
+        answer = network(input_ids=ids, position_ids=positions, **inputs.tensors)
+    logits: torch.Tensor = answer.logits[0]
+    return logits
 
 
-@torch.no_grad()
 def together(network: Any, batch: Any, allowed: np.ndarray, ids: np.ndarray) -> torch.Tensor:
     """Returns the logits of a batch; a token attends where `allowed`, [R, L, L], says so."""
     mask = torch.where(torch.from_numpy(allowed), 0.0, torch.finfo(torch.float32).min)
     positions = torch.from_numpy(batch.position_ids)
     positions = positions[:, None] if positions.ndim == 2 else positions.transpose(0, 1)
-    logits: torch.Tensor = network(
-        input_ids=torch.from_numpy(ids),
-        attention_mask=mask[:, None],
-        position_ids=positions,
-        **image_tensors(batch),
-    ).logits
+    given = {"input_ids": torch.from_numpy(ids), "position_ids": positions}
+    with torch.no_grad():
+        answer = network(**given, attention_mask=mask[:, None], **image_tensors(batch))
+    logits: torch.Tensor = answer.logits
     return logits
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +61,13 @@ class Host:
 
 @asynccontextmanager
 async def hosted(
-    hostname: str = "127.0.0.1", tls: ssl.SSLContext | None = None, **answers: bytes
+    hostname: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    answers: Mapping[str, bytes] | None = None,
 ) -> AsyncIterator[Host]:
     """Serves on a free port of 127.0.0.1, under a name, with the answers of paths."""
     host = Host(hostname, "https" if tls else "http")
-    host.answers = {f"/{path}": answer for path, answer in answers.items()}
+    host.answers = dict(answers or {})
     server = await asyncio.start_server(host.serve, "127.0.0.1", 0, ssl=tls)
     host.port = server.sockets[0].getsockname()[1]
     async with server:

@@ -27,7 +27,7 @@ async def test_a_turn_is_shown_once_it_is_durable(
     monkeypatch.setattr(journal, "insert_turn", slow)
     async with LiveMesh(tmp_path, tokenizer_dir) as mesh:
         opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-        key = {"session_id": opened.session_id, "session_key": opened.session_key}
+        key: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
         ask = gateway_pb2.ChatRequest(messages=[said("hello")], **key)
         asked = asyncio.ensure_future(mesh.stub.Chat(ask))
         try:

@@ -1,6 +1,7 @@
 """Images that are given by URL: from named hosts only, and never from private addresses."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
@@ -23,8 +24,8 @@ async def test_an_image_is_fetched_once_for_a_session() -> None:
 
 
 async def test_a_redirect_within_the_host_is_followed() -> None:
-    answers = {"a": b"HTTP/1.1 302 F\r\nlocation: /b\r\ncontent-length: 0\r\n\r\n"}
-    async with hosted(**answers) as host:
+    answers = {"/a": b"HTTP/1.1 302 F\r\nlocation: /b\r\ncontent-length: 0\r\n\r\n"}
+    async with hosted(answers=answers) as host:
         chat = asking(f"{host.url}/a")
         await fetcher(host.name).fill(chat)
     assert host.asked == ["/a", "/b"]
@@ -57,7 +58,7 @@ async def test_a_redirect_within_the_host_is_followed() -> None:
     ],
 )
 async def test_what_a_host_may_not_do_is_an_error_of_the_part(answer: bytes, problem: str) -> None:
-    async with hosted(a=answer) as host:
+    async with hosted(answers={"/a": answer}) as host:
         fetching = fetcher(host.name, max_image_bytes=8)
         with pytest.raises(InvalidImageError, match=problem) as caught:
             await fetching.fill(asking(f"{host.url}/a"))
@@ -65,7 +66,7 @@ async def test_what_a_host_may_not_do_is_an_error_of_the_part(answer: bytes, pro
 
 
 async def test_a_host_that_does_not_answer_is_left() -> None:
-    async with hosted(a=b"HTTP/1.1 200 O\r\n") as host:
+    async with hosted(answers={"/a": b"HTTP/1.1 200 O\r\n"}) as host:
         host.hold = True
         fetching = fetcher(host.name, image_timeout_ms=50)
         with pytest.raises(InvalidImageError, match="did not come within"):
@@ -102,8 +103,8 @@ async def test_the_bytes_of_a_request_are_bounded(paths: str) -> None:
 
 async def test_bytes_are_counted_as_they_come() -> None:
     head = b"HTTP/1.1 200 O\r\ncontent-length: 6\r\n\r\n"
-    async with hosted(a=head + b"PNG..", b=head + b"PNG..") as host:
-        host.hold = True  # neither is ever complete
+    async with hosted() as host:
+        host.other, host.hold = head + b"PNG..", True  # neither is ever complete
         with pytest.raises(InvalidImageError, match=r"together .* 8 bytes"):
             await fetcher(host.name, max_body_bytes=8).fill(
                 asking(f"{host.url}/a", f"{host.url}/b")
@@ -133,7 +134,7 @@ async def test_an_image_that_cannot_be_fetched_is_a_400_that_names_its_part() ->
                 base_url=f"{url}/sessions/{KEY}/v1", api_key="static", max_retries=0
             ) as client,
         ):
-            image = {"type": "image_url", "image_url": {"url": f"{host.url}/a"}}
+            image: Any = {"type": "image_url", "image_url": {"url": f"{host.url}/a"}}
             with pytest.raises(BadRequestError, match="not on the public internet") as caught:
                 await client.chat.completions.create(
                     model="policy", messages=[{"role": "user", "content": [image]}]
