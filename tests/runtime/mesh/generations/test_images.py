@@ -141,6 +141,23 @@ def test_images_beyond_one_message_are_sent_with_the_next_ones() -> None:
     assert received == set(data)
 
 
+def test_the_image_that_was_used_longest_ago_is_sent_again_once_there_are_too_many() -> None:
+    sent, data = SentImages(), files(b"a", b"b", b"c")
+
+    def filled(*names: bytes) -> list[bytes]:
+        images = [image(name, send=False) for name in names]
+        sent.fill(images, data)
+        return [one.data for one in images]
+
+    with patch.object(module, "_SENT", 2):
+        assert filled(b"a") == [b"a"]
+        assert filled(b"b") == [b"b"]
+        assert filled(b"a") == [b""]
+        assert filled(b"c") == [b"c"]  # in the place of b
+        assert filled(b"a") == [b""]
+        assert filled(b"b") == [b"b"]
+
+
 def test_an_image_whose_bytes_nobody_has_stays_unknown() -> None:
     sent, images = SentImages(), [image(b"a", send=False)]
     sent.fill(images, {})

@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 import zlib
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rollmesh.mesh.leasing.leases import LeaseClient
 from rollmesh.mesh.leasing.prefixes import prefix_crc32s
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
+from rollmesh.router.generations.recent import RecentSessions
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.models import Models
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
@@ -68,7 +68,7 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         self._engines = EngineClients(config.stall_timeout_ms)
         self._images = HeldBytes(config.image_cache_bytes)
         self._running: dict[str, _Running | None] = {}  # None until its engine can be leased
-        self._sessions: OrderedDict[tuple[str, str], None] = OrderedDict()  # last used last
+        self._sessions = RecentSessions(_MOST_SESSIONS)
         self._leases: dict[str, asyncio.Future[LeaseClient]] = {}  # by model
         self._router = ""
         self._draining = False
@@ -297,10 +297,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         if not order.generation.request.session_id:
             leases.forget(order.session_id)
             return
-        self._sessions[model, order.session_id] = None
-        self._sessions.move_to_end((model, order.session_id))
-        while len(self._sessions) > _MOST_SESSIONS:
-            (of_model, session_id), _ = self._sessions.popitem(last=False)
+        if (left := self._sessions.use(model, order.session_id)) is not None:
+            of_model, session_id = left
             self._leases[of_model].result().forget(session_id)
 
     def _leases_of(self, model: str) -> "asyncio.Future[LeaseClient]":

@@ -202,8 +202,8 @@ class LeaseTable:
             lease_id: Id of the lease, unique on the stream.
             session_id: Id of the session.
             group_id: Id of its group; may be empty.
-            excluded: Ids of engines that have failed this turn, at most 256. One of them is leased
-                if no other fits after 200 ms: an engine that died is known to be gone by then.
+            excluded: Ids of engines that failed this turn, at most 256. One of them is leased if
+                no other fits after 200 ms: an engine that died is known to be gone by then.
             prefixes: Digests of the beginnings of the prompt, the shortest first, at most 32.
             wait_ms: Longest wait for a slot; 0 refuses at once.
             suspended_ms: Longest wait while engines are there and none of them samples.
@@ -213,8 +213,7 @@ class LeaseTable:
             The grant; None if the request waits.
 
         Raises:
-            InvalidLeaseError: An id is missing or in use, too many engines are excluded, or the
-                gateway has to name its model.
+            InvalidLeaseError: An id or the model is missing, an id is in use, or a list too long.
             NoEngineError: No engine can serve the turn, and the request does not wait.
             EnginesBusyError: All that can are full, and it does not wait, or the queue is full.
         """
