@@ -38,7 +38,7 @@ _WITH_TORCH = (
     "batches/test_tree_batches.py",
     "client/runners/test_ray_tasks.py",
     "engine/requests/test_constraint.py",
-    "engine/test_conformance.py",
+    "engine/conformance",
     "engine/vllm",
     "examples",
     "gpu",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _GROUPS = (
     ("tests/engine/vllm/test_parallel.py", "parallel"),  # minutes, beside what learns
     ("tests/engine/vllm/", "vllm"),
-    ("tests/engine/test_conformance.py", "vllm"),
+    ("tests/engine/conformance/", "vllm"),
     ("tests/engine/requests/test_constraint.py", "vllm"),
     ("tests/mesh/requests/test_against_serve.py", "vllm"),
     ("tests/mesh/requests/test_protocols_against_serve.py", "vllm"),

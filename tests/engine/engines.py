@@ -17,6 +17,8 @@ from tests.waiting import until
 
 PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
 KEEP = engine_pb2.PAUSE_MODE_KEEP
+LONG = 1900
+"""So many tokens that what happens meanwhile happens in the middle, on any machine."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Engine:
                     yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
 
         with typed_errors():
-            return await self.stub.UpdateWeights(parts(), timeout=60)
+            return await self.stub.UpdateWeights(parts(), timeout=120)
 
 
 @asynccontextmanager

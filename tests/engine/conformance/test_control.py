@@ -1,0 +1,153 @@
+"""How both backends abort, pause, take new weights, sleep, and say that they are well."""
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.runtime.errors import InvalidWeightsError, StaleVersionError
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.engine.engines import KEEP, LONG, Engine, Result
+
+# The first vLLM test waits for the model to start.
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+
+async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
+    async with aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        await anext(responses)
+        assert (await engine.info()).running >= 1
+    await engine.until(lambda info: info.running == 0)
+
+
+async def test_abort_gives_what_there_is(engine: Engine) -> None:
+    request, result = engine.request(LONG, 1), Result()
+    async with asyncio.timeout(120), aclosing(engine.stream(request)) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                abort = engine_pb2.AbortRequest(
+                    request_ids=[request.generate.request_id, "unknown"]
+                )
+                aborted = await engine.stub.Abort(abort)
+                assert list(aborted.request_ids) == [request.generate.request_id]
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+    assert 3 <= len(result.ids) == len(result.logprobs) < LONG
+    assert result.spans[-1][2] == len(result.ids)
+
+
+async def test_a_pause_that_is_repeated_after_a_resume_pauses_nothing(engine: Engine) -> None:
+    pause = engine_pb2.PauseRequest(mode=KEEP, request_id="pause")
+    await engine.stub.Pause(pause)
+    await engine.stub.Resume(engine_pb2.ResumeRequest())
+    await engine.stub.Pause(pause)
+    assert not (await engine.info()).paused
+
+
+async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
+    result, late = Result(), []
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(100, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 2:
+                await engine.stub.Pause(engine_pb2.PauseRequest(mode=KEEP))
+                assert (await engine.info()).paused
+                late.append(asyncio.ensure_future(engine.generate(engine.request(5, 0))))
+                await engine.stub.Resume(engine_pb2.ResumeRequest())
+    assert len(result.ids) == 100
+    assert len((await late[0]).ids) == 5
+    assert not (await engine.info()).paused
+
+
+async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Engine) -> None:
+    result = Result()
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 2:
+                await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
+    await engine.stub.Resume(engine_pb2.ResumeRequest())
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: Engine) -> None:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        stream = engine.stream(engine.request(200, 1))
+        await anext(stream)
+        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
+        paused = group.create_task(_call(engine.stub.Pause(wait)))
+        rest = [response async for response in stream]
+        assert rest[-1].finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+        await paused
+        late = group.create_task(engine.generate(engine.request(5, 0)))
+        await engine.until(lambda info: info.running + info.waiting == 1)
+        assert not late.done()
+        await engine.stub.Resume(engine_pb2.ResumeRequest())
+        assert len((await late).ids) == 5
+
+
+async def test_a_pause_whose_caller_leaves_changes_nothing(engine: Engine) -> None:
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        await anext(responses)
+        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await engine.stub.Pause(wait, timeout=0.2)
+    assert len((await engine.generate(engine.request(5, 0))).ids) == 5
+    assert not (await engine.info()).paused
+
+
+async def _call(call: Any) -> Any:
+    return await call
+
+
+async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:
+    before = (await engine.info()).policy_version
+    result = Result()
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                await engine.update(before + 1, engine.weights)
+    (old, start, middle), (new, again, end) = result.spans
+    assert (old, new) == (before, before + 1)
+    assert (start, middle, end) == (0, again, LONG)
+    assert 3 <= middle < LONG
+    assert (await engine.info()).policy_version == before + 1
+
+
+async def test_bad_weights_leave_the_old_ones_in_use(engine: Engine, tmp_path: Path) -> None:
+    before = (await engine.info()).policy_version
+    whole = (engine.weights / "model.safetensors").read_bytes()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for source in (whole[:-100], b"rubbish", empty, tmp_path / "missing"):
+        with pytest.raises(InvalidWeightsError):
+            await engine.update(before + 1, source)
+    with pytest.raises(StaleVersionError):
+        await engine.update(before, whole)
+    assert (await engine.info()).policy_version == before
+    result = await engine.generate(engine.request(5, 0))
+    assert result.spans == [(before, 0, 5)]
+
+
+async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine) -> None:
+    await engine.until(lambda info: info.running == 0)
+    answer = await engine.stub.ResetPrefixCache(engine_pb2.ResetPrefixCacheRequest())
+    assert answer.reset
+    await engine.stub.Sleep(engine_pb2.SleepRequest())
+    assert (await engine.info()).sleeping
+    await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
+    assert not (await engine.info()).sleeping
+    assert len((await engine.generate(engine.request(3, 0))).ids) == 3
+
+
+async def test_health_is_serving(engine: Engine) -> None:
+    async with open_channel(engine.process.address) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        for name in (b"", b"rollmesh.v1.EngineService"):
+            request = b"\n" + bytes([len(name)]) + name if name else b""
+            assert await check(request, timeout=60) == b"\x08\x01"
