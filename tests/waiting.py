@@ -1,7 +1,8 @@
 """Waiting for what no event tells: the state of another process, a file, a counter."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -28,6 +29,23 @@ async def until(look: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
             if found:
                 return found
             await asyncio.sleep(_PAUSE_S)
+
+
+@asynccontextmanager
+async def within(limit_s: float, what: Callable[[], str]) -> AsyncIterator[None]:
+    """Ends the block after a time.
+
+    Raises:
+        TimeoutError: It took too long; the message has what it waited for, as it was then.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"waited {limit_s:.0f} s for {what()}") from error
 
 
 async def until_says(path: Path, text: str, times: int = 1) -> None:

@@ -24,8 +24,7 @@ import random
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -46,6 +45,8 @@ _AFTER_OUTAGE_S = 10.0
 """How long after an outage an agent may still get an error of it, seconds."""
 _LOOK_S = 1.0
 _RESTART_S = 0.5
+_START_S = 300.0
+"""How long a process may end before it is ready, again and again, seconds."""
 _WARM_UP_S = 20.0
 """Age from which the memory of a process is watched, seconds."""
 _CLIENTS = ("agents", "trainer")
@@ -70,14 +71,22 @@ class Chaos:
     _began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
-        """Lets all events happen, and returns when the last one is over."""
+        """Lets all events happen, and returns when the last one is over.
+
+        Raises:
+            ExceptionGroup: Something that should have ended did not; it says what.
+        """
         places = asyncio.Semaphore(_AT_ONCE)
-        async with self._watched(), asyncio.TaskGroup() as group:
-            for event in self.events:
-                await asyncio.sleep(self._began + event.at_s - time.monotonic())
-                await places.acquire()
-                task = group.create_task(self._happen(event))
-                task.add_done_callback(lambda _: places.release())
+        async with asyncio.TaskGroup() as watching:
+            over = asyncio.Event()
+            watching.create_task(self._watch(watching, over))
+            async with asyncio.TaskGroup() as group:
+                for event in self.events:
+                    await asyncio.sleep(self._began + event.at_s - time.monotonic())
+                    await places.acquire()
+                    task = group.create_task(self._happen(event))
+                    task.add_done_callback(lambda _: places.release())
+            over.set()
 
     def line(self) -> str:
         """Returns the progress."""
@@ -124,43 +133,47 @@ class Chaos:
                 return link.delayed(self.dice.uniform(*_LATENCY_S))
 
     async def _start(self, name: str) -> None:
-        """Starts a process again, as often as it takes: its disk may be full."""
+        """Starts a process again, as often as it takes: its disk may be full.
+
+        Raises:
+            TimeoutError: It ended before it was ready, for too long, or never got ready.
+        """
+        until = time.monotonic() + _START_S
         while True:
             try:
                 await self.mesh.lanes[name].start()
-            except RuntimeError:
+            except RuntimeError as error:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"waited {_START_S:.0f} s for {name}: {error}") from error
                 await asyncio.sleep(_RESTART_S)
             else:
                 return
 
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        """Samples memory and starts what ended by itself, until the block ends."""
+    async def _watch(self, group: asyncio.TaskGroup, over: asyncio.Event) -> None:
+        """Samples memory and starts what ended by itself, until all events are over.
+
+        Each restart is a task of its own: one may need what another one starts.
+        """
         ages: dict[int, float] = {}
+        while not over.is_set():
+            await asyncio.sleep(_LOOK_S)
+            for name, lane in self.mesh.lanes.items():
+                if lane.crashed and not self._locks[name].locked():
+                    group.create_task(self._revive(name))
+                if lane.service in _CLIENTS:
+                    continue
+                with suppress(OSError):
+                    pid, now = lane.pid, time.monotonic()
+                    if now - ages.setdefault(pid, now) > _WARM_UP_S:
+                        self.usage[f"{name} {pid}"].add(pid)
 
-        async def look() -> None:
-            while True:
-                await asyncio.sleep(_LOOK_S)
-                for name, lane in self.mesh.lanes.items():
-                    if lane.crashed and not self._locks[name].locked():
-                        async with self._locks[name]:
-                            self.crashes.append(name)
-                            print(f"{name} ended by itself", flush=True)
-                            await self._start(name)
-                    if lane.service in _CLIENTS:
-                        continue
-                    with suppress(OSError):
-                        pid, now = lane.pid, time.monotonic()
-                        if now - ages.setdefault(pid, now) > _WARM_UP_S:
-                            self.usage[f"{name} {pid}"].add(pid)
-
-        task = asyncio.ensure_future(look())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    async def _revive(self, name: str) -> None:
+        """Starts a process that ended by itself, unless something happens to it just now."""
+        async with self._locks[name]:
+            if self.mesh.lanes[name].crashed:
+                self.crashes.append(name)
+                print(f"{name} ended by itself", flush=True)
+                await self._start(name)
 
 
 async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
@@ -168,6 +181,7 @@ async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 
     Raises:
         TimeoutError: Something was not delivered in time afterwards.
+        ExceptionGroup: A process did not start or did not end.
     """
     began = time.monotonic()
     async with running_mesh(folder, seed) as mesh:
@@ -177,10 +191,12 @@ async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             print("no disk can be mounted here, so none will be full", flush=True)
         async with telling(chaos.line):
             await chaos.run()
-            for name, lane in mesh.lanes.items():
-                if name.startswith("agents"):
-                    await lane.stop()
+            trainer, *agents = mesh.clients
+            async with asyncio.TaskGroup() as group:
+                for lane in agents:
+                    group.create_task(lane.stop())
             leaked = await drain(mesh.matrix)
+            await trainer.stop()
     audit = Audit.read(mesh.matrix.agents_log, mesh.matrix.trainer_log)
     grown, growth_mb = worst_growth_mb(chaos.usage)
     return {

@@ -63,6 +63,6 @@ class DatabaseLane:
         """Id of its first process."""
         return self._server.pid
 
-    async def stop(self) -> None:
+    async def end(self) -> None:
         """Kills the server and removes its data."""
         await asyncio.to_thread(self._server.close)

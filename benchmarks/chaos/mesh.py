@@ -36,6 +36,8 @@ class Mesh:
     folder: Path
     wiring: Wiring
     lanes: dict[str, Lane | DatabaseLane] = field(default_factory=dict)
+    clients: list[Lane] = field(default_factory=list)
+    """The trainer and the agents, which are lanes too."""
     disks: dict[str, Disk] = field(default_factory=dict)
     cut_off: list[Interval] = field(default_factory=list)
     """When a gateway was there and could not be reached, or the database could not write."""
@@ -93,12 +95,12 @@ async def running_mesh(folder: Path, seed: int) -> AsyncIterator[Mesh]:
         for spec in mesh.wiring.specs:
             mesh.lanes[spec.name] = await _service(mesh, spec, seed, stack)
         services = list(mesh.lanes.values())[1:]
-        clients = await _clients(mesh, seed, stack)
-        mesh.lanes |= {lane.log.stem: lane for lane in clients}
-        for together in ([database], services, clients):
+        mesh.clients = await _clients(mesh, seed, stack)
+        mesh.lanes |= {lane.log.stem: lane for lane in mesh.clients}
+        for together in ([database], services, mesh.clients):
             async with asyncio.TaskGroup() as group:
                 for process in together:
-                    stack.push_async_callback(process.stop)
+                    stack.push_async_callback(process.end)
                     group.create_task(process.start())
         yield mesh
 

@@ -103,6 +103,8 @@ class Agents:
             timeout=_TIMEOUT_S,
         ) as agent:
             for turn in range(self._random.randint(1, self._habits.most_turns)):
+                if self.stopping:
+                    return
                 text = await self._turn(agent, messages)
                 if text is not None:
                     messages.append({"role": "assistant", "content": text})
@@ -131,6 +133,8 @@ class Agents:
             except openai.APIError as error:  # broken stream, or retries exhausted: ask again
                 ended = time.monotonic()
                 self._note("FAILED", f"{began:.3f}", f"{ended:.3f}", type(error).__name__)
+                if self.stopping:
+                    break
         return None
 
     async def _stream(

@@ -19,9 +19,12 @@ from pathlib import Path
 
 from benchmarks.kills.audit import Interval
 from tests.forks import Forked
+from tests.waiting import within
 
-_START_S = 60
-_STOP_S = 60
+_START_S = 180.0
+_KILL_S = 60.0
+_STOP_S = 240.0
+_SHOWN_CHARS = 2000
 _QUIET_S = 12.0  # after this, kill the process without its boundary
 _MOST_TIMES = 20
 _LIFE_S = (0.5, 3.0)
@@ -71,11 +74,18 @@ class Lane:
 
         Raises:
             RuntimeError: The process ended before it was ready.
+            TimeoutError: It was not ready in time. It is killed.
         """
         self._process = await self._spawn(self.command(boundary, times))
-        async with asyncio.timeout(_START_S):
-            if not await self._line("READY"):
-                raise RuntimeError(f"{self.service} did not start:\n{self.log.read_text()[-2000:]}")
+        is_ready = False
+        try:
+            async with within(_START_S, lambda: f"{self.log.stem} to be ready:\n{self._said()}"):
+                is_ready = await self._line("READY")
+        finally:
+            if not is_ready:
+                await self.end()
+        if not is_ready:
+            raise RuntimeError(f"{self.log.stem} did not start:\n{self._said()}")
         if self._gone is not None:
             self.outages.append(Interval(self._gone, time.monotonic()))
             self._gone = None
@@ -129,38 +139,59 @@ class Lane:
         return self._gone is None and self._process.returncode is not None
 
     async def kill(self) -> None:
-        """Sends SIGKILL."""
-        assert self._process is not None
+        """Sends SIGKILL, and notes that the process is away."""
         self._gone = time.monotonic() if self._gone is None else self._gone
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
-        async with asyncio.timeout(_STOP_S):
-            await self._process.wait()
-        if isinstance(self._process, Forked):
-            self._process.close()
+        await self.end()
+
+    async def end(self) -> None:
+        """Kills the process if it runs.
+
+        Raises:
+            TimeoutError: It has not ended although it was killed.
+        """
+        if (process := self._process) is None:
+            return
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        async with within(_KILL_S, lambda: f"{self.log.stem} to end after SIGKILL"):
+            await process.wait()
+        if isinstance(process, Forked):
+            process.close()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Sends SIGSTOP, and SIGCONT when the block ends."""
+        """Sends SIGSTOP, and SIGCONT when the block ends; to nobody if the process has ended."""
         began, pid = time.monotonic(), self.pid
-        os.killpg(pid, signal.SIGSTOP)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.killpg(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGCONT)
             self.outages.append(Interval(began, time.monotonic()))
 
     async def stop(self) -> None:
-        """Closes standard input, which ends agents and trainer; kills any other process."""
-        if not isinstance(self._process, Process):
-            if self._process is not None:
-                await self.kill()
-            return
-        if self._process.returncode is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            async with asyncio.timeout(2 * _STOP_S):
-                await self._process.wait()
+        """Closes standard input, which ends agents and trainer; kills any other process.
+
+        Raises:
+            TimeoutError: The agents or the trainer did not end in time. They are killed.
+        """
+        process = self._process
+        try:
+            if isinstance(process, Process) and process.returncode is None:
+                assert process.stdin is not None
+                process.stdin.close()
+                what = f"{self.log.stem} to end after its standard input"
+                async with within(_STOP_S, lambda: f"{what}:\n{self._said()}"):
+                    await process.wait()
+        finally:
+            await self.end()
+
+    def _said(self) -> str:
+        """Returns the end of the log."""
+        return self.log.read_text(errors="replace")[-_SHOWN_CHARS:]
 
     async def _reached(self) -> bool:
         """Waits for the boundary; returns whether it was reached in time."""

@@ -27,11 +27,12 @@ from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RepeatConflictError, RollmeshError
+from tests.waiting import within
 
 _KILLS = 500
 _AT_ONCE = 2  # processes down at the same time
-_DRAIN_S = 180
-_SETTLE_S = 10
+_DRAIN_S = 300.0
+_SETTLE_S = 60.0
 _STEP_S = 0.25
 _AFTER_OUTAGE_S = 5.0
 """How long after an outage an agent may still get an error of it, seconds."""
@@ -191,12 +192,13 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
                 group.create_task(
                     lane.live_and_die(lambda: sum(matrix.kills.values()) < wanted, places)
                 )
-        agents = matrix.lanes[-1]
+        trainer, agents = matrix.lanes[-2:]
         await agents.stop()
         leaked = await drain(matrix)
+        await trainer.stop()
     finally:
         for lane in reversed(matrix.lanes):
-            await lane.stop()
+            await lane.end()
     audit = Audit.read(matrix.agents_log, matrix.trainer_log)
     for name, count in sorted(matrix.kills.items()):
         print(f"{count:5d}  {name}")
@@ -220,18 +222,28 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
 
 
 async def drain(matrix: Matrix) -> int:
-    """Closes sessions left open by dead agents, waits for delivery; returns leaked leases."""
-    async with Client(MeshAddresses.from_json(matrix.addresses)) as client:
-        async with asyncio.timeout(_DRAIN_S):
+    """Closes sessions left open by dead agents, waits for delivery; returns leaked leases.
+
+    Raises:
+        TimeoutError: A session was not closed or not delivered in time.
+    """
+    step = ""
+    async with (
+        Client(MeshAddresses.from_json(matrix.addresses)) as client,
+        within(_DRAIN_S, lambda: step),
+    ):
+        found = Audit.read(matrix.agents_log, matrix.trainer_log)
+        for session_id in found.opened.keys() - found.closed:
+            step = f"{session_id} to be closed"
+            left = Session(session_id, found.opened[session_id], "")
+            with suppress(RepeatConflictError):  # closed, though its agent died unanswered
+                await client.close_session(left, outcome="ABORTED")
+        while missing := found.opened.keys() - found.received.keys():
+            step = f"{len(missing)} sessions to be delivered, such as {min(missing)}"
+            await asyncio.sleep(_STEP_S)
             found = Audit.read(matrix.agents_log, matrix.trainer_log)
-            for session_id in found.opened.keys() - found.closed:
-                left = Session(session_id, found.opened[session_id], "")
-                with suppress(RepeatConflictError):  # closed, though its agent died unanswered
-                    await client.close_session(left, outcome="ABORTED")
-            while found.opened.keys() - found.received.keys():
-                await asyncio.sleep(_STEP_S)
-                found = Audit.read(matrix.agents_log, matrix.trainer_log)
-            return await _leaked(matrix)
+        step = "a router to tell its leases"
+        return await _leaked(matrix)
 
 
 async def _leaked(matrix: Matrix) -> int:

@@ -84,7 +84,7 @@ class Soak:
             )
         finally:
             for lane in reversed(self._matrix.lanes):
-                await lane.stop()
+                await lane.end()
         audit = Audit.read(self._matrix.agents_log, self._matrix.trainer_log)
         worst, growth = worst_growth_mb(self._usage)
         return {

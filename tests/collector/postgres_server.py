@@ -18,7 +18,8 @@ import psutil
 from tests.paths import package_folder
 from tests.processes import reserved_port
 
-_START_S = 60
+_START_S = 120
+_LIMIT_S = _START_S + 30
 _SETTINGS = "-c max_connections=50 -c unix_socket_directories="
 _EMPTY = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rollmesh%';
@@ -59,7 +60,14 @@ class PostgresServer:
         (self._data / "postmaster.pid").unlink(missing_ok=True)
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 {_SETTINGS}"
         log = self.folder / "log"
-        self._run("pg_ctl", "--wait", f"--log={log}", f"--options={options}", "start")
+        self._run(
+            "pg_ctl",
+            "--wait",
+            f"--timeout={_START_S}",
+            f"--log={log}",
+            f"--options={options}",
+            "start",
+        )
 
     @property
     def is_running(self) -> bool:
@@ -80,13 +88,14 @@ class PostgresServer:
         would outlive it, hold its shared memory, and keep the server from starting again.
         """
         for process in self._processes()[:1]:
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
         processes = self._processes()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         _, alive = psutil.wait_procs(processes, timeout=_START_S)
-        assert not alive
+        assert not alive, f"{alive} did not end within {_START_S} s after SIGKILL"
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to all its processes, the first one first."""
@@ -121,7 +130,7 @@ class PostgresServer:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                timeout=_START_S,
+                timeout=_LIMIT_S,
                 check=False,
                 cwd=self.folder,
             )
