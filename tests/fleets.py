@@ -19,6 +19,9 @@ from tests.meshes import Mesh, write_script
 from tests.processes import ServiceProcess, running
 from tests.waiting import until
 
+_PATIENT = {"takeover_wait_ms": 120_000}
+"""Of a sidecar: on a busy machine, another gateway takes its time to start."""
+
 
 @dataclass
 class Fleet:
@@ -52,7 +55,7 @@ class Fleet:
         """The epoch and the gateway of each journal, as the router knows them."""
         async with open_channel(self.mesh.address("router")) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=30)
+            response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=60)
         owners: dict[str, tuple[int, str]] = {}
         for gateway in response.gateways:
             for served in gateway.journals:
@@ -126,7 +129,7 @@ async def gateway_fleet(
             fleet = Fleet(mesh, database, client, lease_ms)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(mesh.start("engine", tokens_per_second=100))
-                tasks.create_task(mesh.start("sidecar", gateway="", router=router))
+                tasks.create_task(mesh.start("sidecar", gateway="", router=router, **_PATIENT))
                 tasks.create_task(fleet.start_gateway("gateway-0"))
                 tasks.create_task(fleet.start_gateway("gateway-1"))
             yield fleet

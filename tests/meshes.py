@@ -42,14 +42,16 @@ class Mesh:
     def client(self) -> Client:
         return Client(self.addresses)
 
-    def openai(self, session: Session, *, max_retries: int = 0, timeout: float = 30) -> AsyncOpenAI:
+    def openai(
+        self, session: Session, *, max_retries: int = 0, timeout: float = 120
+    ) -> AsyncOpenAI:
         return self.agent(
             session.base_url, session.api_key, max_retries=max_retries, timeout=timeout
         )
 
     def agent(self, base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
         """The published client; closed with the mesh."""
-        settings = {"max_retries": 0, "timeout": 30, **settings}
+        settings = {"max_retries": 0, "timeout": 120, **settings}
         agent = AsyncOpenAI(base_url=base_url, api_key=api_key, **settings)
         self.stack.push_async_callback(agent.close)
         return agent

@@ -87,7 +87,7 @@ class Conversation:
 @asynccontextmanager
 async def conversing(mesh: Mesh) -> AsyncIterator[Conversation]:
     conversation = Conversation()
-    async with mesh.client() as client, httpx2.AsyncClient() as http:
+    async with mesh.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             conversation.agent = Agent(session, http)
             yield conversation

@@ -151,7 +151,12 @@ async def test_an_agent_that_reads_late_gets_the_whole_answer_and_the_trainer_ev
             async with not_reading(session) as agent:
                 await goes_on(mesh, client)
                 await until_free(client)  # it does not wait for a reader
-                assert await streams_ended(mesh) == 3  # the others': this one is held up
+
+                async def others_have_ended() -> bool:
+                    return await streams_ended(mesh) >= 3
+
+                await until(others_have_ended)
+                assert await streams_ended(mesh) == 3  # this one is held up
                 assert await agent.rest() == (AT_LENGTH, True)
         (trajectory,) = (await delivered(client, session)).trajectories
     sampled = trajectory.token_ids[trajectory.loss_mask]

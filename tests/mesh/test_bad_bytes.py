@@ -21,7 +21,7 @@ from tests.collector.collectors import SESSION, create_or_update
 from tests.mesh.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 UNDECODABLE = b"\xff"
 UNKNOWN = 99
 SERVICES = {

@@ -119,7 +119,7 @@ def results(answer: dict[str, Any], *texts: str, cached: bool = False) -> list[d
 async def test_sub_agents_a_title_and_a_compaction_are_told_apart_and_nothing_drifts(
     mesh: Mesh,
 ) -> None:
-    async with mesh.client() as client, httpx2.AsyncClient() as http:
+    async with mesh.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             claude = ClaudeCode(http, session)
             await claude.ask(
@@ -175,7 +175,7 @@ async def test_tools_that_a_search_finds_do_not_begin_the_conversation_anew(mesh
         for name in ("ToolSearch", "Edit")
     )
     placeholder = {**edit, "name": "DeferredToolPlaceholder", "defer_loading": True}
-    async with mesh.client() as client, httpx2.AsyncClient() as http:
+    async with mesh.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             claude = ClaudeCode(http, session)
             history = [user("Search.")]

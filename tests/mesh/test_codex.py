@@ -173,7 +173,7 @@ def check(result: SessionResult, **found: list[int]) -> None:
 async def test_functions_sub_agents_and_a_compaction_are_told_apart_and_nothing_drifts(
     shared: Mesh,
 ) -> None:
-    async with shared.client() as client, httpx2.AsyncClient() as http:
+    async with shared.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             codex = Codex(http, session)
             history = start("Begin.")
@@ -205,7 +205,7 @@ async def test_functions_sub_agents_and_a_compaction_are_told_apart_and_nothing_
 async def test_code_a_forked_sub_agent_and_a_compaction_are_told_apart_and_nothing_drifts(
     shared: Mesh,
 ) -> None:
-    async with shared.client() as client, httpx2.AsyncClient() as http:
+    async with shared.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             codex = Codex(http, session)
 

@@ -87,7 +87,7 @@ async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh)
     async with mesh.client() as client, client.session() as session, client.session() as other:
         path = "/chat/completions"
         body = {"model": "policy", "messages": ASK}
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=60) as http:
             assert (await http.post(session.base_url + path, json=body)).status_code == 200
         for base_url, key, opens in [
             (session.base_url, "static", True),
@@ -108,7 +108,7 @@ async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh)
 
 async def test_no_key_is_in_a_log_or_in_an_error(tmp_path: Path, tokenizer_dir: Path) -> None:
     async def said(session: Session, method: str, path: str, **more: Any) -> str:
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=60) as http:
             answer = await http.request(method, f"{session.base_url}{path}", **more)
         return answer.text
 

@@ -282,7 +282,7 @@ async def test_the_key_is_read_from_the_header_that_claude_code_sends(thinking: 
     async with (
         thinking.client() as client,
         client.session() as session,
-        httpx2.AsyncClient() as http,
+        httpx2.AsyncClient(timeout=60) as http,
     ):
         answer = await http.post(
             f"http://{thinking.addresses.sidecar}/v1/messages?beta=true",

@@ -250,7 +250,7 @@ async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
 async def test_an_overloaded_mesh_says_when_to_come_back(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    first = {"gateway": {"lease_timeout_ms": 300}}
+    first = {"gateway": {"lease_timeout_ms": 2000}}
     async with scripted_mesh(
         tmp_path, tokenizer_dir, RULES, first=first, tokens_per_second=20, lease_capacity=1
     ) as mesh:
@@ -320,7 +320,11 @@ async def test_equal_requests_in_flight_share_one_sample(shared: Mesh) -> None:
 
 
 async def test_rubbish_is_refused_and_harms_nobody(shared: Mesh) -> None:
-    async with shared.client() as client, client.session() as session, httpx2.AsyncClient() as http:
+    async with (
+        shared.client() as client,
+        client.session() as session,
+        httpx2.AsyncClient(timeout=60) as http,
+    ):
         url = f"{session.base_url}/chat/completions"
         rubbish = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [5]}']
         rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 999, "a")]

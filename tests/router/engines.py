@@ -99,19 +99,19 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def until_registered(self) -> None:
         """Waits until the router knows it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await self.member.wait_registered()
 
     async def until_controlled(self, count: int) -> None:
         """Waits until it got some number of control calls."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(self.controls) < count:
                 self.changed.clear()
                 await self.changed.wait()
 
     async def until_taken(self, policy_version: int) -> None:
         """Waits until it took an update to a version."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while policy_version not in [version for version, _ in self.taken]:
                 self.changed.clear()
                 await self.changed.wait()

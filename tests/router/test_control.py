@@ -17,6 +17,8 @@ from tests.router.engines import noting_engine, reason_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+MANY, FEW = 2000, 60
+"""Tokens that take longer than any test, and some that take three seconds."""
 ENGINES = {"a": "policy", "b": "policy", "c": "judge"}
 Calls = dict[str, Callable[[str], Awaitable[list[router_pb2.EngineResult]]]]
 
@@ -52,7 +54,12 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
         made = Fleet(router, await stack.enter_async_context(Client(addresses)))
         for name, model in ENGINES.items():
-            flags = {"router": router.address, "backend": "scripted", "tokens_per_second": 20}
+            flags = {
+                "router": router.address,
+                "backend": "scripted",
+                "tokens_per_second": 20,
+                "reply_tokens": MANY,
+            }
             engine = await stack.enter_async_context(
                 running("engine", folder / name, engine_id=name, model=model, **flags)
             )
@@ -77,7 +84,8 @@ async def test_engines_sleep_wake_up_pause_and_resume_together(fleet: Fleet) -> 
 
 async def test_generations_of_a_model_are_aborted_and_others_go_on(fleet: Fleet) -> None:
     def generate(name: str) -> Awaitable[engine_pb2.GenerateResponse]:
-        sampling = sampling_pb2.SamplingParams(max_tokens=40)
+        tokens = MANY if ENGINES[name] == "policy" else FEW
+        sampling = sampling_pb2.SamplingParams(max_tokens=tokens)
         return fleet.stubs[name].Generate(
             engine_pb2.GenerateRequest(
                 request_id=f"on-{name}", token_ids_u32le=b"\x05\0\0\0", sampling=sampling

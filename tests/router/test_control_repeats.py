@@ -100,13 +100,13 @@ async def test_a_control_call_is_repeated_at_the_only_router_when_it_is_back(
         await engine.until_controlled(1)
         await routers.processes[0].kill()
         engine.hangs.set()
-        await routers.start(0, gather_ms=2_000)
+        await routers.start(0, gather_ms=8_000)
         assert [one.engine_id for one in await asked] == ["a"]
         assert engine.controls[0] == engine.controls[1]
 
 
 async def test_a_router_that_has_just_started_waits_for_its_engines(routers: Routers) -> None:
-    await routers.start(0, gather_ms=5_000)
+    await routers.start(0, gather_ms=8_000)
     only = routers.addresses[0]
     async with Client(MeshAddresses(router=only)) as client, asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(client.pause_engines())

@@ -83,9 +83,9 @@ async def test_each_turn_of_a_busy_gateway_costs_one_message(tmp_path: Path) -> 
     async with noting_router(tmp_path) as router:
         async with LeaseClient(router.address, "g") as leases:
             for _ in range(20):
-                async with leases.lease(session_id="s", deadline_ms=20_000):
+                async with leases.lease(session_id="s", deadline_ms=60_000):
                     pass
-            async with leases.lease(session_id="s", deadline_ms=20_000):
+            async with leases.lease(session_id="s", deadline_ms=60_000):
                 hello, *messages = router.messages
         assert hello.HasField("hello")
         assert all(message.HasField("acquire") for message in messages)
@@ -97,7 +97,7 @@ async def test_leases_that_end_together_share_one_message(tmp_path: Path) -> Non
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
         async with AsyncExitStack() as stack:
             for number in range(10):
-                lease = leases.lease(session_id=f"s{number}", deadline_ms=20_000)
+                lease = leases.lease(session_id=f"s{number}", deadline_ms=60_000)
                 await stack.enter_async_context(lease)
             assert router.leases == 10
         async with asyncio.timeout(60):
@@ -107,7 +107,7 @@ async def test_leases_that_end_together_share_one_message(tmp_path: Path) -> Non
 
 
 async def find_fault(leases: LeaseClient, held: list[str]) -> None:
-    async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+    async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
         held.append(grant.engine_id)
         raise EngineFaultError("it lies; " * 100)
 
@@ -119,7 +119,7 @@ async def test_a_faulty_engine_is_given_back_with_its_fault(tmp_path: Path) -> N
         with pytest.raises(EngineFaultError):
             await find_fault(leases, held)
         (faulty,) = held
-        async with leases.lease(session_id="s", deadline_ms=20_000) as other:
+        async with leases.lease(session_id="s", deadline_ms=60_000) as other:
             assert other.engine_id != faulty
         assert router.table.engines[faulty].fault == ("it lies; " * 100)[:500]
         assert router.table.engines[faulty].leases == 0

@@ -84,7 +84,7 @@ async def test_a_bad_hello_names_its_field(
         yield request
 
     async with open_channel(router.address) as channel:
-        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=10)
+        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=60)
         with pytest.raises(InvalidFieldError) as caught, typed_errors():
             await call.read()
     assert caught.value.field == field
@@ -96,7 +96,7 @@ async def test_an_id_that_is_registered_is_refused(router: ServiceProcess) -> No
 
     async with member(router) as first, open_channel(router.address) as channel:
         await until_registered(first)
-        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=10)
+        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=60)
         with pytest.raises(ReplicaIdInUseError), typed_errors():
             await call.read()
 
@@ -110,7 +110,7 @@ async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> Non
         await until_registered(membership)
 
         async def hold() -> None:
-            async with leases.lease(session_id="s", deadline_ms=20_000):
+            async with leases.lease(session_id="s", deadline_ms=60_000):
                 await asyncio.Event().wait()
 
         for _ in range(20):
@@ -120,7 +120,7 @@ async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> Non
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        async with leases.lease(session_id="s", deadline_ms=20_000):  # capacity is 1
+        async with leases.lease(session_id="s", deadline_ms=60_000):  # capacity is 1
             replicas = (await client.replicas()).replicas
             assert [replica.leases for replica in replicas] == [1]
 
@@ -132,7 +132,7 @@ async def test_a_lease_is_given_back_without_waiting_for_the_next(router: Servic
         sdk(router) as client,
     ):
         await until_registered(membership)
-        async with leases.lease(session_id="s", deadline_ms=20_000):
+        async with leases.lease(session_id="s", deadline_ms=60_000):
             assert [one.leases for one in (await client.replicas()).replicas] == [1]
         await until_free(client)
 
@@ -144,12 +144,12 @@ async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: Servic
                 pass
         async with member(router) as membership:
             await until_registered(membership)
-            async with leases.lease(session_id="s", deadline_ms=20_000):
+            async with leases.lease(session_id="s", deadline_ms=60_000):
                 with pytest.raises(EnginesBusyError) as caught:
                     async with leases.lease(session_id="t", deadline_ms=3000):
                         pass
             assert caught.value.retry_delay_ms
-            async with leases.lease(session_id="t", deadline_ms=20_000) as grant:
+            async with leases.lease(session_id="t", deadline_ms=60_000) as grant:
                 assert grant.engine_id == "engine-x"
 
 
@@ -158,10 +158,10 @@ async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProces
         await until_registered(membership)
         async with AsyncExitStack() as stack:
             first = await stack.enter_async_context(LeaseClient(router.address, "first"))
-            await stack.enter_async_context(first.lease(session_id="s", deadline_ms=20_000))
+            await stack.enter_async_context(first.lease(session_id="s", deadline_ms=60_000))
             stack.pop_all()  # the release never comes: only the stream's end can free it
             await first.__aexit__(None, None, None)
-        async with second.lease(session_id="t", deadline_ms=20_000) as grant:
+        async with second.lease(session_id="t", deadline_ms=60_000) as grant:
             assert grant.engine_id == "engine-x"
 
 
@@ -172,10 +172,10 @@ async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Pa
         membership = await stack.enter_async_context(member(first))
         leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
         await until_registered(membership)
-        async with leases.lease(session_id="s", deadline_ms=20_000):
+        async with leases.lease(session_id="s", deadline_ms=60_000):
             await first.kill()  # the turn goes on: tokens do not pass through the router
         await stack.enter_async_context(running("router", tmp_path, port=first.port, **flags))
-        async with leases.lease(session_id="s", deadline_ms=30_000) as grant:
+        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
             assert grant.engine_id == "engine-x"
 
 
@@ -192,7 +192,8 @@ async def test_a_wait_goes_on_at_a_restarted_router_with_the_time_that_is_left(
                 return grant.engine_id
 
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        waiting = tasks.create_task(turn(60_000))
+        waiting = tasks.create_task(turn(120_000))
+        await until(lambda: leases.router)
         with pytest.raises(NoEngineError, match="none of 0 engines"):
             await turn(100)  # the router has the first request too
         await first.kill()
@@ -212,12 +213,12 @@ async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path:
         flags = {"backend": "scripted", "router": router.address}
         await stack.enter_async_context(running("engine", tmp_path, engine_id="early", **flags))
         leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
             assert grant.policy_version == 0
         results = await client.push_weights(TENSORS, 3)
         assert [(result.engine_id, reason_of(result)) for result in results] == [("early", "")]
         await stack.enter_async_context(running("engine", tmp_path, engine_id="late", **flags))
-        async with leases.lease(session_id="t", excluded=["early"], deadline_ms=20_000) as grant:
+        async with leases.lease(session_id="t", excluded=["early"], deadline_ms=60_000) as grant:
             assert (grant.engine_id, grant.policy_version) == ("late", 3)
 
 
@@ -267,7 +268,7 @@ async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess)
         LeaseClient(router.address, "g") as leases,
         sdk(router) as client,
     ):
-        async with leases.lease(session_id="s", deadline_ms=20_000):
+        async with leases.lease(session_id="s", deadline_ms=60_000):
             pass
         await client.push_weights(TENSORS, 2)
         with pytest.raises(StaleVersionError):
@@ -280,7 +281,7 @@ async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess)
         with pytest.raises(WeightsPushError) as caught:
             await client.push_weights(broken, 3)
         assert [reason_of(result) for result in caught.value.results] == ["INVALID_WEIGHTS"]
-        async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
             assert grant.policy_version == 2  # not fenced, and as before
         with pytest.raises(RollmeshError):
             await client.push_weights(TENSORS, 4, mode="sideways")  # type: ignore[arg-type]
@@ -300,7 +301,7 @@ async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_acc
         leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
 
         async def lease(session_id: str) -> router_pb2.LeaseGrant:
-            async with leases.lease(session_id=session_id, deadline_ms=30_000) as grant:
+            async with leases.lease(session_id=session_id, deadline_ms=60_000) as grant:
                 return grant
 
         client = await stack.enter_async_context(sdk(router))

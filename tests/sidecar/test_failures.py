@@ -116,7 +116,7 @@ async def test_backpressure_says_when_to_come_back_and_a_conflict_that_it_is_use
 ) -> None:
     path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
     body = {"messages": ASK}
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         gateway.script = failing(errors.EnginesBusyError("full", retry_delay_ms=2500))
         assert (await http.post(path, json=body)).headers["retry-after"] == "3"
         gateway.script = failing(errors.EngineLostError("lost"))
@@ -178,7 +178,7 @@ async def test_a_client_timeout_ends_the_call_and_the_retry_says_so(
         await asyncio.Event().wait()
 
     gateway.script = waiting(until, [], [])
-    async with httpx2.AsyncClient(transport=Hasty(reached)) as http:
+    async with httpx2.AsyncClient(transport=Hasty(reached), timeout=60) as http:
         hasty = client.with_options(max_retries=1, http_client=http)
         with pytest.raises(openai.APITimeoutError):
             await hasty.chat.completions.create(model="m", messages=ASK)
@@ -207,7 +207,11 @@ async def test_a_client_that_leaves_cancels_the_gateways_call_at_once(
 
     gateway.script = waiting(until, before, [])
     path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
-    async with asyncio.timeout(60), httpx2.AsyncClient() as http, asyncio.TaskGroup() as group:
+    async with (
+        asyncio.timeout(60),
+        httpx2.AsyncClient(timeout=60) as http,
+        asyncio.TaskGroup() as group,
+    ):
         asked = group.create_task(http.post(path, json={"messages": ASK, **body}))
         await reached.wait()
         asked.cancel()
@@ -233,7 +237,10 @@ async def test_a_stream_that_fails_is_cut_off_without_a_proper_end(
     body = {"messages": ASK, "stream": True}
     path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
     lines: list[str] = []
-    async with httpx2.AsyncClient() as http, http.stream("POST", path, json=body) as answer:
+    async with (
+        httpx2.AsyncClient(timeout=60) as http,
+        http.stream("POST", path, json=body) as answer,
+    ):
         with pytest.raises(httpx2.RemoteProtocolError):  # noqa: PT012 - the lines before count
             async for line in answer.aiter_lines():
                 lines.append(line)  # noqa: PERF401 - extend would lose them
@@ -245,7 +252,7 @@ async def test_a_turn_over_its_time_limit_ends_with_504(gateway: ScriptedGateway
     gateway.script = waiting(asyncio.Event().wait, [], [])
     async with serving(gateway) as address:
         config = SidecarConfig(gateway=address, turn_timeout_ms=100)
-        async with sidecar_of(config) as url, httpx2.AsyncClient() as http:
+        async with sidecar_of(config) as url, httpx2.AsyncClient(timeout=60) as http:
             path = f"{url}/sessions/{KEY}/v1/chat/completions"
             answer = await http.post(path, json={"messages": ASK})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -253,7 +260,7 @@ async def test_a_turn_over_its_time_limit_ends_with_504(gateway: ScriptedGateway
 
 async def test_a_gateway_that_is_down_is_503_with_a_delay() -> None:
     config = SidecarConfig(gateway="127.0.0.1:1")
-    async with sidecar_of(config) as url, httpx2.AsyncClient(base_url=url) as http:
+    async with sidecar_of(config) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
         asked = await http.post(f"/sessions/{KEY}/v1/chat/completions", json={"messages": ASK})
         health = await http.get("/healthz")
     assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
@@ -304,7 +311,7 @@ async def test_a_session_is_named_by_path_or_by_key(
     headers: dict[str, str],
     expected: tuple[str, str] | None,
 ) -> None:
-    async with httpx2.AsyncClient(base_url=base_url) as http:
+    async with httpx2.AsyncClient(base_url=base_url, timeout=60) as http:
         answer = await http.post(
             f"{path}/chat/completions", json={"messages": ASK}, headers=headers
         )
@@ -329,7 +336,7 @@ async def test_a_body_over_the_limit_is_413_and_one_of_many_kilobytes_is_not(
 
 @pytest.mark.parametrize("more", [{"n": "n" * 100_000}, {"messages": [{"role": "r" * 100_000}]}])
 async def test_an_error_repeats_little_of_the_request(base_url: str, more: dict[str, Any]) -> None:
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
         answer = await http.post(path, json={"messages": ASK, **more})
     assert answer.status_code == 400
@@ -340,7 +347,7 @@ async def test_an_error_repeats_little_of_the_request(base_url: str, more: dict[
 async def test_a_model_that_is_no_name_is_refused(
     gateway: ScriptedGateway, base_url: str, model: Any
 ) -> None:
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
         answer = await http.post(path, json={"messages": ASK, "model": model})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
@@ -348,7 +355,7 @@ async def test_a_model_that_is_no_name_is_refused(
 
 
 async def test_other_paths_and_methods_are_refused_in_the_same_form(base_url: str) -> None:
-    async with httpx2.AsyncClient(base_url=base_url) as http:
+    async with httpx2.AsyncClient(base_url=base_url, timeout=60) as http:
         unknown = await http.post("/v1/embeddings", json={})
         method = await http.get("/v1/chat/completions")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "path_unknown")

@@ -74,7 +74,7 @@ async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
         asyncio.timeout(60),
         serving(gateway) as address,
         started("--gateway", address, "--metrics-port", "0") as process,
-        httpx2.AsyncClient() as http,
+        httpx2.AsyncClient(timeout=60) as http,
     ):
         assert process.stdout is not None
         ports = json.loads((await process.stdout.readline()).removeprefix(b"READY "))

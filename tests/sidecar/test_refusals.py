@@ -158,7 +158,7 @@ async def test_too_much_in_memory(ask: Ask, sdk: Any) -> None:
 @every_protocol
 async def test_a_connection_too_many(ask: Ask, sdk: Any) -> None:
     """The path is not known yet, so the body is OpenAI's; both SDKs go by the status."""
-    async with served(max_connections=1) as (url, clients), httpx2.AsyncClient() as first:
+    async with served(max_connections=1) as (url, clients), httpx2.AsyncClient(timeout=60) as first:
         assert (await first.get(f"{url}/healthz")).status_code == 200
         with pytest.raises(sdk.InternalServerError) as caught:
             await ask(clients)
@@ -172,7 +172,7 @@ async def test_what_is_refused_for_a_moment_is_sent_again_by_the_sdk(ask: Ask, s
     gateway = ScriptedGateway()
     gateway.script = answering(done("Hello"))
     async with served(gateway, max_connections=1) as (url, _), clients_of(url, 8) as clients:
-        async with httpx2.AsyncClient() as first:
+        async with httpx2.AsyncClient(timeout=60) as first:
             assert (await first.get(f"{url}/healthz")).status_code == 200
             before, asked = full(), asyncio.ensure_future(ask(clients))
             await until(lambda: full() > before)
@@ -181,7 +181,7 @@ async def test_what_is_refused_for_a_moment_is_sent_again_by_the_sdk(ask: Ask, s
 
 
 async def test_paths_and_methods_that_are_not_served() -> None:
-    async with served() as (url, clients), httpx2.AsyncClient(base_url=url) as http:
+    async with served() as (url, clients), httpx2.AsyncClient(base_url=url, timeout=60) as http:
         with pytest.raises(anthropic.NotFoundError) as unknown:
             await clients.anthropic.messages.batches.list()
         with pytest.raises(openai.NotFoundError) as other:
@@ -259,7 +259,7 @@ async def test_a_request_that_does_not_arrive(
 async def test_a_body_that_is_no_json_object() -> None:
     paths = ("chat/completions", "responses", "responses/input_tokens", "messages",
              "messages/count_tokens")  # fmt: skip
-    async with served() as (url, _), httpx2.AsyncClient(base_url=url) as http:
+    async with served() as (url, _), httpx2.AsyncClient(base_url=url, timeout=60) as http:
         for path in paths:
             for body in (b"{", b"[]", b"\xff", b'{"messages": NaN}', b"[" * 100_000):
                 answer = await http.post(f"/sessions/{KEY}/v1/{path}", content=body)

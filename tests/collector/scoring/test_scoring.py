@@ -142,7 +142,7 @@ async def test_a_bad_scorer_service_harms_its_session_alone(tmp_path: Path, beha
     before = given_up()
     settings: dict[str, Any] = {"scorer_concurrency": 1, "scorer_tries": 2}
     if behave == "hang":
-        settings["scorer_timeout_ms"] = 500
+        settings["scorer_timeout_ms"] = 2000
     async with scored_by(Service(), tmp_path, **settings) as stub:
         async with subscribing(stub, credits_=2) as stream:
             await ingest(stub, unscored("bad", behave), unscored("good"))

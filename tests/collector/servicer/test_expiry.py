@@ -41,7 +41,7 @@ async def test_a_collector_forgets_who_left_and_keeps_who_waits(
 ) -> None:
     async with (
         damaged_store(kind, tmp_path) as (settings, _),
-        stub_at(tmp_path, consumer_ttl_ms=400, **settings) as stub,
+        stub_at(tmp_path, consumer_ttl_ms=2000, **settings) as stub,
         subscribing(stub, "waits", credits_=1) as stream,
     ):
         await stream.opened()

@@ -128,7 +128,7 @@ async def test_a_server_killed_while_sessions_are_stored_keeps_what_was_acknowle
 async def test_a_server_that_does_not_answer_is_away_until_it_does(
     database: Database,
 ) -> None:
-    async with postgres_store(database.url, silence_ms=500) as store:
+    async with postgres_store(database.url, silence_ms=2000) as store:
         await fill(store, [record("a")])
         assert await store.session("a", arrays=True) == record("a")
         database.server.signal(signal.SIGSTOP)
@@ -149,7 +149,7 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
     go_on = threading.Event()
     async with (
         postgres_store(database.url, lock_ms=300) as stopped,
-        postgres_store(database.url, lock_ms=300) as other,
+        postgres_store(database.url) as other,
     ):
         await fill(other, [record("a")])
         in_it = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
         def stop(tx: Any) -> None:
             tx.rows("SELECT 1")
             loop.call_soon_threadsafe(in_it.set_result, None)
-            assert go_on.wait(TIMEOUT_S)
+            assert go_on.wait(2 * TIMEOUT_S)
 
         writing = asyncio.ensure_future(stopped.write(stop))  # type: ignore[attr-defined]
         await in_it
@@ -169,7 +169,7 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
             except StoreAwayError:
                 return False
 
-        assert await until(stores, 15)
+        assert await until(stores, TIMEOUT_S)
         go_on.set()
         with pytest.raises(StoreAwayError):
             await writing

@@ -28,6 +28,8 @@ from tests.waiting import until
 RULES = [("plain", "The answer is 42."), ("next", "I am not sure."), ("slow", "word " * 60)]
 LEASE_MS = 1500
 TURNS = 8
+_LESS_S = 28.0
+"""Less than a connection that answers no pings takes to be closed, which is 30 s."""
 PATIENT = 30
 """Retries of an agent: it is still there when another gateway has taken over."""
 
@@ -48,11 +50,13 @@ async def seeing(tmp_path: Path, vision_dir: Path) -> AsyncIterator[Fleet]:
 class Talk:
     """An agent that asks, and goes on with each answer."""
 
-    def __init__(self, fleet: Fleet, session: Session, retries: int = PATIENT) -> None:
+    def __init__(
+        self, fleet: Fleet, session: Session, retries: int = PATIENT, limit_s: float = 120.0
+    ) -> None:
         self.session = session
         self.answers: list[str] = []
         self.messages: list[Any] = [{"role": "user", "content": "plain"}]
-        self._agent = fleet.agent(session, max_retries=retries, timeout=20)
+        self._agent = fleet.agent(session, max_retries=retries, timeout=limit_s)
 
     async def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -67,13 +71,11 @@ class Talk:
             ]
 
 
-async def talking(fleet: Fleet, count: int = 6, retries: int = PATIENT) -> list[Talk]:
-    """Agents whose sessions are at both gateways."""
-    sessions = [
-        await fleet.client.open_session(fleet.client.session_request()) for _ in range(count)
-    ]
+async def talking(fleet: Fleet, retries: int = PATIENT, limit_s: float = 120.0) -> list[Talk]:
+    """Six agents whose sessions are at both gateways."""
+    sessions = [await fleet.client.open_session(fleet.client.session_request()) for _ in range(6)]
     assert {await fleet.owner(session) for session in sessions} == {"gateway-0", "gateway-1"}
-    return [Talk(fleet, session, retries) for session in sessions]
+    return [Talk(fleet, session, retries, limit_s) for session in sessions]
 
 
 async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
@@ -109,7 +111,7 @@ async def test_agents_that_never_retry_do_not_notice_that_a_gateway_is_killed(
 ) -> None:
     talks = await talking(fleet, retries=0)
     await while_talking(fleet, talks, fleet.mesh.processes["gateway-1"].kill)
-    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await until(lambda: taken_by(fleet, "gateway-0", *talks))
     await check_books(fleet, talks)
 
     # Its successor has nothing but the database, finds its journal taken, and opens another.
@@ -129,7 +131,7 @@ async def test_images_go_over_with_their_session(seeing: Fleet) -> None:
     await seeing.mesh.restart("engine")
     talk.messages[-1]["content"] = [image_part(dog), {"type": "text", "text": "next"}]
     await talk.run(2)
-    assert await seeing.owner(session) == "gateway-0"
+    await until(lambda: taken_by(seeing, "gateway-0", talk))
     await check_books(seeing, [talk])
     async with open_channel(seeing.mesh.processes["collector"].address) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
@@ -146,7 +148,7 @@ async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_th
     ask = said("plain")
     async with open_channel(fleet.mesh.processes["gateway-1"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        first = await stub.Chat(chat(session, ask), timeout=30)
+        first = await stub.Chat(chat(session, ask), timeout=60)
     closed = await fleet.session_at("gateway-1")
     await fleet.agent(closed).chat.completions.create(
         model="policy", messages=[{"role": "user", "content": "plain"}]
@@ -166,7 +168,7 @@ async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_th
 
 async def test_a_stored_response_is_found_where_another_gateway_takes_over(fleet: Fleet) -> None:
     session = await fleet.session_at("gateway-1")
-    agent = fleet.agent(session, max_retries=0, timeout=20)
+    agent = fleet.agent(session, max_retries=0)
     first = await agent.responses.create(model="policy", input="plain")
     await fleet.mesh.processes["gateway-1"].kill()
     assert (await agent.responses.retrieve(first.id)).output_text == first.output_text
@@ -180,8 +182,7 @@ async def test_a_stored_response_is_found_where_another_gateway_takes_over(fleet
 async def test_agents_and_trainers_leave_a_gateway_that_stands_still_for_the_one_that_takes_over(
     fleet: Fleet,
 ) -> None:
-    """They wait for less than a connection that answers no pings takes to be closed: 30 s."""
-    talks = await talking(fleet, retries=0)
+    talks = await talking(fleet, retries=0, limit_s=_LESS_S)
     stopped = fleet.mesh.processes["gateway-1"]
     transcripts: list[asyncio.Task[Any]] = []
 
@@ -190,14 +191,14 @@ async def test_agents_and_trainers_leave_a_gateway_that_stands_still_for_the_one
         transcripts.extend(
             asyncio.create_task(fleet.client.transcript(talk.session)) for talk in talks
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(_LESS_S):
             await asyncio.gather(*transcripts)
 
     try:
         await while_talking(fleet, talks, frozen)
     finally:
         stopped.thaw()
-    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await until(lambda: taken_by(fleet, "gateway-0", *talks))
     await check_books(fleet, talks)
 
 
@@ -214,8 +215,8 @@ async def test_a_gateway_that_stood_still_commits_nothing_once_its_journal_is_ta
         await anext(aiter(call))  # it samples
         os.killpg(stopped.pid, signal.SIGSTOP)
         try:
-            await until(lambda: taken_by(fleet, session, "gateway-0"))
-            agent = fleet.agent(session, max_retries=PATIENT, timeout=20)
+            await until(lambda: taken_by(fleet, "gateway-0", Talk(fleet, session)))
+            agent = fleet.agent(session, max_retries=PATIENT)
             talk = Talk(fleet, session)
             talk._agent = agent  # noqa: SLF001
             await talk.run(2)
@@ -227,7 +228,7 @@ async def test_a_gateway_that_stood_still_commits_nothing_once_its_journal_is_ta
         assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "JOURNAL_MOVED")
         for _ in range(2):  # also when it has given up the session
             with pytest.raises(RollmeshError) as refused, typed_errors():
-                await stub.Chat(chat(session, said("plain")), timeout=30)
+                await stub.Chat(chat(session, said("plain")), timeout=60)
             assert refused.value.reason == "JOURNAL_MOVED"
     await check_books(fleet, [talk])
     assert await fleet.session_at("gateway-1")  # which has a journal again
@@ -243,7 +244,7 @@ async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fle
         while len(sessions) < 6:
             sessions.append(await fleet.client.open_session(fleet.client.session_request()))
 
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
         tasks.create_task(opens())
         await dying.wait_line("FAULT gateway-after-open")
         await dying.kill()
@@ -254,6 +255,11 @@ async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fle
         return owner not in {"", "gateway-2"}
 
     await until(taken)
+
+    async def all_are_there() -> bool:
+        return await fleet.live_sessions() >= 6
+
+    await until(all_are_there)
     assert await fleet.live_sessions() == 6
 
 
@@ -283,15 +289,16 @@ async def test_a_gateway_that_is_stopped_hands_its_sessions_over_unnoticed(fleet
 
     await while_talking(fleet, talks, stopped)
     assert codes == [0]
-    assert {await fleet.owner(talk.session) for talk in talks} == {"gateway-0"}
+    await until(lambda: taken_by(fleet, "gateway-0", *talks))
     await check_books(fleet, talks)
 
 
 CONTENT: Any = {"role": "user", "content": "aside"}
 
 
-async def taken_by(fleet: Fleet, session: Session, name: str) -> bool:
-    return await fleet.owner(session) == name
+async def taken_by(fleet: Fleet, name: str, *talks: Talk) -> bool:
+    """Whether a gateway has these sessions, as the router knows."""
+    return {await fleet.owner(talk.session) for talk in talks} == {name}
 
 
 def chat(session: Session, message: chat_pb2.ChatMessage) -> gateway_pb2.ChatRequest:

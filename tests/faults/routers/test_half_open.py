@@ -16,7 +16,7 @@ from tests.processes import running
 from tests.waiting import until
 
 _KEEPALIVE_MS = 1000
-_TIMEOUT_S = 30  # half of grpc's default
+_TIMEOUT_S = 30  # from the silence on; half of grpc's default
 
 
 async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> None:
@@ -29,7 +29,6 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
     )
     settings = {"port": 0, "data_dir": tmp_path / "router", "keepalive_ms": _KEEPALIVE_MS}
     async with (
-        asyncio.timeout(_TIMEOUT_S),
         running("router", tmp_path, **settings) as router,
         proxy_to(router.address) as proxy,
         Membership(proxy.address, hello, router_pb2.ReplicaLoad) as member,
@@ -42,7 +41,7 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
         async def it_is_forgotten() -> bool:
             return not (await sdk.replicas()).replicas
 
-        await until(it_is_forgotten)
+        await until(it_is_forgotten, _TIMEOUT_S)
 
 
 async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(
@@ -51,7 +50,6 @@ async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(
     monkeypatch.setattr(members, "SHORT_KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
     settings = {"port": 0, "data_dir": tmp_path / "collector", "keepalive_ms": _KEEPALIVE_MS}
     async with (
-        asyncio.timeout(_TIMEOUT_S),
         running("collector", tmp_path, **settings) as collector,
         proxy_to(collector.address) as proxy,
         channels.open_channel(collector.address) as channel,
@@ -62,7 +60,8 @@ async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(
         first = await anext(deliveries)
         await deliveries.acknowledge(first)
         proxy.silence()
-        await stub.Ingest(collector_pb2.IngestRequest(sessions=[record("b")]))
-        second = await anext(deliveries)
-        await deliveries.acknowledge(second)
+        async with asyncio.timeout(_TIMEOUT_S):
+            await stub.Ingest(collector_pb2.IngestRequest(sessions=[record("b")]))
+            second = await anext(deliveries)
+            await deliveries.acknowledge(second)
         assert (second.delivery_id, second.attempt) == ("b", 2)

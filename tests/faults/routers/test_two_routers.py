@@ -59,20 +59,30 @@ async def test_the_mesh_goes_on_with_the_other_router_when_one(
     async with (
         client_of(fleet, "router", "other") as client,
         client_of(fleet, "router") as first,
-        client_of(fleet, "other") as other,
+        client_of(fleet, "other") as second,
     ):
+        routers = {"router": first, "other": second}
         sessions = [await client.open_session(client.session_request()) for _ in range(_SESSIONS)]
         await client.pause_engines()
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(fleet, session)) for session in sessions]
 
-            async def all_run() -> dict[str, tuple[int, int]]:
-                return await booked(first) if await in_engines(first) == _SESSIONS else {}
+            async def all_run() -> str:
+                """Name of the router in use: a slow machine may have made the gateway leave one."""
+                for name, router in routers.items():
+                    if await in_engines(router) == await leased(router) == _SESSIONS:
+                        return name
+                return ""
 
-            before = await until(all_run)
-            assert sum(leases for leases, _ in before.values()) == _SESSIONS
-            assert not any(leases for leases, _ in (await booked(other)).values())
-            os.kill(fleet.processes["router"].pid, ending)
+            used = await until(all_run)
+            before = await booked(routers.pop(used))
+            (other,) = routers.values()
+
+            async def is_spare() -> bool:
+                return not await leased(other)
+
+            await until(is_spare)
+            os.kill(fleet.processes[used].pid, ending)
 
             async def taken_over() -> bool:
                 return await booked(other) == before
@@ -90,6 +100,11 @@ async def test_the_mesh_goes_on_with_the_other_router_when_one(
         homes = [sessions for _, sessions in (await until(at_rest)).values()]
         assert sum(homes) == _SESSIONS + 1
         assert max(homes) - min(homes) <= 1
+
+
+async def leased(router: Client) -> int:
+    """Leases that a router has booked."""
+    return sum(leases for leases, _ in (await booked(router)).values())
 
 
 async def hold(leases: LeaseClient, session_id: str, until_set: asyncio.Event) -> str:

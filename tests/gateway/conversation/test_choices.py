@@ -41,7 +41,7 @@ async def test_shared_work_is_done_once_and_outlives_the_choice_that_began_it() 
         futures.append(asyncio.get_running_loop().create_future())
         return futures[-1]
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         first = group.create_task(shared.get(begin))
         second = group.create_task(shared.get(begin))
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_shared_work_that_nobody_waits_for_any_more_is_cancelled_and_can_b
         futures.append(asyncio.get_running_loop().create_future())
         return futures[-1]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         waiting = [asyncio.ensure_future(shared.get(begin)) for _ in range(2)]
         await asyncio.sleep(0)
         for one in waiting:
@@ -88,7 +88,7 @@ async def numbers(log: list[str], name: str, *values: int) -> AsyncGenerator[int
 async def test_streams_are_merged_and_each_is_asked_when_its_item_was_taken() -> None:
     log: list[str] = []
     found: dict[int, list[int]] = {0: [], 1: []}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for at, value in merged([numbers(log, "a", 1, 2), numbers(log, "b", 3)]):
             assert f"{'ab'[at]} took {value}" not in log
             found[at].append(value)
@@ -107,7 +107,7 @@ async def test_one_that_fails_ends_the_others() -> None:
         finally:
             log.append("waits closed")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(ValueError, match="a"):
             [one async for one in merged([waits(), numbers(log, "a", 1, -1)])]
     assert sorted(log) == ["a closed", "a took 1", "waits closed"]
@@ -115,7 +115,7 @@ async def test_one_that_fails_ends_the_others() -> None:
 
 async def test_leaving_the_merged_stream_closes_all() -> None:
     log: list[str] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async with aclosing(merged([numbers(log, "a", 1, 2), numbers(log, "b", 3, 4)])) as both:
             await anext(both)
     assert sorted(log)[:1] == ["a closed"]

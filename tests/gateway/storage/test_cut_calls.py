@@ -125,7 +125,7 @@ async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(
 ) -> None:
     held = HeldJournal(monkeypatch, "insert_turn")
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         lost = asyncio.ensure_future(answered(mesh, opened.session_id))
         await held.reached.wait()
         lost.cancel()

@@ -25,7 +25,7 @@ from tests.gateway.journals import MODEL, postgres_journals
 from tests.gateway.worlds import World, said, user
 from tests.waiting import until
 
-SHORT_MS = 300
+SHORT_MS = 1000
 FREE = "UPDATE journals SET owner = '' WHERE journal = '{}'"
 EXPIRE = "UPDATE journals SET alive_until = now() - interval '{}'"
 
@@ -63,7 +63,7 @@ async def names(opened: Journal) -> list[str]:
 
 async def old_enough(database: Database) -> None:
     """Waits until the server has been up for longer than the short lease."""
-    started = "SELECT clock_timestamp() - pg_postmaster_start_time() > interval '1 second'"
+    started = "SELECT clock_timestamp() - pg_postmaster_start_time() > interval '2 seconds'"
     await until(lambda: database.sql(started) == "t")
 
 
@@ -122,7 +122,7 @@ async def test_a_gateway_that_stops_within_a_transaction_loses_it_and_the_journa
         writing = asyncio.ensure_future(mine.run(stop))
         await in_it
         try:
-            taken = await until(other.take, 10)  # before the gateway could break its connection
+            taken = await until(other.take, 20)  # before the gateway could break its connection
         finally:
             go_on.set()
         with pytest.raises(StoreAwayError):

@@ -23,6 +23,8 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine
 from tests.waiting import until
 
+OPEN_MS = 4_000
+"""So long that an open circuit is seen, however slowly one looks."""
 TURNS = 4  # more than the losses that open a circuit
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -57,7 +59,7 @@ def failing(error: RollmeshError, times: int) -> Any:
 @pytest.fixture
 async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[tuple[Mesh, NotingEngine]]:
     """A mesh whose only engine does what a test says."""
-    first = {"router": {"metrics_port": 0}}
+    first = {"router": {"metrics_port": 0, "circuit_first_ms": OPEN_MS}}
     async with scripted_mesh(tmp_path, tokenizer_dir, first=first) as mesh:
         assert await mesh.processes["engine"].terminate() == 0  # so it leaves the router
         async with noting_engine(mesh.address("router"), "noting") as engine:
@@ -117,7 +119,7 @@ async def test_an_open_circuit_is_visible(fleet: tuple[Mesh, NotingEngine]) -> N
             return router_pb2.CIRCUIT_STATE_OPEN in states
 
         await until(opened)
-        said = await turn  # after a second the engine is tried again
+        said = await turn  # when the circuit is half-open, the engine is tried again
     assert said.choices[0].finish_reason == "stop"
     await until(lambda: _is_closed(mesh))
     found = await mesh.processes["router"].samples("rollmesh_router_circuit_changes_total")

@@ -41,9 +41,11 @@ async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[tuple[Mesh
     """A mesh with a second gateway and a second sidecar, which know only the router."""
     async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
         mesh.processes["gateway-1"] = await start_gateway(mesh, "gateway-1", tmp_path / "second")
+        # On a busy machine, the gateway that takes over takes its time to start.
+        sidecar = {"router": mesh.processes["router"].address, "takeover_wait_ms": 120_000}
         for name in ("sidecar", "sidecar-1"):
             mesh.processes[name] = await mesh.stack.enter_async_context(
-                running("sidecar", tmp_path / name, router=mesh.processes["router"].address)
+                running("sidecar", tmp_path / name, **sidecar)
             )
         addresses = MeshAddresses(
             router=mesh.processes["router"].address,
@@ -57,7 +59,7 @@ async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[tuple[Mesh
 async def gateways(mesh: Mesh) -> dict[str, router_pb2.Gateway]:
     async with open_channel(mesh.processes["router"].address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=30)
+        response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=60)
     return {one.gateway_id: one for one in response.gateways}
 
 
@@ -117,7 +119,15 @@ async def test_a_trainer_that_was_restarted_gets_the_session_of_its_request_id(
             again = await restarted.open_session(restarted.session_request(request_id="task-7"))
             assert (again.session_id, again.api_key) == (first.session_id, first.api_key)
             await restarted.open_session(restarted.session_request())
-    assert sum(one.live_sessions for one in (await gateways(mesh)).values()) == 4
+
+    async def live_sessions() -> int:
+        return sum(one.live_sessions for one in (await gateways(mesh)).values())
+
+    async def all_are_known() -> bool:  # gateways report them once a second
+        return await live_sessions() >= 4
+
+    await until(all_are_known)
+    assert await live_sessions() == 4
     await client.close_session(first)
     async with Client(client.addresses) as restarted:
         with pytest.raises(SessionClosedError, match="task-7") as closed:

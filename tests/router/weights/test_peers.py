@@ -70,7 +70,7 @@ class Pair:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             request = router_pb2.ListKeptWeightsRequest()
             with typed_errors():
-                response = await stub.ListKeptWeights(request, timeout=30)
+                response = await stub.ListKeptWeights(request, timeout=60)
         return response.kept[0] if response.kept else None
 
     async def target(self, number: int) -> int:
@@ -232,7 +232,11 @@ async def test_what_is_forgotten_at_one_router_is_forgotten_at_both(pair: Pair) 
         async with open_channel(pair.addresses[1]) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             await stub.ForgetWeights(router_pb2.ForgetWeightsRequest(), timeout=60)
-        assert await pair.target(0) == 0
+
+        async def is_forgotten() -> bool:
+            return await pair.target(0) == 0
+
+        await until(is_forgotten)
         assert await pair.push(0, 1, SECOND) == 1
         assert files(engine) == [(9, FIRST), (1, SECOND)]
 

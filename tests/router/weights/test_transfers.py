@@ -18,7 +18,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
 from tests.router.engines import reason_of
-from tests.waiting import until
+from tests.waiting import until, until_says
 
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 NCCL = Transfer("nccl", [UPDATE])
@@ -110,7 +110,7 @@ async def test_who_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh)
             "b": True,
             "c": True,
         }
-        assert "a transfer cannot be repeated" in mesh.log.read_text()
+        await until_says(mesh.log, "a transfer cannot be repeated")
         await client.push_weights(TENSORS, 2)
         assert not any(one.fenced for one in (await replicas(client, 3)).values())
 

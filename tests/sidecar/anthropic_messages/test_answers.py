@@ -48,7 +48,7 @@ def thought(text: str) -> gateway_pb2.StreamChatResponse:
 
 async def events_of(base_url: str) -> list[tuple[str, dict[str, Any]]]:
     """The events of a stream as they are on the wire."""
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         url = f"{base_url}/sessions/{KEY}/v1/messages"
         async with http.stream("POST", url, json=ASK | {"stream": True}) as answer:
             lines = [line async for line in answer.aiter_lines() if line]
@@ -84,7 +84,7 @@ async def test_a_whole_answer_holds_the_arguments_as_they_were_sampled(
     gateway: ScriptedGateway, base_url: str
 ) -> None:
     gateway.script = answering(done(calls=[*CALLS, call("c", "f", "[1]"), call("d", "f", "{")]))
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         answer = await http.post(f"{base_url}/sessions/{KEY}/v1/messages", json=ASK)
     assert f'"input":{ARGUMENTS}' in answer.text
     assert [one["input"] for one in answer.json()["content"][2:]] == [
@@ -180,7 +180,7 @@ async def test_a_silent_stream_is_kept_alive_by_pings(gateway: ScriptedGateway) 
     async with serving(gateway) as address:
         async with sidecar_of(SidecarConfig(gateway=address, keep_alive_ms=20)) as base_url:
             pings = 0
-            async with httpx2.AsyncClient() as http:
+            async with httpx2.AsyncClient(timeout=60) as http:
                 gateway.script = waiting(gateway.cancelled.wait, [], [])
                 url = f"{base_url}/sessions/{KEY}/v1/messages"
                 async with http.stream("POST", url, json=ASK | {"stream": True}) as answer:
@@ -274,7 +274,7 @@ async def test_a_stream_that_fails_ends_with_an_error_and_without_an_end(
 
 
 async def read_into(seen: list[bytes], base_url: str) -> None:
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         url = f"{base_url}/sessions/{KEY}/v1/messages"
         async with http.stream("POST", url, json=ASK | {"stream": True}) as answer:
             async for part in answer.aiter_bytes():
@@ -307,7 +307,7 @@ async def test_the_key_and_the_lineage_come_from_the_headers_that_claude_code_se
     gateway: ScriptedGateway, base_url: str
 ) -> None:
     headers = {"x-api-key": KEY, "x-claude-code-agent-id": "0a" * 8}
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         url = f"{base_url}/v1/messages?beta=true"
         assert (await http.post(url, headers=headers, json=ASK)).status_code == 200
         assert (await http.head(f"{base_url}/")).status_code == 404  # how it begins

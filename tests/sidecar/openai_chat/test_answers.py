@@ -141,7 +141,7 @@ async def test_a_stream_has_one_id_the_role_first_and_usage_only_when_asked(
 
 async def test_the_last_event_of_a_stream_is_done(base_url: str) -> None:
     body = {"messages": ASK, "model": "m", "stream": True}
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         answer = await http.post(f"{base_url}/sessions/{KEY}/v1/chat/completions", json=body)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.text.endswith("data: [DONE]\n\n")
@@ -216,7 +216,7 @@ async def test_comments_fill_the_silence_and_the_sdk_skips_them(gateway: Scripte
         async with sidecar_of(config) as url:
             base = f"{url}/sessions/{KEY}/v1"
             async with (
-                httpx2.AsyncClient() as http,
+                httpx2.AsyncClient(timeout=60) as http,
                 http.stream("POST", f"{base}/chat/completions", json=body) as answer,
             ):
                 lines = answer.aiter_lines()
@@ -236,7 +236,7 @@ async def test_models_and_health_are_served_under_both_prefixes(
     base_url: str, client: AsyncOpenAI
 ) -> None:
     assert [model.id async for model in client.models.list()] == ["policy"]
-    async with httpx2.AsyncClient(base_url=base_url) as http:
+    async with httpx2.AsyncClient(base_url=base_url, timeout=60) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "policy"
         for path in ("/healthz", f"/sessions/{KEY}/healthz"):
             answer = await http.get(path)
