@@ -64,7 +64,7 @@ class ServiceProcess:
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
 
         def read() -> str:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return str(answer.read().decode())
 
         lines = (await asyncio.to_thread(read)).splitlines()

@@ -70,7 +70,7 @@ class Agent:
             f"{self.session.base_url}/chat/completions",
             json=body,
             headers={"authorization": f"Bearer {self.session.api_key}"},
-            timeout=30,
+            timeout=60,
         )
         assert response.status_code == 200, response.text
         message: Said = response.json()["choices"][0]["message"]

@@ -49,5 +49,5 @@ async def test_a_collector_over_postgresql_keeps_nothing_in_its_folder(tmp_path:
         data.rmdir()  # it is empty
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         request = collector_pb2.IngestRequest(sessions=[record("a")])
-        await stub.Ingest(request, timeout=30)
+        await stub.Ingest(request, timeout=60)
         assert await process.terminate() == 0

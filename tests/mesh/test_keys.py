@@ -25,7 +25,7 @@ async def chat(stub: "Stub", session_id: str, key: str) -> None:
     ask = said("plain")
     request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
     with typed_errors():
-        await stub.Chat(request, timeout=30)
+        await stub.Chat(request, timeout=60)
 
 
 async def close(stub: "Stub", session_id: str, key: str) -> None:
@@ -33,13 +33,13 @@ async def close(stub: "Stub", session_id: str, key: str) -> None:
         session_id=session_id, session_key=key, outcome=session_pb2.SESSION_OUTCOME_COMPLETED
     )
     with typed_errors():
-        await stub.CloseSession(request, timeout=30)
+        await stub.CloseSession(request, timeout=60)
 
 
 async def show(stub: "Stub", session_id: str, key: str) -> None:
     request = gateway_pb2.GetSessionRequest(session_id=session_id, session_key=key)
     with typed_errors():
-        await stub.GetSession(request, timeout=30)
+        await stub.GetSession(request, timeout=60)
 
 
 async def test_every_call_on_a_session_wants_its_key(tmp_path: Path, tokenizer_dir: Path) -> None:

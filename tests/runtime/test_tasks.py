@@ -7,7 +7,7 @@ import pytest
 from rollmesh.runtime.errors import ShuttingDownError
 from rollmesh.runtime.tasks import begun, finish
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 async def nothing() -> int:

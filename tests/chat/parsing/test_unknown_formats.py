@@ -20,7 +20,7 @@ OFFERED: Any = TOOLS
 async def info(mesh: Mesh) -> gateway_pb2.GetGatewayInfoResponse:
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        return await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=30)
+        return await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=60)
 
 
 def copied(source: Path, folder: Path) -> Path:

@@ -134,7 +134,7 @@ async def act(body: dict[str, Any]) -> Any:
 
 async def ask(body: dict[str, Any]) -> Any:
     """Asks the model once; returns a reward for the turn and one for the session."""
-    async with httpx2.AsyncClient(trust_env=False, timeout=30) as http:
+    async with httpx2.AsyncClient(trust_env=False, timeout=60) as http:
         reply = await http.post(
             f"{body['base_url']}/chat/completions",
             headers={"authorization": f"Bearer {body['api_key']}"},

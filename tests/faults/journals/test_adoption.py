@@ -47,7 +47,7 @@ async def heirs(mesh: Mesh) -> tuple[ServiceProcess, ServiceProcess]:
 async def info(gateway: ServiceProcess) -> gateway_pb2.GetGatewayInfoResponse:
     async with open_channel(gateway.address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        return await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=30)
+        return await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=60)
 
 
 async def delivered(client: Client, count: int) -> Sequence[SessionResult]:

@@ -59,7 +59,7 @@ async def test_a_damaged_row_is_set_aside_by_name_and_can_be_mended(
         assert (await gateway.samples())["rollmesh_gateway_dead_letters"] == 2
         async with open_channel(gateway.address) as channel:
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-            info = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=30)
+            info = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=60)
         assert (info.dead_letters, info.live_sessions) == (2, 1)
 
         mend = "UPDATE nodes SET messages = substr(messages, 2) WHERE session_id = ?"

@@ -64,9 +64,9 @@ async def pause(mesh: Mesh, *, paused: bool) -> None:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         if paused:
             mode = engine_pb2.PAUSE_MODE_KEEP
-            await stub.PauseEngines(router_pb2.PauseEnginesRequest(mode=mode), timeout=30)
+            await stub.PauseEngines(router_pb2.PauseEnginesRequest(mode=mode), timeout=60)
         else:
-            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(), timeout=30)
+            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(), timeout=60)
 
 
 async def ask(mesh: Mesh, session: Session) -> str:

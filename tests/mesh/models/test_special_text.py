@@ -39,7 +39,7 @@ async def setting_of(mesh: Mesh) -> gateway_pb2.SpecialTextPolicy.ValueType:
     """The setting as the gateway says it."""
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        info = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=30)
+        info = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=60)
     return info.special_text
 
 

@@ -378,12 +378,12 @@ async def test_health_and_reflection_name_both_services_of_a_router(quick: Fleet
         health: Any = health_pb2_grpc.HealthStub(untyped_channel)
         for name in names:
             request = health_pb2.HealthCheckRequest(service=name)
-            answer = await health.Check(request, timeout=30)
+            answer = await health.Check(request, timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
         asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
         (listed,) = [
-            answer async for answer in reflection.ServerReflectionInfo(iter(asked), timeout=30)
+            answer async for answer in reflection.ServerReflectionInfo(iter(asked), timeout=60)
         ]
     found = {one.name for one in listed.list_services_response.service}
     assert found >= set(names)
