@@ -216,7 +216,7 @@ async def test_a_sleep_beyond_the_turns_limit_is_an_error_that_names_it(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with (
-        resting_mesh(tmp_path, tokenizer_dir, turn_timeout_ms=2000) as mesh,
+        resting_mesh(tmp_path, tokenizer_dir, turn_timeout_ms=4000) as mesh,
         mesh.client() as client,
         client.session() as one,
         client.session() as other,
