@@ -16,6 +16,7 @@ from rollmesh.router.membership.members import Member, Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError
+from rollmesh.runtime.rpc.addresses import check_address
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
@@ -345,8 +346,7 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
     needed = _NEEDED.get(hello.kind)
     if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
         raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")
-    if not hello.address:
-        raise InvalidFieldError("address", "is empty; give host:port")
+    check_address(hello.address)
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:
         raise InvalidFieldError("lease_capacity", "is 0; give at least 1")
     if hello.report_interval_ms > _MAX_INTERVAL_MS:

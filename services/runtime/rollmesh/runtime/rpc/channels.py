@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError
+from rollmesh.runtime.rpc.addresses import target_of
 from rollmesh.runtime.rpc.options import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.runtime.telemetry.logs import current_request_id
@@ -49,7 +50,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
 
-    Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes.
+    Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes. Other
+    schemes of gRPC (`unix:`, `xds:`) are never dialled, because members give each other addresses.
 
     Args:
         address: `host:port`.
@@ -59,7 +61,7 @@ def open_channel(
     options = [*_OPTIONS, *keepalive_options(keepalive_ms)]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    channel = grpc.aio.insecure_channel(address, options=options)
+    channel = grpc.aio.insecure_channel(target_of(address), options=options)
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         setattr(channel, kind, partial(_callable, getattr(channel, kind)))
     return channel
