@@ -152,12 +152,9 @@ async def test_weights_by_nccl(
             await samples(engine, other_model_dir, 1)
 
 
-async def test_weights_by_cuda_ipc(
-    tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_by_cuda_ipc(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
 
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # CUDA's handles are pickled
     async with transfer_mesh(tmp_path, model_dir, other_model_dir, "ipc") as (engine, client):
         await send(client, "ipc", IPCTrainerInitInfo(rank=0), other_model_dir)
         await samples(engine, other_model_dir, 1)

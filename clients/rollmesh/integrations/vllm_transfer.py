@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rollmesh.client.sync import Client
 from rollmesh.client.weights.push import Transfer, weights_of
+from rollmesh.runtime.codec.cuda_handles import json_handles
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import router_pb2
 
@@ -96,7 +97,9 @@ class MeshWeightSync:
         if self.policy_version is None or self._updated:
             raise InvalidFieldError("update_info", "is split; send one update with packed=False")
         self._updated = True
-        transfer = Transfer(self._backend, [update_info])
+        parts = update_info if isinstance(update_info, list) else [update_info]
+        sent = [json_handles(part) for part in parts]
+        transfer = Transfer(self._backend, [sent if isinstance(update_info, list) else sent[0]])
         self._client.push_weights(transfer, self.policy_version, mode=self._mode, model=self._model)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

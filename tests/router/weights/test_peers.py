@@ -15,7 +15,7 @@ import pytest
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.client.weights.tensors import file_of
 from rollmesh.router.weights.kept import KeptWeights
-from rollmesh.runtime.errors import RemoteError, StaleVersionError
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StaleVersionError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, reserved_port, running
@@ -292,3 +292,13 @@ def test_of_two_states_one_is_later_on_both_sides(
     again = KeptWeights(tmp_path, "m")
     again.restore()
     assert again.state == later
+
+
+@pytest.mark.parametrize("push_id", ["", "../../../../etc/x", "a" * 31 + "/", "A" * 32])
+def test_a_push_id_of_a_peer_names_no_file_elsewhere(tmp_path: Path, push_id: str) -> None:
+    header = engine_pb2.UpdateWeightsHeader(
+        policy_version=1, push_id=push_id, safetensors_bytes=1, model="policy"
+    )
+    state = router_pb2.KeptWeights(model="policy", revision=1, current=header)
+    with pytest.raises(InvalidFieldError, match="push_id"):
+        KeptWeights(tmp_path, "policy").missing(state)

@@ -31,6 +31,7 @@ from rollmesh.engine.backend import (
     Transfer,
 )
 from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.requests.checkpoint import weight_files
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
@@ -315,7 +316,10 @@ class ScriptedBackend:
 
 
 def _read_names(source: Path) -> None:
-    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    try:
+        files = weight_files(source)
+    except OSError as error:
+        raise InvalidWeightsError("header.checkpoint_dir", str(error)) from error
     if not files:
         raise InvalidWeightsError("checkpoint_dir", f"{source} has no safetensors files")
     for path in files:

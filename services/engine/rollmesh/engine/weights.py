@@ -1,6 +1,7 @@
 """Weight updates of an engine: received, loaded once and always completed."""
 
 import asyncio
+import errno
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any, TypeVar
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend, Transfer
 from rollmesh.engine.requests.transfer import read_transfer
-from rollmesh.runtime.errors import InvalidWeightsError, StaleVersionError
-from rollmesh.runtime.rpc.uploads import write_chunks
+from rollmesh.runtime.errors import InvalidWeightsError, StaleVersionError, StoreFullError
+from rollmesh.runtime.rpc.uploads import check_room, write_chunks
 from rollmesh.v1 import engine_pb2
 
 _SILENCE_MS = 60_000  # longest wait for a chunk; other updates wait meanwhile
@@ -55,6 +56,7 @@ class WeightUpdates:
             InvalidFieldError: A field is invalid.
             StaleVersionError: The version is not above the current one.
             InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
+            StoreFullError: The disk has no room for the upload.
         """
         async with self._lock:
             if self._holds(header):
@@ -95,15 +97,7 @@ class WeightUpdates:
                 return await _to_the_end(self._load(source, header))
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
-                    path = Path(folder) / "weights.safetensors"
-                    with path.open("wb") as file:
-                        await write_chunks(
-                            file,
-                            header.safetensors_bytes,
-                            chunks,
-                            _SILENCE_MS,
-                            "the engine's limit",
-                        )
+                    path = await _written(Path(folder), header.safetensors_bytes, chunks)
                     return await _to_the_end(self._load(path, header))
             case "transfer":
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)
@@ -117,6 +111,24 @@ class WeightUpdates:
         )
         self.push_id = header.push_id
         return paused_ms
+
+
+async def _written(folder: Path, size: int, chunks: AsyncIterator[bytes]) -> Path:
+    """Writes an upload to a file, and returns its path.
+
+    Raises:
+        StoreFullError: The disk has too little free space, or became full.
+    """
+    path = folder / "weights.safetensors"
+    try:
+        await asyncio.to_thread(check_room, folder, size)
+        with path.open("xb") as file:
+            await write_chunks(file, size, chunks, _SILENCE_MS, "the engine's limit")
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise StoreFullError(f"the disk of {folder} is full; make room on it") from error
+    return path
 
 
 async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:

@@ -17,6 +17,9 @@ from typing import Any
 
 import safetensors
 
+from rollmesh.engine.requests.checkpoint import weight_files
+from rollmesh.engine.vllm.transfer_payloads import only_unique_ids, with_handles
+
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONVERTIBLE = {"F32", "F16", "BF16"}
 _HEADER_NAMES: Mapping[str, str] = {
@@ -57,7 +60,8 @@ class WeightReceiver:
         try:
             typed = engine.parse_init_info(init_info)
             engine.shutdown()  # a trainer joined earlier is gone or is joining again
-            engine.init_transfer_engine(typed)
+            with only_unique_ids():
+                engine.init_transfer_engine(typed)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             return f"{type(error).__name__}: {error}"
         return ""
@@ -66,6 +70,7 @@ class WeightReceiver:
         """Returns what is wrong with the description of a transfer; empty if it fits."""
         engine = self.weight_transfer_engine
         try:
+            updates = with_handles(updates)
             infos = [engine.parse_update_info(self._own_part(update)) for update in updates]
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             return f"{type(error).__name__}: {error}"
@@ -83,6 +88,7 @@ class WeightReceiver:
             Exception: Any exception means that a part of the weights may have been loaded.
         """
         worker: Any = self
+        updates = with_handles(updates)  # checked before
         model = self.model_runner.get_model()
         with _watched(model) as loads:
             worker.start_weight_update()
@@ -204,11 +210,6 @@ def _difference(offered: Header, wanted: Header) -> str:
     if offered.dtype == wanted.dtype or {offered.dtype, wanted.dtype} <= _CONVERTIBLE:
         return ""
     return f"has dtype {offered.dtype}, the model has {wanted.dtype}"
-
-
-def weight_files(source: Path) -> list[Path]:
-    """Returns the safetensors files of a directory, or the file itself."""
-    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
 
 
 def read_headers(source: Path) -> dict[str, Header]:

@@ -16,7 +16,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,11 +23,13 @@ from typing import IO
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.runtime.errors import StoreError, StoreFullError
+from rollmesh.runtime.errors import InvalidFieldError, StoreError, StoreFullError
+from rollmesh.runtime.rpc.uploads import check_room
 from rollmesh.v1 import engine_pb2, router_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
+_PUSH_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class KeptWeights:
@@ -93,12 +94,7 @@ class KeptWeights:
         """
         with typed_errors(self.folder):
             self._make_folder()
-            free = shutil.disk_usage(self.folder).free - claimed
-            if header.safetensors_bytes > free:
-                raise StoreFullError(
-                    f"header.safetensors_bytes: is {header.safetensors_bytes}, and the disk of "
-                    f"{self.folder} has room for {max(free, 0)}; free space on it"
-                )
+            check_room(self.folder, header.safetensors_bytes, claimed)
             return self._part(header).open("wb")
 
     def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
@@ -144,8 +140,17 @@ class KeptWeights:
         return _position(state) > _position(self.state)
 
     def missing(self, state: router_pb2.KeptWeights) -> list[engine_pb2.UpdateWeightsHeader]:
-        """Returns the headers of what a peer keeps whose files are not here; may block."""
+        """Returns the headers of what a peer keeps whose files are not here; may block.
+
+        Raises:
+            InvalidFieldError: A push id is none, and would name a file elsewhere.
+        """
         headers = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
+        for header in headers:
+            if not _PUSH_ID.fullmatch(header.push_id):
+                raise InvalidFieldError(
+                    "push_id", f"{header.push_id!r:.80} is no push id of a router"
+                )
         files = [(header, self.file_of(header)) for header in headers]
         return [header for header, file in files if file is not None and not file.exists()]
 

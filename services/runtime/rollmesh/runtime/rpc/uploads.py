@@ -1,12 +1,22 @@
 """Weights received as a stream: one header, then the chunks of a safetensors file."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import IO, TypeAlias
 
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, InvalidWeightsError
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    InvalidWeightsError,
+    StoreFullError,
+)
 from rollmesh.v1 import engine_pb2, router_pb2
 
+_LEAST_BYTES_PER_MS = 256
+"""Pace below which an upload is given up; a sender could hold others up for days else."""
 UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
 
 
@@ -43,6 +53,26 @@ async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[byt
         yield request.safetensors_chunk
 
 
+def check_room(folder: Path, size: int, claimed: int = 0) -> None:
+    """Checks that a file fits on a disk; asks the disk, which may block.
+
+    Args:
+        folder: Where the file will be.
+        size: Announced size of the file, bytes.
+        claimed: Bytes that other files are about to take there.
+
+    Raises:
+        StoreFullError: It does not fit.
+        OSError: The folder cannot be read.
+    """
+    free = shutil.disk_usage(folder).free - claimed
+    if size > free:
+        raise StoreFullError(
+            f"header.safetensors_bytes: is {size}, and the disk of {folder} has room for "
+            f"{max(free, 0)}; free space on it"
+        )
+
+
 async def write_chunks(
     file: IO[bytes], size: int, chunks: AsyncIterator[bytes], silence_ms: int, limit: str
 ) -> None:
@@ -56,14 +86,22 @@ async def write_chunks(
         limit: Name of that limit in errors.
 
     Raises:
-        InvalidWeightsError: The chunks are shorter or longer than announced.
-        DeadlineError: The sender paused for too long.
+        InvalidWeightsError: The chunks are shorter or longer than announced, or one is empty.
+        DeadlineError: The sender paused for too long, or sends less than 256 kB a second.
     """
     written = 0
+    until_ms = clock.monotonic_ms() + 2 * silence_ms + size // _LEAST_BYTES_PER_MS
     while (chunk := await _next(chunks, silence_ms, limit)) is not None:
         written += len(chunk)
         if written > size:
             break
+        if not chunk:
+            raise InvalidWeightsError("safetensors_chunk", "is empty; send at least a byte")
+        if clock.monotonic_ms() > until_ms:
+            raise DeadlineError(
+                f"{written} of {size} bytes arrived in time; send at least "
+                f"{_LEAST_BYTES_PER_MS} kB a second"
+            )
         await asyncio.to_thread(file.write, chunk)
     if written != size:
         received = f"at least {written}" if written > size else written
