@@ -257,6 +257,13 @@ def test_a_services_table_becomes_its_flags() -> None:
     )
 
 
+def test_a_password_of_a_table_is_no_flag() -> None:
+    url = "postgresql://user:hunter2@host/mesh"
+    spec = plan(collector={"store": url})["collector"]
+    assert not any("hunter2" in flag for flag in spec.flags)
+    assert parse_config(CollectorConfig, "collector", spec.flags, spec.variables).store == url
+
+
 def test_a_services_table_beats_the_mesh_table() -> None:
     specs = plan(mesh={"model_path": "/m"}, gateway={"model_path": "/only-the-tokenizer"})
     assert config_of(specs["gateway-0"]).model_path == Path("/only-the-tokenizer")

@@ -66,6 +66,10 @@ async def test_a_folder_is_read_for_what_it_is(engine: ServiceProcess, tmp_path:
     with pytest.raises(RollmeshError, match="no regular file") as caught:
         await update(engine, header(checkpoint_dir=str(folder)))
     assert isinstance(caught.value, InvalidWeightsError)
+    for path in ("word " * 3_000, "\0", str(folder / "none"), str(folder / "a.safetensors")):
+        with pytest.raises(InvalidWeightsError, match="is no folder") as caught_name:
+            await update(engine, header(checkpoint_dir=path))
+        assert len(caught_name.value.message) < 1_000
     (folder / "a.safetensors").unlink()
     (folder / "a.safetensors").symlink_to(elsewhere)
     elsewhere.write_text("a secret, not safetensors")

@@ -264,3 +264,29 @@ def test_a_number_that_no_service_can_work_with_is_named_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{setting}: is {value}.*; give at least "):
         parse_config(config, "any", [f"--{setting.replace('_', '-')}={value}"], {})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:hunter2@host:5432/mesh",
+        "postgresql://:hunter2@host/mesh",
+        "postgresql://user@host/mesh?sslmode=require&password=hunter2",
+        "postgresql://user:hunter2@two@host/mesh",
+        "host=a password = hunter2",
+    ],
+)
+def test_a_password_comes_by_file_or_environment_and_never_by_a_flag(
+    tmp_path: Path, url: str
+) -> None:
+    for argv in (["--store", url], [f"--store={url}"]):
+        with pytest.raises(ConfigError, match=r"^store: .*ROLLMESH_COLLECTOR_STORE") as caught:
+            parse_config(CollectorConfig, "collector", argv, {})
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_database_without_a_password_may_be_a_flag_and_one_with_it_a_variable() -> None:
+    plain, secret = "postgresql://user@host:5432/mesh", "postgresql://user:hunter2@host:5432/mesh"
+    assert parse_config(CollectorConfig, "collector", [f"--store={plain}"], {}).store == plain
+    environ = {"ROLLMESH_COLLECTOR_STORE": secret}
+    assert parse_config(CollectorConfig, "collector", [], environ).store == secret

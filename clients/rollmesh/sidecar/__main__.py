@@ -11,6 +11,7 @@ import uvloop
 
 from rollmesh.mesh.directories.gateways import GatewayDirectory
 from rollmesh.mesh.routers.membership import Membership
+from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import print_ready
@@ -67,6 +68,7 @@ def _membership(config: SidecarConfig, port: int) -> Membership:
 
 def main() -> int:
     """Returns the exit code."""
+    os.umask(owner_only.UMASK)
     try:
         config = parse_config(SidecarConfig, "sidecar", sys.argv[1:], os.environ)
         configure_logging("sidecar", config.log_level)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -67,9 +68,8 @@ async def test_no_scheme_but_tcp_is_dialled(tmp_path: Path) -> None:
     async with await asyncio.start_unix_server(note, path):
         for address in (f"unix:{path}", f"unix://{path}"):
             async with open_channel(address) as channel:
-                probe = health_pb2_grpc.HealthStub(channel).Check(
-                    health_pb2.HealthCheckRequest(), timeout=20
-                )
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                probe = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
                 with pytest.raises(RemoteError) as caught, typed_errors():
                     await probe
                 assert caught.value.code == "UNAVAILABLE"

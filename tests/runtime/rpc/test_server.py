@@ -100,8 +100,8 @@ async def test_health_is_not_serving_while_calls_finish() -> None:
         assert await call.read() == b"finished"
 
 
-async def test_reflection_lists_the_services() -> None:
-    async with served(ScriptedService()) as (channel, _):
+async def test_reflection_lists_the_services_where_a_setting_says_so() -> None:
+    async with served(ScriptedService(), reflection=True) as (channel, _):
         untyped_channel: Any = channel
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
         call = stub.ServerReflectionInfo(
@@ -113,6 +113,20 @@ async def test_reflection_lists_the_services() -> None:
             for service in answer.list_services_response.service
         }
     assert names >= {NAME, OTHER, "grpc.health.v1.Health"}
+
+
+async def test_without_the_setting_nobody_is_told_what_is_served() -> None:
+    async with served(ScriptedService()) as (channel, _):
+        untyped_channel: Any = channel
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await stub.ServerReflectionInfo(iter([request]), timeout=60).read()
+        assert caught.value.code == "UNIMPLEMENTED"
+        method: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await method(b"", timeout=60)
+        assert caught.value.code == "UNIMPLEMENTED"
 
 
 async def test_a_message_of_many_megabytes_passes() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollmesh.cli.up.plan import mesh_config, plan_mesh, read_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
+from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
@@ -21,12 +22,14 @@ def main() -> int:
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     options = parser.parse_args()
     configure_logging("up", "info")
+    os.umask(owner_only.UMASK)
     try:
         tables = read_mesh(options.config)
         with closing(free_ports()) as ports:
             specs = plan_mesh(tables, ports.__next__)
         environments = {
-            spec.name: {**os.environ, **visible_gpus(spec, os.environ)} for spec in specs
+            spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
+            for spec in specs
         }
     except ConfigError as error:
         print(f"rollmesh up: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from rollmesh.cli.up.models import MeshModel, ModelConfig, merged, read_models
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, read_file
+from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, has_password, read_file
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
 SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
@@ -89,6 +89,8 @@ class ProcessSpec:
     """GPUs that it sees, counted from 0; empty means all."""
     grace_ms: int = GRACE_MS
     """Time that running calls get to finish on a stop, milliseconds."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its settings with passwords, which `ps` would show as flags."""
 
 
 def read_mesh(path: Path | None) -> dict[str, Any]:
@@ -169,9 +171,13 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
             # Each has a journal, or weights, of its own.
             settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix(one.service)}"
         grace_ms = _number(one, "grace_ms", GRACE_MS)
-        flags = _flags(settings)
+        secret = {name: value for name, value in settings.items() if has_password(value)}
+        flags = _flags({name: settings[name] for name in settings if name not in secret})
+        variables = {f"ROLLMESH_{one.service}_{name}".upper(): secret[name] for name in secret}
         specs.append(
-            ProcessSpec(one.name, one.service, address[one.name], flags, one.gpus, grace_ms)
+            ProcessSpec(
+                one.name, one.service, address[one.name], flags, one.gpus, grace_ms, variables
+            )
         )
     return specs
 

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from rollmesh.runtime.rpc.uploads import check_room, write_chunks
 from rollmesh.v1 import engine_pb2
 
 _SILENCE_MS = 60_000  # longest wait for a chunk; other updates wait meanwhile
+_MOST_SHOWN = 300
 _T = TypeVar("_T")
 
 
@@ -89,11 +91,7 @@ class WeightUpdates:
     ) -> int:
         match header.WhichOneof("source"):
             case "checkpoint_dir":
-                source = Path(header.checkpoint_dir)
-                if not source.is_dir():  # noqa: ASYNC240 - one stat
-                    raise InvalidWeightsError(
-                        "header.checkpoint_dir", f"{source} is no folder the engine can read"
-                    )
+                source = _folder(header.checkpoint_dir)
                 return await _to_the_end(self._load(source, header))
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
@@ -111,6 +109,20 @@ class WeightUpdates:
         )
         self.push_id = header.push_id
         return paused_ms
+
+
+def _folder(path: str) -> Path:
+    """Returns a folder that a request names; asks the disk once.
+
+    Raises:
+        InvalidWeightsError: It is none that can be read.
+    """
+    with suppress(OSError, ValueError):  # a name may be too long
+        if Path(path).is_dir():
+            return Path(path)
+    raise InvalidWeightsError(
+        "header.checkpoint_dir", f"{path[:_MOST_SHOWN]!r} is no folder the engine can read"
+    )
 
 
 async def _written(folder: Path, size: int, chunks: AsyncIterator[bytes]) -> Path:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 _Config = TypeVar("_Config")
+_PASSWORD = re.compile(r"://[^/?#\s@]*:[^/?#\s@]+@|\bpassword\s*=", re.IGNORECASE)
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
     str: (str, int, float),
@@ -158,7 +160,7 @@ def parse_config(
         environ: The environment.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and what is wrong with it; a flag must hold no password.
     """
     settings = {setting.name: setting for setting in describe(cls, service)}
     parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
@@ -170,10 +172,21 @@ def parse_config(
     path = given["config"]
     values = read_file(path) if path else {}
     for name, setting in settings.items():
+        if has_password(given[name]):
+            raise ConfigError(
+                f"{name}: a flag with a password is visible to every user of this host; set "
+                f"{setting.variable}, write it into the file of --config, or leave the password to "
+                "PGPASSFILE"
+            )
         text = given[name] if given[name] is not None else environ.get(setting.variable)
         if text is not None:
             values[name] = text
     return fill(cls, values, f" in {path}" if path else "")
+
+
+def has_password(value: object) -> bool:
+    """Returns whether a value is a database's URL, or libpq's parameters, with a password."""
+    return isinstance(value, str) and _PASSWORD.search(value) is not None
 
 
 def read_file(path: Path) -> dict[str, Any]:

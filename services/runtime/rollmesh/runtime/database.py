@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
 
+from rollmesh.runtime import owner_only
 from rollmesh.runtime.errors import (
     RollmeshError,
     StoreError,
@@ -147,7 +148,7 @@ class Database(AbstractAsyncContextManager["Database"]):
 
     def _lock(self) -> IO[bytes]:
         """Takes the lock; closing the returned file releases it. Children do not inherit it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        owner_only.make_folder(self.path.parent)
         lock = self.path.with_name(f"{self.path.name}.lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,6 +161,10 @@ class Database(AbstractAsyncContextManager["Database"]):
         return lock
 
     def _open(self) -> sqlite3.Connection:
+        for end in ("", "-wal", "-shm", ".lock"):  # SQLite gives new ones the mode of the first
+            path = self.path.with_name(f"{self.path.name}{end}")
+            if not end or path.exists():
+                owner_only.make_file(path)
         connection = sqlite3.connect(self.path, isolation_level=None)
         try:
             self._prepare(connection)

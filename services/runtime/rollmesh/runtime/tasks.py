@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rollmesh.runtime.errors import ShuttingDownError
+from rollmesh.runtime.errors import RollmeshError, ShuttingDownError
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
@@ -33,7 +33,7 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
             result = await work
         except Exception as error:  # noqa: BLE001 - for the caller, not for the group
             if outcome.done():
-                _log.warning("detached work failed", exc_info=error)
+                _note_unseen(error)
             else:
                 outcome.set_exception(error)
         else:
@@ -57,6 +57,14 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
         running.close()
         ended(None)
     return outcome
+
+
+def _note_unseen(error: Exception) -> None:
+    """Logs an error whose caller has left. A refusal is a line: clients that leave cause many."""
+    if isinstance(error, RollmeshError):
+        _log.info("detached work refused: %s", error.reason)
+    else:
+        _log.warning("detached work failed", exc_info=error)
 
 
 async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -3,12 +3,14 @@
 import asyncio
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import uvloop
 
+from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
@@ -34,6 +36,7 @@ def run_service(
     Returns:
         The exit code: 0 after a stop, 1 after a failure, 2 for a bad setting.
     """
+    os.umask(owner_only.UMASK)
     try:
         config = parse_config(config_class, name, argv, environ)
         configure_logging(name, config.log_level)

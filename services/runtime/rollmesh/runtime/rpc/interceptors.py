@@ -1,5 +1,6 @@
 """The server interceptor: request ids, metrics, and typed errors as gRPC statuses."""
 
+import asyncio
 import inspect
 import logging
 import time
@@ -111,13 +112,18 @@ class _Watch:
         if isinstance(error, grpc.aio.AbortError):  # the handler set a status itself
             self._code = context.code().name if hasattr(context.code(), "name") else "UNKNOWN"
             raise error
+        if isinstance(error, grpc.aio.InternalError):  # nothing can be sent: the client has left
+            raise asyncio.CancelledError from error
         if not isinstance(error, RollmeshError):
             _log.error("unexpected error", exc_info=error, extra=fields(method=self._method))
             request_id = current_request_id()
             error = RollmeshError(f"unexpected error; see the log under request id {request_id}")
         status = to_status(error)
         self._code = status_code_of(error).name
-        await context.abort_with_status(rpc_status.to_status(status))
+        try:
+            await context.abort_with_status(rpc_status.to_status(status))
+        except grpc.aio.InternalError:  # likewise; grpc would log it with a traceback
+            raise asyncio.CancelledError from None
         raise AssertionError("abort returned")
 
 

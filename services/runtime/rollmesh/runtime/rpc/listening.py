@@ -50,6 +50,9 @@ class ServerConfig(ListeningConfig):
     keepalive_ms: Annotated[int, Bounds(2)] = KEEPALIVE_MS
     """Idle time after which a client is pinged, milliseconds. A client that does not answer within
     half that time is disconnected, and its calls end."""
+    reflection: bool = False
+    """Serve gRPC reflection, which tells every caller the RPCs and their messages. Tools such as
+    grpcurl need it; nothing in rollmesh does."""
     max_request_bytes: RequestBytes = 64 * 1024 * 1024
     """Largest request message, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
 

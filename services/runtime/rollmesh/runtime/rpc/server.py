@@ -88,7 +88,17 @@ class _Health(health.aio.HealthServicer):
     def end_watches(self) -> None:
         self._ended.set()
 
+    async def List(self, _request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        """Is not served, as the health protocol allows; grpcio's own would be an internal error."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "List is not served; call Check")
+
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+        try:
+            await self._watch(request, context)
+        except ExceptionGroup as errors:  # of the group's only task that may fail
+            raise errors.exceptions[0] from None
+
+    async def _watch(self, request: Any, context: Any) -> None:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(super().Watch(request, context))
             ended = group.create_task(self._ended.wait())
@@ -129,8 +139,9 @@ async def serve(
     service.register(server)
     info = ServerServicer(service.names[0], service.capabilities)
     server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
-    names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    if config.reflection:
+        names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
     try:
         port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError as error:
