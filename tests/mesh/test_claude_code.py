@@ -8,15 +8,10 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from examples.demo.audit import Audit
-from rollmesh.client import Session
+from tests.mesh.replays import Replay, called, check
 from tests.meshes import Mesh, delivered, scripted_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def call(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 EDIT = (
@@ -28,17 +23,17 @@ RULES = [
     ("second task", "The second is done."),
     ("</session>", '{"title": "Work"}'),
     ("Do NOT call any tools.", "They did two tasks."),
-    ("Begin.", call("Bash", '{"command":  "ls"}') + "\n" + call("Bash", '{"command": "pwd"}')),
+    ("Begin.", called("Bash", '{"command":  "ls"}') + "\n" + called("Bash", '{"command": "pwd"}')),
     (
         "here\n</tool_response>",
-        call("Agent", '{"prompt": "first task"}')
+        called("Agent", '{"prompt": "first task"}')
         + "\n"
-        + call("Agent", '{"prompt":"second task"}'),
+        + called("Agent", '{"prompt":"second task"}'),
     ),
-    ("second is done.\n</tool_response>", call("Bash", '{"command":  "rm x"}')),
+    ("second is done.\n</tool_response>", called("Bash", '{"command":  "rm x"}')),
     ("gone\n</tool_response>", "It is gone."),
-    ("Search.", call("ToolSearch", '{"query":  "select:Edit"}')),
-    (f"<tool_response>\n{EDIT}\n\n</tool_response>", call("Edit", '{"path":  "x"}')),
+    ("Search.", called("ToolSearch", '{"query":  "select:Edit"}')),
+    (f"<tool_response>\n{EDIT}\n\n</tool_response>", called("Edit", '{"path":  "x"}')),
     ("edited\n</tool_response>", "It is edited."),
 ]
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli;"
@@ -59,13 +54,8 @@ async def mesh(
         yield running
 
 
-class ClaudeCode:
-    """Its requests, with the bodies and the headers that were seen on the wire."""
-
-    def __init__(self, http: httpx2.AsyncClient, session: Session) -> None:
-        self._http = http
-        self._url = f"{session.base_url}/messages?beta=true"
-        self._key = session.api_key
+class ClaudeCode(Replay):
+    path = "messages?beta=true"
 
     async def ask(
         self, *messages: Any, system: str = "You are Claude Code.", agent_id: str = "", **more: Any
@@ -153,20 +143,10 @@ async def test_sub_agents_a_title_and_a_compaction_are_told_apart_and_nothing_dr
             fourth = await claude.ask(user([text(SUMMARY)]), echo(third), last)
             assert fourth["content"] == [text("It is gone.")]
         result = await delivered(client, session)
-    audit = Audit()
-    audit.received([result])
-    assert (audit.drift_tokens, audit.duplicated) == (0, 0)
     assert result.turns == 8
-    assert sum(audit.trained.values()) == 7  # not the title
-    found: dict[str, list[int]] = {}
-    for trajectory in result.trajectories:
-        found.setdefault(trajectory.lineage, []).append(trajectory.turns)
-    assert found == {
-        "AUXILIARY": [1],
-        "SUB_AGENT": [1, 1],
-        "MAIN": [3],
-        "COMPACTION": [3, 1],  # the summary follows two turns of the main line
-    }
+    check(  # the summary follows two turns of the main line
+        result, AUXILIARY=[1], SUB_AGENT=[1, 1], MAIN=[3], COMPACTION=[3, 1]
+    )
 
 
 async def test_tools_that_a_search_finds_do_not_begin_the_conversation_anew(mesh: Mesh) -> None:

@@ -1,23 +1,17 @@
 """How Codex speaks, replayed: streams, sub-agents, and a compaction, in both of its ways."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
 import pytest
 
-from examples.demo.audit import Audit
-from rollmesh.client import Session, SessionResult
+from rollmesh.client import SessionResult
+from tests.mesh.replays import Replay, called, check
 from tests.meshes import Mesh, delivered
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def call(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
 
 V1, V2 = "multi_agent_v1__spawn_agent", "collaboration__spawn_agent"
 SUMMARISE, SUMMARY = "Write a summary for another model.\n", "They ran two tasks."
@@ -25,16 +19,16 @@ RULES = [
     ("first task", "The first is done."),
     ("second task", "The second is done."),
     (SUMMARISE, SUMMARY),
-    ("Begin.", call("exec", '{"cmd":  "ls"}') + "\n" + call("exec", '{"cmd": "pwd"}')),
+    ("Begin.", called("exec", '{"cmd":  "ls"}') + "\n" + called("exec", '{"cmd": "pwd"}')),
     (
         "here\n</tool_response>",
-        call(V1, '{"message": "first task"}') + "\n" + call(V1, '{"message":"second task"}'),
+        called(V1, '{"message": "first task"}') + "\n" + called(V1, '{"message":"second task"}'),
     ),
-    ("The second is done.\n</note>", call("exec", '{"cmd": "rm x"}')),
+    ("The second is done.\n</note>", called("exec", '{"cmd": "rm x"}')),
     ("gone\n</tool_response>", "It is gone."),
-    ("Code.", call("functions__exec", r'{"input":  "text(1);\n"}')),
-    ("1\n</tool_response>", call(V2, '{"task_name":  "a", "message": "second task"}')),
-    ("Payload:\nThe second is done.", call("functions__exec", '{"input": "text(2);"}')),
+    ("Code.", called("functions__exec", r'{"input":  "text(1);\n"}')),
+    ("1\n</tool_response>", called(V2, '{"task_name":  "a", "message": "second task"}')),
+    ("Payload:\nThe second is done.", called("functions__exec", '{"input": "text(2);"}')),
     ("2\n</tool_response>", "It is two."),
     (f"so far: {SUMMARY}", "It goes on."),
 ]
@@ -65,13 +59,8 @@ CODE = {
 ADVICE = "You are an agent that writes code."
 
 
-class Codex:
-    """Its requests, with the bodies and the headers that were seen on the wire."""
-
-    def __init__(self, http: httpx2.AsyncClient, session: Session) -> None:
-        self._http = http
-        self._url = f"{session.base_url}/responses"
-        self._key = session.api_key
+class Codex(Replay):
+    path = "responses"
 
     async def ask(
         self,
@@ -157,14 +146,8 @@ def written(sender: str, *parts: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "agent_message", "author": sender, "content": [head, *parts]}
 
 
-def check(result: SessionResult, **found: list[int]) -> None:
-    audit = Audit()
-    audit.received([result])
-    assert (audit.drift_tokens, audit.duplicated) == (0, 0)
-    assert sum(audit.trained.values()) == result.turns
-    assert Counter((t.lineage, t.turns) for t in result.trajectories) == Counter(
-        (lineage, turns) for lineage, counts in found.items() for turns in counts
-    )
+def check_exact(result: SessionResult, **found: list[int]) -> None:
+    check(result, **found)
     # What comes back is what was sampled; the template prints arguments in its own way.
     reasons = {reason for one in result.trajectories for reason in one.reasons}
     assert reasons <= {"EXACT", "TEMPLATE_REWRITE", "SHARED_PREFIX", "TOOLS_CHANGED"}
@@ -199,7 +182,7 @@ async def test_functions_sub_agents_and_a_compaction_are_told_apart_and_nothing_
             assert text_of(last) == "It goes on."
         result = await delivered(client, session)
     # The summary is asked for without tools: a conversation of its own, after three turns.
-    check(result, MAIN=[3], SUB_AGENT=[1, 1], COMPACTION=[1, 1])
+    check_exact(result, MAIN=[3], SUB_AGENT=[1, 1], COMPACTION=[1, 1])
 
 
 async def test_code_a_forked_sub_agent_and_a_compaction_are_told_apart_and_nothing_drifts(
@@ -236,4 +219,4 @@ async def test_code_a_forked_sub_agent_and_a_compaction_are_told_apart_and_nothi
             await ask(*after, said("user", f"so far: {SUMMARY}"), window=1)
         result = await delivered(client, session)
     # The summary goes on from the main line, with the same tools: it is its last turn.
-    check(result, MAIN=[5], SUB_AGENT=[3], COMPACTION=[1])
+    check_exact(result, MAIN=[5], SUB_AGENT=[3], COMPACTION=[1])

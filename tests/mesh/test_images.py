@@ -12,7 +12,6 @@ import openai
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic, BadRequestError
-from openai import AsyncOpenAI
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
@@ -41,33 +40,47 @@ async def seeing(tmp_path_factory: pytest.TempPathFactory, vision_dir: Path) -> 
 class Agent(ABC):
     """An agent that resends its conversation with every turn."""
 
-    def __init__(self) -> None:
+    text = "text"
+    """Type of a part with text."""
+
+    def __init__(self, client: Any) -> None:
         self.history: list[Any] = []
-
-    @abstractmethod
-    async def ask(self, data: bytes | None, text: str) -> None:
-        """Says an image and a text, and keeps the answer."""
-
-    @abstractmethod
-    async def give(self, data: bytes) -> None:
-        """Gives an image as the result of the last call, and keeps the answer."""
-
-
-class Chat(Agent):
-    def __init__(self, client: AsyncOpenAI) -> None:
-        super().__init__()
         self._client = client
         self._call = ""
 
     async def ask(self, data: bytes | None, text: str) -> None:
+        """Says an image and a text, and keeps the answer."""
         shown = [] if data is None else [self.part(data)]
-        self.history.append({"role": "user", "content": [*shown, {"type": "text", "text": text}]})
+        self.history.append({"role": "user", "content": [*shown, self._said(text)]})
         await self._post()
 
     async def give(self, data: bytes) -> None:
-        content = [{"type": "text", "text": "Seen: "}, self.part(data)]
-        self.history.append({"role": "tool", "tool_call_id": self._call, "content": content})
+        """Gives an image as the result of the last call, and keeps the answer."""
+        self.history.append(self._result([self._said("Seen: "), self.part(data)]))
         await self._post()
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"type": self.text, "text": text}
+
+    @staticmethod
+    @abstractmethod
+    def part(data: bytes) -> dict[str, Any]:
+        """Returns the part of an image."""
+
+    @abstractmethod
+    def _result(self, content: list[Any]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    async def _post(self) -> None: ...
+
+
+class Chat(Agent):
+    @staticmethod
+    def part(data: bytes) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": data_url(data), "detail": "auto"}}
+
+    def _result(self, content: list[Any]) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self._call, "content": content}
 
     async def _post(self) -> None:
         tool: Any = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
@@ -78,28 +91,16 @@ class Chat(Agent):
         self.history.append(message)
         self._call = message.tool_calls[0].id if message.tool_calls else ""
 
-    @staticmethod
-    def part(data: bytes) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": data_url(data), "detail": "auto"}}
-
 
 class Responses(Agent):
-    def __init__(self, client: AsyncOpenAI) -> None:
-        super().__init__()
-        self._client = client
-        self._call = ""
+    text = "input_text"
 
-    async def ask(self, data: bytes | None, text: str) -> None:
-        shown = [] if data is None else [self.part(data)]
-        content = [*shown, {"type": "input_text", "text": text}]
-        self.history.append({"role": "user", "content": content})
-        await self._post()
+    @staticmethod
+    def part(data: bytes) -> dict[str, Any]:
+        return {"type": "input_image", "image_url": data_url(data), "detail": "auto"}
 
-    async def give(self, data: bytes) -> None:
-        output = [{"type": "input_text", "text": "Seen: "}, self.part(data)]
-        item = {"type": "function_call_output", "call_id": self._call, "output": output}
-        self.history.append(item)
-        await self._post()
+    def _result(self, content: list[Any]) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": self._call, "output": content}
 
     async def _post(self) -> None:
         tool: Any = {"type": "function", "name": "look", "parameters": PARAMETERS}
@@ -109,27 +110,17 @@ class Responses(Agent):
         self.history += answer.output
         self._call = next((one.call_id for one in answer.output if one.type == "function_call"), "")
 
-    @staticmethod
-    def part(data: bytes) -> dict[str, Any]:
-        return {"type": "input_image", "image_url": data_url(data), "detail": "auto"}
-
 
 class Messages(Agent):
-    def __init__(self, client: AsyncAnthropic) -> None:
-        super().__init__()
-        self._client = client
-        self._call = ""
+    @staticmethod
+    def part(data: bytes) -> dict[str, Any]:
+        encoded = base64.b64encode(data).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": encoded}
+        return {"type": "image", "source": source}
 
-    async def ask(self, data: bytes | None, text: str) -> None:
-        shown = [] if data is None else [self._block(data)]
-        self.history.append({"role": "user", "content": [*shown, {"type": "text", "text": text}]})
-        await self._post()
-
-    async def give(self, data: bytes) -> None:
-        content = [{"type": "text", "text": "Seen: "}, self._block(data)]
+    def _result(self, content: list[Any]) -> dict[str, Any]:
         result = {"type": "tool_result", "tool_use_id": self._call, "content": content}
-        self.history.append({"role": "user", "content": [result]})
-        await self._post()
+        return {"role": "user", "content": [result]}
 
     async def _post(self) -> None:
         tool: Any = {"name": "look", "input_schema": PARAMETERS}
@@ -138,12 +129,6 @@ class Messages(Agent):
         )
         self.history.append({"role": "assistant", "content": answer.content})
         self._call = next((one.id for one in answer.content if one.type == "tool_use"), "")
-
-    @staticmethod
-    def _block(data: bytes) -> dict[str, Any]:
-        encoded = base64.b64encode(data).decode()
-        source = {"type": "base64", "media_type": "image/png", "data": encoded}
-        return {"type": "image", "source": source}
 
 
 def anthropic_of(mesh: Mesh, session: Session) -> AsyncAnthropic:
