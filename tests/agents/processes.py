@@ -14,7 +14,7 @@ from tests.processes import run_to_end
 
 ENVIRONMENT = ROOT / ".venv-agents"
 _SCRIPTS = Path(__file__).parent / "scripts"
-_AGENT_S = 100.0
+_AGENT_S = 240.0
 
 
 class Outside:

@@ -51,7 +51,7 @@ async def test_a_sidecar_serves_and_a_stop_lets_a_running_answer_end() -> None:
 
     gateway.script = waiting(until, [text("Hel")], [text("lo"), done("Hello")])
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(200),
         serving(gateway) as address,
         started("--gateway", address) as process,
     ):
@@ -71,7 +71,7 @@ async def test_a_sidecar_serves_and_a_stop_lets_a_running_answer_end() -> None:
 async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
     gateway = ScriptedGateway()
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(200),
         serving(gateway) as address,
         started("--gateway", address, "--metrics-port", "0") as process,
         httpx2.AsyncClient(timeout=60) as http,
@@ -86,7 +86,7 @@ async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
 
 
 async def test_a_port_that_is_taken_is_an_exit_code_and_a_line() -> None:
-    async with asyncio.timeout(60), started("--port", "0") as first:
+    async with asyncio.timeout(200), started("--port", "0") as first:
         port = await port_of(first)
         async with started("--port", str(port)) as second:
             _, errors = await second.communicate()
