@@ -6,11 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import typing_extensions
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
@@ -143,6 +147,51 @@ def test_chat_stands_alone(commands: Path, tmp_path: Path, tokenizer_dir: Path) 
     done = call(commands / "python", "-c", script, folder=tmp_path, packages=packages)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("multiply ")
+
+
+class Nothing(BaseHTTPRequestHandler):
+    """A server without a path."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = b'{"error": "is not served"}'
+        self.send_response(404)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
+        """Says nothing."""
+
+
+def test_the_kit_needs_only_httpx2(commands: Path, tmp_path: Path) -> None:
+    packages, report = tmp_path / "packages", tmp_path / "report.xml"
+    packages.mkdir()
+    for name in ("httpx2", "httpcore2", "anyio", "h11", "idna", "truststore"):
+        folder = package_folder(name)
+        for path in (folder, *folder.parent.glob(f"{name}-*.dist-info")):
+            (packages / path.name).symlink_to(path)
+    module = Path(typing_extensions.__file__)
+    (packages / module.name).symlink_to(module)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        flags = ("--base-url", f"http://127.0.0.1:{server.server_port}/v1", "--junit", report)
+        kit = (commands / "rollmesh", "conformance", *flags)
+        done = call(*kit, folder=tmp_path, packages=packages)
+        server.shutdown()
+        serving.join()
+    assert (done.returncode, done.stderr) == (1, "")
+    cases = {
+        case.attrib["name"]: [one.tag for one in case]
+        for case in ElementTree.parse(report).getroot()[0]  # noqa: S314 - the kit wrote it
+    }
+    assert (cases["models"], cases["unknown-path"]) == (["failure"], [])
+    assert cases["served"] == ["skipped"]  # each protocol
 
 
 def test_the_lock_holds_what_the_extra_asks_for() -> None:
