@@ -54,7 +54,7 @@ kit against a mesh, where every check passes.
 _VLLM = """
 ## vLLM's own server
 
-The kit at `vllm serve` {version}, {date}, with a small random model on the CPU
+The kit at `vllm serve` {version}, {date}, with a small random model of Qwen2.5-VL's kind on the CPU
 (`--enable-auto-tool-choice --tool-call-parser hermes`): {counts}.
 
 Most rows have one of two causes: a retry is sampled again, and a history is tokenised again from
