@@ -13,12 +13,20 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.messages import said
+from tests.processes import ServiceProcess
 
 if TYPE_CHECKING:
     from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
 
+SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 RULES = [("plain", "The answer is 42.")]
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
+
+
+async def shown(process: ServiceProcess) -> str:
+    """What a service shows at its metrics endpoint."""
+    async with httpx2.AsyncClient() as http:
+        return (await http.get(f"http://127.0.0.1:{process.metrics_port}/metrics")).text
 
 
 async def chat(stub: "Stub", session_id: str, key: str) -> None:
@@ -106,18 +114,40 @@ async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh)
                     await agent.chat.completions.create(model="policy", messages=ASK)
 
 
-async def test_no_key_is_in_a_log_or_in_an_error(tmp_path: Path, tokenizer_dir: Path) -> None:
+async def test_an_agent_whose_key_was_ended_is_refused_and_goes_on_with_the_next(
+    mesh: Mesh,
+) -> None:
+    async with mesh.client() as client, client.session() as session:
+        old = [mesh.openai(session), mesh.agent(session.keyless_url, session.api_key)]
+        await old[0].chat.completions.create(model="policy", messages=ASK)
+        ended = session.api_key
+        await client.revoke_key(session)
+        assert ended not in (session.api_key, session.base_url)
+        for agent in old:
+            with pytest.raises(openai.AuthenticationError):
+                await agent.chat.completions.create(model="policy", messages=ASK)
+        await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
+        assert len((await client.transcript(session)).turns) == 2
+
+
+async def test_no_key_is_in_anything_that_a_mesh_writes_or_shows(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """Logs at their lowest level, standard output, metrics, errors, and journals and stores."""
+
     async def said(session: Session, method: str, path: str, **more: Any) -> str:
         async with httpx2.AsyncClient(timeout=60) as http:
             answer = await http.request(method, f"{session.base_url}{path}", **more)
         return answer.text
 
-    first = {service: {"log_level": "debug"} for service in ("gateway", "sidecar")}
+    seen: dict[str, Any] = {"log_level": "debug", "metrics_port": 0}
+    first = dict.fromkeys(SERVICES, seen)
     async with (
-        scripted_mesh(tmp_path, tokenizer_dir, first=first) as mesh,
+        scripted_mesh(tmp_path, tokenizer_dir, first=first, **seen) as mesh,
         mesh.client() as client,
     ):
-        async with client.session() as session:
+        async with client.session(request_id="known-to-the-trainer-only") as session:
+            keys = {session.api_key}
             texts = [
                 await said(session, "POST", "/chat/completions", json={"messages": ASK}),
                 await said(session, "POST", "/chat/completions", content=b"{"),
@@ -125,15 +155,29 @@ async def test_no_key_is_in_a_log_or_in_an_error(tmp_path: Path, tokenizer_dir: 
                 await said(session, "GET", "/unknown"),
                 await said(session, "GET", "/models"),
                 await said(session, "PUT", "/" + "x" * 9000),
-            ]
+                await said(session, "POST", "/responses", json={"input": "plain"}),
+                await said(session, "POST", "/messages", json={"messages": ASK, "max_tokens": 9}),
+                await said(session, "GET", f"/responses/{session.api_key}"),
+                await said(session, "POST", "/chat/completions",
+                           json={"messages": ASK, session.api_key: 1}),
+            ]  # fmt: skip
+            await client.revoke_key(session)
+            keys.add(session.api_key)
+            texts.append(await said(session, "POST", "/chat/completions", json={"messages": ASK}))
         texts.append(await said(session, "POST", "/chat/completions", json={"messages": ASK}))
+        texts += [await shown(mesh.processes[service]) for service in SERVICES]
         await mesh.processes["gateway"].kill()
         texts.append(await said(session, "POST", "/chat/completions", json={"messages": ASK}))
         with pytest.raises(SessionUnknownError) as unknown:
             await client.stored_session("nobody")
         texts.append(str(unknown.value))
-    secret = session.api_key.split("-", 2)[2]
-    logs = list(mesh.folder.glob("*.log"))
-    assert len(logs) >= 5
-    for text in (*texts, *(log.read_text() for log in logs)):
-        assert secret not in text
+    files = [path for path in mesh.folder.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".log"]) >= 5
+    written = [path.read_bytes().decode("latin-1") for path in files]
+    assert len(keys) == 2
+    for key in keys:
+        secret = key.split("-", 2)[2]
+        assert not [path for path, text in zip(files, written, strict=True) if secret in text]
+        assert not [text for text in texts if secret in text]
+    logs = [path.read_text() for path in files if path.suffix == ".log"]
+    assert not [text for text in logs if "known-to-the-trainer-only" in text]

@@ -217,6 +217,11 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.WithdrawAnswerResponse:
         raise AnswerUnknownError("answer_id: is unknown")
 
+    async def RevokeSessionKey(
+        self, request: gateway_pb2.RevokeSessionKeyRequest, context: Context
+    ) -> gateway_pb2.RevokeSessionKeyResponse:
+        raise SessionUnknownError("session_id: is unknown")
+
     async def ListDeadLetters(
         self, request: gateway_pb2.ListDeadLettersRequest, context: Context
     ) -> gateway_pb2.ListDeadLettersResponse:

@@ -133,6 +133,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     session_request = staticmethod(AsyncClient.session_request)
     open_session = _waiting(AsyncClient.open_session)
     close_session = _waiting(AsyncClient.close_session)
+    revoke_key = _waiting(AsyncClient.revoke_key)
     transcript = _waiting(AsyncClient.transcript)
 
     rollout = _waiting(rollout)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
+from rollmesh.runtime.telemetry.logs import without_keys
 
 _log = logging.getLogger(__name__)
 _STATUS = {
@@ -181,8 +182,8 @@ def to_http(
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
-    param = cut_text(param, _MAX_PARAM_BYTES)
-    message = cut_text(error.message, MAX_MESSAGE_BYTES)
+    param = cut_text(without_keys(param), _MAX_PARAM_BYTES)
+    message = shown_text(error.message)
     if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients recognise it by how it begins
         message = message.removeprefix(f"{param}: ")
     reason = error.code if isinstance(error, RemoteError) else error.reason
@@ -199,6 +200,14 @@ def to_http(
     if status in {409, 501}:  # SDKs would retry, but a closed session stays closed
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
+
+
+def shown_text(message: str) -> str:
+    """Returns a message as clients see it: without session keys, cut to 1,500 bytes.
+
+    Clients log errors, and a key may be where the client did not mean to send it.
+    """
+    return cut_text(without_keys(message), MAX_MESSAGE_BYTES)
 
 
 def as_response(http: HttpError, id_header: bytes, request_id: str) -> Response:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from rollmesh.gateway.conversation.spec import SessionSpec
+from rollmesh.gateway.sessions.keys import SessionKeys
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.model_files import ModelFiles
 from rollmesh.gateway.storage.transaction import Journal, Journals, Transaction
 from rollmesh.runtime.errors import (
     JournalMovedError,
     RollmeshError,
+    SessionKeyWrongError,
     StoreAwayError,
     StoreInDoubtError,
 )
@@ -243,3 +245,23 @@ async def test_what_nobody_has_held_for_a_day_is_removed_if_it_is_empty(
     await first.renew()
     assert (await empty.lost()).reason == "JOURNAL_MOVED"
     assert await names(full) == ["s"]
+
+
+async def test_an_ended_key_stays_ended_at_the_gateway_that_takes_over(
+    gateways: tuple[Journals, Journals],
+) -> None:
+    first, second = gateways
+    mine = await first.create()
+    await mine.run(write("s"))
+    async with asyncio.TaskGroup() as tasks:
+        keys = SessionKeys(mine, tasks)
+        ended = keys.key("s")
+        current = await keys.revoke("s", ended, "")
+        await mine.release()
+        taken = await second.take()
+        assert taken is not None
+        theirs = SessionKeys(taken, tasks)
+        await theirs.restore()
+    theirs.check("s", current)
+    with pytest.raises(SessionKeyWrongError):
+        theirs.check("s", ended)

@@ -161,6 +161,25 @@ class SessionCalls(Connections):
         session.closed = True
         return list(response.trajectory_ids)
 
+    async def revoke_key(self, session: Session) -> None:
+        """Ends the key of an open session; the session gets the next key and another base URL.
+
+        An agent that has only the old ones gets 401 from now on. Its running turns are not ended.
+
+        Raises:
+            SessionKeyWrongError: The session's key was ended by somebody else.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        old = session.api_key
+        request = gateway_pb2.RevokeSessionKeyRequest(
+            session_id=session.session_id, session_key=old, request_id=uuid.uuid4().hex
+        )
+        response = await self._at_gateway(
+            session.session_id, lambda stub: stub.RevokeSessionKey, request
+        )
+        session.api_key = response.session_key
+        session.base_url = session.base_url.replace(old, session.api_key)
+
     async def transcript(self, session: Session) -> Transcript:
         """Returns the conversation of an open session so far."""
         request = gateway_pb2.GetSessionRequest(

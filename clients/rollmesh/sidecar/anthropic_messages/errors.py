@@ -5,8 +5,7 @@ from typing import Any
 import orjson
 
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
-from rollmesh.sidecar.errors import HttpError, to_http
+from rollmesh.sidecar.errors import HttpError, shown_text, to_http
 
 _TYPES = {
     400: "invalid_request_error",
@@ -65,7 +64,7 @@ def _message(error: RollmeshError) -> str:
         text = error.message
         if name in _NAMES:
             text = _NAMES[name] + text.removeprefix(name)
-        return cut_text(text.removeprefix("sampling."), MAX_MESSAGE_BYTES)
+        return shown_text(text.removeprefix("sampling."))
     prompt, most = int(numbers["prompt_tokens"]), int(numbers["max_tokens"])
     if "wanted_tokens" in numbers:
         return (

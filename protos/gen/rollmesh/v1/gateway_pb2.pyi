@@ -341,7 +341,8 @@ class CreateSessionResponse(_message.Message):
     """Id of the session. It grants no access, so it may be logged and shown."""
     session_key: _builtins.str
     """Key of the session, which grants access to this session only. Agents send it as a bearer token
-    or in the URL. A repeat with the same request_id returns the same key.
+    or in the URL. It ends with the session, or by RevokeSessionKey. A repeat with the same request_id
+    returns the current key.
     """
     model: _builtins.str
     """Name of the model that answers."""
@@ -1353,6 +1354,60 @@ class SessionNode(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
 
 Global___SessionNode: _TypeAlias = SessionNode  # noqa: Y015
+
+@_typing.final
+class RevokeSessionKeyRequest(_message.Message):
+    """Request of RevokeSessionKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    session_key: _builtins.str
+    """The key to end."""
+    request_id: _builtins.str
+    """Makes the call repeatable, also after a restart, at most 128 characters. Choose it at random:
+    together with the ended key it returns the new one.
+    """
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeSessionKeyRequest: _TypeAlias = RevokeSessionKeyRequest  # noqa: Y015
+
+@_typing.final
+class RevokeSessionKeyResponse(_message.Message):
+    """The key is ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    session_key: _builtins.str
+    """The key of the session from now on."""
+    def __init__(
+        self,
+        *,
+        session_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeSessionKeyResponse: _TypeAlias = RevokeSessionKeyResponse  # noqa: Y015
 
 @_typing.final
 class GetGatewayInfoRequest(_message.Message):

@@ -80,6 +80,11 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
                 _registered_method=True)
+        self.RevokeSessionKey = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/RevokeSessionKey',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
+                _registered_method=True)
         self.ListDeadLetters = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/ListDeadLetters',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
@@ -197,6 +202,18 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RevokeSessionKey(self, request, context):
+        """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
+        turns that are running are not ended. The new key is durable before the response is sent, and a
+        repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
+        was ended, returns the same response until the next key is ended.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListDeadLetters(self, request, context):
         """Lists dead letters, the sessions that were set aside because the collector refused them for good,
         because no record can be made of them, or because their rows in the journal are damaged. They
@@ -278,6 +295,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.GetSession,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'RevokeSessionKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeSessionKey,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.SerializeToString,
             ),
             'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListDeadLetters,
@@ -544,6 +566,33 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/GetSession',
             rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeSessionKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/RevokeSessionKey',
+            rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

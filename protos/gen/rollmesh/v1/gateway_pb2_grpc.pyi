@@ -88,6 +88,14 @@ class GatewayServiceStub:
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED).
     """
+    RevokeSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]
+    """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
+    turns that are running are not ended. The new key is durable before the response is sent, and a
+    repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
+    was ended, returns the same response until the next key is ended.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+    """
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
     because no record can be made of them, or because their rows in the journal are damaged. They
@@ -165,6 +173,14 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """Returns an open session's tree.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED).
+    """
+    RevokeSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]  # type: ignore[assignment]
+    """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
+    turns that are running are not ended. The new key is durable before the response is sent, and a
+    repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
+    was ended, returns the same response until the next key is ended.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
     """
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
@@ -294,6 +310,20 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns an open session's tree.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
         (SESSION_CLOSED).
+        """
+
+    @_abc_1.abstractmethod
+    def RevokeSessionKey(
+        self,
+        request: _gateway_pb2.RevokeSessionKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.RevokeSessionKeyResponse, _abc.Awaitable[_gateway_pb2.RevokeSessionKeyResponse]]:
+        """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
+        turns that are running are not ended. The new key is durable before the response is sent, and a
+        repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
+        was ended, returns the same response until the next key is ended.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
         """
 
     @_abc_1.abstractmethod

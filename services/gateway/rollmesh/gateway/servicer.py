@@ -224,6 +224,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.CloseSessionRequest, context: Context
     ) -> gateway_pb2.CloseSessionResponse:
         registry = self._registry(request.session_id, request.session_key)
+        request.ClearField("session_key")  # the request is stored, and keys are not
         if request.outcome == session_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
         if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
@@ -231,6 +232,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         _check_metadata(request.metadata)
         ids = await registry.close(request)
         return gateway_pb2.CloseSessionResponse(trajectory_ids=ids)
+
+    async def RevokeSessionKey(
+        self, request: gateway_pb2.RevokeSessionKeyRequest, context: Context
+    ) -> gateway_pb2.RevokeSessionKeyResponse:
+        session_id, repeat = request.session_id, request.request_id
+        if len(repeat) > _MAX_ID_CHARS:
+            raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
+        registry = self.gateway.of(session_id)
+        registry.keys.next_revision(session_id, request.session_key, repeat)
+        registry.session(session_id)  # only who has a key learns whether the session is open
+        key = await registry.keys.revoke(session_id, request.session_key, repeat)
+        return gateway_pb2.RevokeSessionKeyResponse(session_key=key)
 
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context

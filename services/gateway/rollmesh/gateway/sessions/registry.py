@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from google.protobuf import json_format
 
@@ -28,6 +28,7 @@ from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
 from rollmesh.gateway.storage.dead_letters import DeadLetters, damaged_error
 from rollmesh.gateway.storage.journal import StoredSession
+from rollmesh.gateway.storage.model_files import check_names
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
 from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.gateway.turns.turns import TurnRunner
@@ -36,7 +37,6 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SessionUnknownError,
     ShuttingDownError,
-    StoreError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
@@ -98,9 +98,9 @@ class Registry:
         """Set when the journal was given up or lost."""
         self.sent = SentAnswers(store)
         self.replies = Replies(store, runner, tasks, self._begin, self.sent)
-        self.keys = SessionKeys(store.secret)
+        self.keys = SessionKeys(store, tasks)
         self.dead_letters = DeadLetters(store, outbox, new_tree, self.reopen)
-        outbox.forgotten = self._closed.difference_update
+        outbox.forgotten = self._forget_closes
 
     @property
     def journal(self) -> Journal:
@@ -146,10 +146,11 @@ class Registry:
         sessions, damaged = await self._journal.read(
             lambda tx: journal.read_open(tx, self._new_tree)
         )
-        self._check_models(sessions)
+        check_names([stored.spec.model for stored in sessions], self._model)
         for stored in sessions:
             self.reopen(stored)
         self._closed |= await self._journal.read(closed.read_closes)
+        await self.keys.restore()
         await self._outbox.restore()
         await self._outbox.set_aside(
             [
@@ -170,15 +171,6 @@ class Registry:
                 dead_letters=len(self._outbox.dead),
             ),
         )
-
-    def _check_models(self, sessions: Iterable[StoredSession]) -> None:
-        others = [one.spec.model for one in sessions if one.spec.model != self._model]
-        if others:
-            raise StoreError(
-                f"the journal holds {len(others)} open sessions of model "
-                f"{others[0]!r}, and this gateway serves {self._model!r}; serve them under that "
-                "name until they are closed, or name another data_dir"
-            )
 
     def reopen(self, stored: StoredSession) -> None:
         """Adds a session from the journal to the open sessions."""
@@ -371,6 +363,10 @@ class Registry:
         if self._by_request_id.get(session.spec.request_id) is session.spec:
             del self._by_request_id[session.spec.request_id]
         self._forgotten(session.spec.session_id)
+
+    def _forget_closes(self, session_ids: list[str]) -> None:
+        self._closed.difference_update(session_ids)
+        self.keys.forget(session_ids)
 
     async def stop(self) -> None:
         """Ends the running turns, waits for those being committed, and records sent answers."""

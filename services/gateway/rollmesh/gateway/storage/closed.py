@@ -20,6 +20,7 @@ from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.images import remove_images
 from rollmesh.gateway.storage.journal import StoredSession
+from rollmesh.gateway.storage.keys import delete_revisions
 from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
@@ -128,6 +129,7 @@ def forget_closes(tx: Transaction, remembered: int) -> list[str]:
         tx.journal_id,
         remembered,
     )
+    delete_revisions(tx, rows)
     return [session_id for (session_id,) in rows]
 
 
@@ -227,6 +229,8 @@ def _forget(tx: Transaction, session_id: str) -> None:
     )
     for table in ("sent", "sessions", "outbox"):
         tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)  # noqa: S608
+    if tx.db.row("SELECT 1 FROM closes WHERE session_id = ?1", session_id) is None:
+        delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
 
 
 def set_aside(tx: Transaction, letters: Iterable[gateway_pb2.DeadLetter]) -> None:

@@ -1,6 +1,9 @@
 """The model whose token ids a journal holds."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from rollmesh.runtime.errors import StoreError
 
 
 class ModelFiles(NamedTuple):
@@ -18,3 +21,18 @@ class OtherModelError(Exception):
         super().__init__(found, open_sessions)
         self.found = found
         self.open_sessions = open_sessions
+
+
+def check_names(found: Sequence[str], served: str) -> None:
+    """Checks that the open sessions of a journal are of the model that is served.
+
+    Raises:
+        StoreError: Some have a model of another name.
+    """
+    others = [name for name in found if name != served]
+    if others:
+        raise StoreError(
+            f"the journal holds {len(others)} open sessions of model {others[0]!r}, and this "
+            f"gateway serves {served!r}; serve them under that name until they are closed, or name "
+            "another data_dir"
+        )

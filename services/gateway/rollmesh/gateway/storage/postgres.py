@@ -277,7 +277,7 @@ class PostgresJournals(Journals):
 
 
 def _remove(db: Statements, names: Iterable[str]) -> None:
-    for table in ("contexts", "session_contexts", "closes", "journals"):
+    for table in ("contexts", "session_contexts", "session_keys", "closes", "journals"):
         db.run_many(f"DELETE FROM {table} WHERE journal = ?1", [(name,) for name in names])  # noqa: S608
 
 

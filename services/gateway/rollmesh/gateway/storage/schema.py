@@ -1,6 +1,6 @@
 """Tables of a journal in both dialects; a database may hold several journals."""
 
-VERSION = 14
+VERSION = 15
 """Incremented with every change of the tables and of the values in them."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -30,6 +30,10 @@ CREATE TABLE IF NOT EXISTS closes (
   journal {text} NOT NULL, n BIGINT NOT NULL, session_id {text} NOT NULL UNIQUE,
   request_id {text}, leaves {blob} NOT NULL, digest {blob} NOT NULL, PRIMARY KEY (journal, n));
 CREATE INDEX IF NOT EXISTS closes_by_request ON closes (journal, request_id);
+CREATE TABLE IF NOT EXISTS session_keys (
+  session_id {text} PRIMARY KEY, journal {text} NOT NULL, revision BIGINT NOT NULL,
+  request_id {text} NOT NULL);
+CREATE INDEX IF NOT EXISTS session_keys_of_journals ON session_keys (journal);
 CREATE TABLE IF NOT EXISTS outbox (
   journal {text} NOT NULL, n BIGINT NOT NULL, session_id {text} NOT NULL UNIQUE,
   request {blob} NOT NULL, closed_unix_ms BIGINT NOT NULL, bytes BIGINT NOT NULL,

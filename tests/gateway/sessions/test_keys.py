@@ -1,0 +1,171 @@
+"""Session keys: derived and not stored, ended one after the other, the same after a restart."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RepeatConflictError,
+    RollmeshError,
+    SessionClosedError,
+    SessionKeyWrongError,
+    SessionUnknownError,
+)
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import gateway_pb2, session_pb2
+from tests.gateway.live import LiveMesh
+from tests.messages import said
+from tests.waiting import until
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
+    async with asyncio.timeout(60), LiveMesh(tmp_path, tokenizer_dir) as running:
+        yield running
+
+
+async def answered(call: Awaitable[Any]) -> Any:
+    with typed_errors():
+        return await call
+
+
+async def opened(mesh: LiveMesh, request_id: str = "") -> tuple[str, str]:
+    request = gateway_pb2.CreateSessionRequest(request_id=request_id)
+    created = await answered(mesh.stub.CreateSession(request, wait_for_ready=True))
+    return created.session_id, created.session_key
+
+
+async def revoked(mesh: LiveMesh, session_id: str, key: str, request_id: str = "") -> str:
+    request = gateway_pb2.RevokeSessionKeyRequest(
+        session_id=session_id, session_key=key, request_id=request_id
+    )
+    ended = await answered(mesh.stub.RevokeSessionKey(request, wait_for_ready=True))
+    return str(ended.session_key)
+
+
+async def chat(mesh: LiveMesh, session_id: str, key: str) -> None:
+    ask = said("q")
+    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
+    await answered(mesh.stub.Chat(request, wait_for_ready=True))
+
+
+async def close(mesh: LiveMesh, session_id: str, key: str) -> None:
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=session_id, session_key=key, outcome=session_pb2.SESSION_OUTCOME_COMPLETED
+    )
+    await answered(mesh.stub.CloseSession(request, wait_for_ready=True))
+
+
+async def test_an_ended_key_opens_nothing_and_the_next_one_opens_its_session(
+    mesh: LiveMesh,
+) -> None:
+    session_id, first = await opened(mesh, "r")
+    other_id, other = await opened(mesh)
+    await chat(mesh, session_id, first)
+    second = await revoked(mesh, session_id, first)
+    third = await revoked(mesh, session_id, second)
+    assert len({first, second, third}) == 3
+    assert all(key.startswith(f"rmk-{session_id}-") for key in (first, second, third))
+    for key in (first, second, other, ""):
+        for call in (chat, close, revoked):
+            with pytest.raises(SessionKeyWrongError):
+                await call(mesh, session_id, key)
+    assert await opened(mesh, "r") == (session_id, third)
+    await chat(mesh, session_id, third)
+    await chat(mesh, other_id, other)
+    await close(mesh, session_id, third)
+    await close(mesh, session_id, third)
+    with pytest.raises(SessionKeyWrongError):
+        await close(mesh, session_id, first)
+
+
+async def test_ended_keys_stay_ended_after_a_restart_of_open_and_closed_sessions(
+    mesh: LiveMesh,
+) -> None:
+    session_id, first = await opened(mesh, "r")
+    closed_id, closed_first = await opened(mesh)
+    second = await revoked(mesh, session_id, first, "once")
+    closed_second = await revoked(mesh, closed_id, closed_first)
+    await close(mesh, closed_id, closed_second)
+    await mesh.start_gateway()
+    assert await opened(mesh, "r") == (session_id, second)
+    assert await revoked(mesh, session_id, first, "once") == second
+    for id_, ended in ((session_id, first), (closed_id, closed_first)):
+        with pytest.raises(SessionKeyWrongError):
+            await close(mesh, id_, ended)
+    await close(mesh, closed_id, closed_second)
+    await close(mesh, session_id, second)
+
+
+async def test_a_repeat_gets_the_same_key_until_the_next_one_is_ended(mesh: LiveMesh) -> None:
+    session_id, first = await opened(mesh)
+    second = await revoked(mesh, session_id, first, "a")
+    assert await revoked(mesh, session_id, first, "a") == second
+    with pytest.raises(RepeatConflictError):
+        await revoked(mesh, session_id, second, "a")
+    for key, request_id in ((first, "b"), (first, ""), ("", "a")):
+        with pytest.raises(SessionKeyWrongError):
+            await revoked(mesh, session_id, key, request_id)
+    third = await revoked(mesh, session_id, second, "b")
+    with pytest.raises(SessionKeyWrongError):
+        await revoked(mesh, session_id, first, "a")
+    await chat(mesh, session_id, third)
+
+
+async def test_of_two_that_end_a_key_at_once_one_gets_the_next_one(mesh: LiveMesh) -> None:
+    session_id, first = await opened(mesh)
+    calls = [revoked(mesh, session_id, first, name) for name in ("a", "b")]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    (second,) = (one for one in found if isinstance(one, str))
+    (refused,) = (one for one in found if not isinstance(one, str))
+    assert isinstance(refused, SessionKeyWrongError)
+    await chat(mesh, session_id, second)
+
+
+async def test_only_who_has_a_key_learns_of_a_session_and_can_end_it(mesh: LiveMesh) -> None:
+    session_id, key = await opened(mesh)
+    with pytest.raises(InvalidFieldError, match="request_id"):
+        await revoked(mesh, session_id, key, "x" * 129)
+    await close(mesh, session_id, key)
+    with pytest.raises(SessionClosedError):
+        await revoked(mesh, session_id, key)
+    unknown = mesh.gateway.journal.journal_id + "0" * 24
+    with pytest.raises(SessionKeyWrongError):
+        await revoked(mesh, unknown, key)
+    with pytest.raises(SessionUnknownError):
+        await revoked(mesh, unknown, mesh.gateway.keys.key(unknown))
+
+
+async def test_no_key_is_in_the_journal_not_even_that_of_a_close_that_waits(
+    mesh: LiveMesh, tmp_path: Path
+) -> None:
+    session_id, first = await opened(mesh)
+    await chat(mesh, session_id, first)
+    second = await revoked(mesh, session_id, first, "once")
+    await close(mesh, session_id, second)
+    files = list((tmp_path / "gateway").glob("journal.sqlite*"))
+    stored = b"".join(file.read_bytes() for file in files)
+    assert session_id.encode() in stored
+    assert b"rmk-" not in stored
+    for key in (first, second):
+        assert key.rpartition("-")[2].encode() not in stored
+
+
+async def test_a_forgotten_close_leaves_no_revision(mesh: LiveMesh) -> None:
+    await mesh.start_gateway(remembered_closes=1)
+    count = "SELECT count(*) FROM session_keys"
+    for _ in range(3):
+        session_id, first = await opened(mesh)
+        await close(mesh, session_id, await revoked(mesh, session_id, first))
+
+    async def forgotten() -> bool:
+        rows = await mesh.gateway.journal.read(lambda tx: tx.db.value(count))
+        return int(rows) == 1
+
+    await until(forgotten)
+    with pytest.raises(RollmeshError):
+        await chat(mesh, session_id, first)
