@@ -28,3 +28,10 @@ async def client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
         base_url=f"{base_url}/sessions/{KEY}/v1", api_key="static", max_retries=0
     ) as client:
         yield client
+
+
+@pytest.fixture
+async def big_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
+    """Address of a sidecar in front of `gateway` that takes bodies of any usual size."""
+    async with serving(gateway) as address, sidecar_of(SidecarConfig(gateway=address)) as url:
+        yield url

@@ -77,9 +77,9 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(url: str) -> AsyncIterator[Wire]:
+async def wired(url: str, source: str = "127.0.0.1") -> AsyncIterator[Wire]:
     host, _, port = url.removeprefix("http://").partition(":")
-    wire = Wire(*await asyncio.open_connection(host, int(port)))
+    wire = Wire(*await asyncio.open_connection(host, int(port), local_addr=(source, 0)))
     try:
         yield wire
     finally:
@@ -272,6 +272,77 @@ async def test_a_connection_too_many_is_told_to_come_again() -> None:
                 await again.send([HEALTH])
                 if (await again.answer())[0] == 200:
                     break
+
+
+@pytest.mark.parametrize(
+    "begin", [pytest.param(HEALTH[:-2], id="head"), pytest.param(CHUNKED + b"0\r\n", id="trailers")]
+)
+async def test_more_headers_than_any_client_sends_are_refused(begin: bytes) -> None:
+    async with served(max_headers=20) as (url, gateway):
+        async with wired(url) as wire:
+            await wire.send([begin, b"A: b\r\n" * 18, b"\r\n"])
+            assert (await wire.answer())[0] in {200, 400}
+        async with wired(url) as wire:
+            await wire.send([begin, b"A: b\r\n" * 22])
+            assert await wire.refusal() == (431, "headers_too_large")
+    assert gateway.requests == []
+
+
+async def test_one_address_cannot_take_all_connections() -> None:
+    async with served(max_connections=4, max_connections_per_address=2) as (url, _):
+        async with wired(url) as first, wired(url, "127.0.0.2") as other:
+            async with wired(url), wired(url) as third:
+                status, headers, body = await third.answer()
+                assert (status, headers[b"retry-after"]) == (503, b"1")
+                assert b"your address already has 2" in body
+            for wire in (first, other):
+                await wire.send([HEALTH])
+                assert (await wire.answer())[0] == 200
+
+            async def is_admitted() -> bool:  # the sidecar has seen that they left
+                async with wired(url) as again:
+                    await again.send([HEALTH])
+                    return (await again.answer())[0] == 200
+
+            await until(is_admitted)
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", "two lengths"),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 5", "two lengths, the other way"),
+        (b"Content-Length: 5\r\nContent-Length: 6", "two lengths that differ"),
+        (b"Content-Length: +5", "a sign"),
+        (b"Content-Length: 0x5", "a base"),
+        (b"Content-Length: 5, 5", "a list"),
+        (b"Content-Length: -1", "a negative length"),
+        (b"Content-Length: 99999999999999999999999", "a length over 64 bits"),
+        (b"Transfer-Encoding: identity", "another coding"),
+        (b"Transfer-Encoding: chunked, identity", "chunked, and not last"),
+        (b"Transfer-Encoding : chunked", "a blank before the colon"),
+        (b" Folded: x", "a folded header"),
+        (b"Na\x00me: x", "a NUL in a name"),
+        (b"Name: a\x00b", "a NUL in a value"),
+        (b"Name: a\rb", "a bare CR"),
+    ],
+)  # fmt: skip
+async def test_a_head_that_two_servers_could_read_differently_is_refused(
+    head: bytes, why: str
+) -> None:
+    smuggled = b"0\r\n\r\n" + HEALTH
+    async with served() as (url, gateway), wired(url) as wire:
+        await wire.send([CHAT + b"\r\n" + head + b"\r\n\r\n" + smuggled])
+        assert await wire.refusal() in {(400, "http_invalid"), (413, "body_too_large")}, why
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize("size", [b"-1", b"0x5", b"5;", b"g", b"fffffffffffffffff", b"5 5"])
+async def test_a_chunk_whose_size_can_be_read_in_two_ways_is_refused(size: bytes) -> None:
+    async with served() as (url, gateway), wired(url) as wire:
+        await wire.send([CHUNKED, size + b"\r\nHello\r\n0\r\n\r\n"])
+        assert (await wire.answer())[0] in {400, 413}
+    assert gateway.requests == []
 
 
 async def test_a_trailer_is_no_header() -> None:

@@ -1,6 +1,7 @@
 """Runs a sidecar: `python -m rollmesh.sidecar --help`."""
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -14,15 +15,20 @@ from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
+from rollmesh.runtime.process.descriptors import raise_descriptor_limit
 from rollmesh.runtime.process.main import print_ready
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
-from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
 from rollmesh.v1 import router_pb2
+
+_log = logging.getLogger(__name__)
+_OTHER_FILES = 64
+"""Files of a sidecar besides its connections: gateways, routers, libraries, logs."""
 
 
 async def _serve(config: SidecarConfig) -> None:
@@ -66,6 +72,16 @@ def _membership(config: SidecarConfig, port: int) -> Membership:
     return Membership(config.router, hello, router_pb2.ReplicaLoad)
 
 
+def _check_descriptors(config: SidecarConfig) -> None:
+    """Warns if connections run out of file descriptors before they reach their bound."""
+    limit = raise_descriptor_limit()
+    if 0 <= limit < config.max_connections + _OTHER_FILES:
+        _log.warning(
+            "max_connections is above the limit of open files",
+            extra=fields(max_connections=config.max_connections, limit=limit),
+        )
+
+
 def main() -> int:
     """Returns the exit code."""
     os.umask(owner_only.UMASK)
@@ -73,6 +89,7 @@ def main() -> int:
         config = parse_config(SidecarConfig, "sidecar", sys.argv[1:], os.environ)
         configure_logging("sidecar", config.log_level)
         faults.arm(config.fault)
+        _check_descriptors(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config))
     except ConfigError as error:

@@ -50,12 +50,17 @@ class SidecarConfig(ListeningConfig):
     time."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
     """Largest request line and headers together (431), and largest trailers, bytes."""
+    max_headers: Annotated[int, Bounds(1)] = 256
+    """Maximum number of headers of a request, and of its trailers (431)."""
     max_url_bytes: Annotated[int, Bounds(256)] = 8 * 1024
     """Longest URL, bytes; a longer one is answered 414."""
     max_pipelined_requests: Annotated[int, Bounds(0)] = 8
     """Maximum number of requests that may wait on one connection for an earlier answer."""
     max_connections: Annotated[int, Bounds(1)] = 8192
     """Maximum number of connections; further ones are answered 503 with a retry delay."""
+    max_connections_per_address: Annotated[int, Bounds(1)] = 4096
+    """Maximum number of connections from one IPv4 address or one IPv6 network of 64 bits; further
+    ones are answered 503. Agents behind one proxy, or on one host, share an address."""
     head_timeout_ms: Annotated[int, Bounds(1)] = 30_000
     """Timeout for the first byte of a request, and for its line and headers (408), milliseconds."""
     body_idle_timeout_ms: Annotated[int, Bounds(1)] = 30_000

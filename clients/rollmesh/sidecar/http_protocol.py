@@ -9,6 +9,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import httptools
@@ -20,6 +21,7 @@ from rollmesh.runtime.errors import OverloadedError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.telemetry.metrics import watch_bytes
 from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar.connections import Places, address_of
 from rollmesh.sidecar.errors import (
     BodyTooLargeError,
     HeadersTooLargeError,
@@ -35,9 +37,9 @@ from rollmesh.sidecar.turns.protocol import Protocol
 ProtocolOf: TypeAlias = Callable[[str], Protocol]
 """Returns the protocol in which a path's errors are written."""
 
+_BUSY_MS = 1000
 _LINGER_S = 2.0
 """How long a refused client may keep sending before its connection is reset."""
-_BUSY_MS = 1000
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
 _PHRASES = {
     400: b"Bad Request",
@@ -55,7 +57,14 @@ def bounded(config: SidecarConfig, protocol_of: ProtocolOf) -> type[asyncio.Prot
     """Returns the protocol class for the connections of a server."""
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
-    shared = {"bounds": config, "in_flight": in_flight, "protocol_of": staticmethod(protocol_of)}
+    places = config.max_connections, config.max_connections_per_address
+    shared = {
+        "bounds": config,
+        "in_flight": in_flight,
+        "admitted": Places(*places),
+        "refused": Places(*places),
+        "protocol_of": staticmethod(protocol_of),
+    }
     return type("Connection", (BoundedProtocol,), shared)
 
 
@@ -70,6 +79,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     bounds: ClassVar[SidecarConfig]
     in_flight: ClassVar[BytesInFlight]
+    admitted: ClassVar[Places]
+    refused: ClassVar[Places]
+    """Places of connections that are open until their client has read that there were no others."""
     protocol_of: ClassVar[ProtocolOf]
 
     def __init__(
@@ -86,7 +98,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
         self._in_head = self._in_body = False
-        self._field_bytes = 0  # size of the head or of the trailers
+        self._leave: Callable[[], None] = lambda: None
+        self._field_bytes = self._fields = 0  # of the head or of the trailers
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
         self._announced_bytes = 0.0  # size of the body, as its head states it
@@ -98,18 +111,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accepts a connection, or refuses it if there are too many."""
         super().connection_made(transport)
-        most = self.bounds.max_connections
-        if len(self.connections) > 2 * most:
-            transport.abort()
-        elif len(self.connections) > most:
-            self._refuse(
-                TooManyConnectionsError(
-                    f"the sidecar already has {most} connections; try again later",
-                    retry_delay_ms=_BUSY_MS,
-                )
-            )
-        else:
+        address = address_of(transport.get_extra_info("peername"))
+        if not (problem := self.admitted.take(address)):
+            self._leave = partial(self.admitted.leave, address)
             self._wait_until(self.loop.time() + self.bounds.head_timeout_ms / 1000)
+        elif not self.refused.take(address):
+            self._leave = partial(self.refused.leave, address)
+            again = f"{problem}; try again later"
+            self._refuse(TooManyConnectionsError(again, retry_delay_ms=_BUSY_MS))
+        else:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timer and tells the application that its client left."""
@@ -119,6 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True  # uvicorn tells only the newest request
             self._running.message_event.set()
         self.pipeline.clear()
+        self._leave()
         self.in_flight.give(sum(self._held))
         self._held.clear()
         super().connection_lost(exc)
@@ -153,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Starts a request's head."""
         super().on_message_begin()
         self._in_head, self._begun, self._receiving = True, self.loop.time(), None
-        self._field_bytes = self._unread_bytes = self._body_bytes = 0
+        self._field_bytes = self._fields = self._unread_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Takes a part of the URL."""
@@ -164,9 +176,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Takes a header; trailers are counted and dropped, so that they do not become headers."""
+        self._fields += 1
         self._field_bytes += len(name) + len(value) + len(b": \r\n")
         if self._field_bytes > self.bounds.max_header_bytes:
             self._stop(self._too_much_head())
+        if self._fields > (most := self.bounds.max_headers):
+            self._stop(HeadersTooLargeError(f"the request has more than {most} headers"))
         if self._in_head:
             super().on_header(name, value)
 
@@ -177,7 +192,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._stop(HttpInvalidError("CONNECT: this is not a proxy"))
             return
         self._in_head, self._in_body = False, True
-        self._field_bytes = self._unread_bytes = 0
+        self._field_bytes = self._fields = self._unread_bytes = 0
         most = self.bounds.max_body_bytes
         lengths = [int(value) for name, value in self.headers if name == b"content-length"]
         self._announced_bytes = lengths[0] if lengths else math.inf

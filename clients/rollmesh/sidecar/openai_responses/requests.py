@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_responses.contents import text_parts
 from rollmesh.sidecar.openai_responses.parameters import check_parameters
@@ -12,7 +10,7 @@ from rollmesh.sidecar.openai_responses.tools import Toolbox, read_tool_choice
 from rollmesh.sidecar.turns.formats import read_format
 from rollmesh.sidecar.turns.sampling import read_sampling, read_stop
 from rollmesh.sidecar.turns.template_options import read_template_options
-from rollmesh.sidecar.turns.values import flag, string
+from rollmesh.sidecar.turns.values import flag, string, to_json
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
@@ -90,11 +88,15 @@ def read_instructions(body: dict[str, Any]) -> list[chat_pb2.ChatMessage]:
 
 
 def settings_of(body: Mapping[str, Any]) -> bytes:
-    """Returns the members of a response that repeat its request, as JSON without braces."""
+    """Returns the members of a response that repeat its request, as JSON without braces.
+
+    Raises:
+        InvalidFieldError: One of them is nested too deeply.
+    """
     given = {
         name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()
     }
-    return orjson.dumps(given)[1:-1]
+    return ",".join(f'"{name}":{to_json(one, name)}' for name, one in given.items()).encode()
 
 
 def _format(text: Any) -> gateway_pb2.JsonFormat | None:

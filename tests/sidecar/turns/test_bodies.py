@@ -1,0 +1,133 @@
+"""Bodies that are made to cost much: each is served, or refused with what is wrong with it."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from rollmesh.runtime.codec.content import text_of
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.turns.values import parse_body
+from tests.sidecar.scripted_gateway import KEY, ScriptedGateway
+
+PATHS = ("chat/completions", "responses", "responses/input_tokens", "messages",
+         "messages/count_tokens")  # fmt: skip
+SAID = {"role": "user", "content": "Hi"}
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [SAID, {"role": "assistant", "content": "x"}, SAID],
+        "tools": [{"type": "function", "function": TOOL}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+        "chat_template_kwargs": {"x": 1}, "metadata": {"a": "b"}, "logit_bias": {"1": 2},
+        "stop": ["x"], "seed": 1, "temperature": 1, "max_tokens": 5, "n": 1, "top_logprobs": 1,
+        "tool_choice": {"type": "function", "function": {"name": "f"}}, "unknown": {},
+    },
+    "responses": {
+        "input": [SAID], "tools": [{"type": "function", **TOOL}], "metadata": {"a": "b"},
+        "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "temperature": 1,
+        "instructions": "x", "include": [], "previous_response_id": None, "tool_choice": "auto",
+        "max_output_tokens": 5, "unknown": {},
+    },
+    "messages": {
+        "messages": [SAID, {"role": "assistant", "content": "x"}, SAID], "max_tokens": 5,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "system": "x",
+        "tool_choice": {"type": "auto"}, "metadata": {"user_id": "x"}, "temperature": 1,
+        "stop_sequences": ["x"], "thinking": {"type": "disabled"}, "unknown": {},
+    },
+}  # fmt: skip
+BODIES["responses/input_tokens"] = BODIES["responses"]
+BODIES["messages/count_tokens"] = BODIES["messages"]
+
+
+def nested(depth: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
+    return opening * depth + closing * depth
+
+
+DEEP = "objects, 1,000 deep"
+HOSTILE = {
+    "lists, 300 deep": nested(300),
+    "lists, 1,000 deep": nested(1000),
+    DEEP: nested(1000, b'{"a":', b"}").replace(b":}", b":0}"),
+    "lists, 500,000 deep": nested(500_000),
+    "objects, 100,000 deep": nested(100_000, b'{"a":', b"}"),
+    "a number of 100,000 digits": b"1" * 100_000,
+    "a number over any double": b"1e999",
+    "a number over 64 bits": b"123456789012345678901234567890",
+    "half a surrogate": b'"\\ud800"',
+    "a NUL": b'"\\u0000"',
+    "lists without end": b"[" + b"[]," * 600_000 + b"[]]",
+    "names without end": b"{" + b'"":0,' * 400_000 + b'"":0}',
+    "a very long name": b'{"' + b"n" * 1_000_000 + b'":0}',
+}
+
+
+def places(value: Any) -> list[list[Any]]:
+    """Returns the way to every value within a body."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [[], *([key, *rest] for key, one in items for rest in places(one))]
+
+
+def with_at(body: Any, way: list[Any], mark: str) -> Any:
+    """Returns a copy of a body with a mark at one place."""
+    if not way:
+        return mark
+    copy: Any = dict(body) if isinstance(body, dict) else list(body)
+    copy[way[0]] = with_at(body[way[0]], way[1:], mark)
+    return copy
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_hostile_value_anywhere_is_served_or_refused_by_its_name(
+    path: str, gateway: ScriptedGateway, big_url: str
+) -> None:
+    ways = places(BODIES[path])
+    assert len(ways) > 20
+    async with httpx2.AsyncClient(base_url=big_url, timeout=60) as http:
+        for name, hostile in HOSTILE.items():
+            everywhere = ways if name == DEEP else ways[1 :: len(ways) // 2]
+            for way in everywhere:
+                body = orjson.dumps(with_at(BODIES[path], way, "MARK"))
+                answer = await http.post(
+                    f"/sessions/{KEY}/v1/{path}", content=body.replace(b'"MARK"', hostile, 1)
+                )
+                assert answer.status_code in {200, 400}, (name, way, answer.text[:300])
+                if answer.status_code == 400:
+                    assert answer.json()["error"]["type"] == "invalid_request_error"
+                    assert len(answer.content) < 3000, (name, way)
+
+
+async def test_the_last_of_two_equal_names_counts_as_in_every_json_library(
+    gateway: ScriptedGateway, big_url: str
+) -> None:
+    twice = b'{"messages": 7, "messages": [{"role": "user", "content": "a", "content": "b"}]}'
+    async with httpx2.AsyncClient(base_url=big_url) as http:
+        answer = await http.post(f"/sessions/{KEY}/v1/chat/completions", content=twice)
+    assert answer.status_code == 200
+    assert [text_of(one.messages[0]) for one in gateway.requests] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda size: b'{"a": [' + b"[]," * (size // 3), id="lists"),
+        pytest.param(lambda size: b'{"a": [' + b"1," * (size // 2), id="numbers"),
+        pytest.param(lambda size: b'{"a": [' + b'"",' * (size // 3), id="texts"),
+        pytest.param(lambda size: b'{"' + b'\\"' * (size // 2), id="a text that does not end"),
+        pytest.param(lambda size: b'"' * size, id="quotes"),
+        pytest.param(lambda size: b'{"a": "' + b"\\" * size, id="backslashes"),
+        pytest.param(lambda size: b" " * size, id="blanks"),
+    ],
+)
+def test_a_body_with_too_many_parts_is_not_parsed(make: Callable[[int], bytes]) -> None:
+    with pytest.raises(InvalidFieldError, match=r"has more than 1,000,000 parts|is not JSON"):
+        parse_body(make(4_000_000))
+
+
+def test_a_long_text_has_few_parts_whatever_it_says() -> None:
+    text = 'f([{"a": 1}], "\\") ' * 200_000
+    assert parse_body(orjson.dumps({"messages": [text]})) == {"messages": [text]}
