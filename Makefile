@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos fuzz lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -184,6 +184,12 @@ chaos: .venv/.ready ## Half an hour of kills, pauses, cuts, delays and full disk
 
 soak: .venv/.ready ## 20 minutes of mixed load, hostile requests and kills: memory, files, stalls, books
 	.venv/bin/python -m benchmarks.soak
+
+FUZZ_SECONDS ?= 120
+FUZZ ?=
+
+fuzz: .venv/.ready ## FUZZ_SECONDS of generated and mutated messages to every RPC and route, live agents beside them
+	FUZZ_SECONDS=$(FUZZ_SECONDS) .venv/bin/python -m benchmarks.fuzz $(FUZZ)
 
 # --- documentation and releases --------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import pytest
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.telemetry.logs import (
     JsonFormatter,
+    configure_logging,
     current_request_id,
     fields,
     set_request_id,
@@ -132,3 +133,16 @@ async def test_the_level_says_what_is_logged(
         await process.wait_line("READY")
         await process.terminate()
     assert ("stopping" in (tmp_path / "scripted.log").read_text()) is said
+
+
+def test_a_client_that_leaves_while_grpc_sends_is_not_logged_with_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    configure_logging("probe", "info")
+    grpcs = logging.getLogger("grpc._cython.cygrpc")
+    grpcs.error("ExecuteBatchError raised in core by servicer method [%s]", "/a/b")
+    grpcs.error("Unexpected [%s] raised", "KeyError")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert parsed(line)["event"] == "Unexpected [KeyError] raised"

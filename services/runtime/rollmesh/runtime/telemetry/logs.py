@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 LEVELS = ("debug", "info", "warning", "error")
 _KEY = re.compile(r"\brmk-([0-9a-zA-Z]+)-[0-9a-zA-Z_-]+")
+_GRPC, _CLIENT_LEFT = "grpc._cython.cygrpc", "ExecuteBatchError raised in core"
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -65,6 +66,11 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
     return {"fields": values}
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Returns whether a record is worth a line: grpcio logs each client that leaves too soon."""
+    return record.name != _GRPC or not record.getMessage().startswith(_CLIENT_LEFT)
+
+
 def configure_logging(service: str, level: str) -> None:
     """Sends all logs of this process to standard error as JSON lines.
 
@@ -74,4 +80,5 @@ def configure_logging(service: str, level: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
+    handler.addFilter(_is_ours)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

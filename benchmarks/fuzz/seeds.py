@@ -1,0 +1,128 @@
+"""Valid messages of the RPCs that have much to check, about sessions of this run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rollmesh.client import Session
+from rollmesh.v1 import (
+    chat_pb2,
+    collector_pb2,
+    engine_pb2,
+    gateway_pb2,
+    router_pb2,
+    sampling_pb2,
+    session_pb2,
+)
+from tests.collector.records import record
+
+CONSUMER = "fuzz"
+
+
+def seeds(session: Session, model: str) -> Mapping[str, Sequence[Message]]:
+    """Returns messages by the name of their method.
+
+    Args:
+        session: An open session.
+        model: Name of the mesh's model.
+    """
+    return {**_gateway(session, model), **_engine(model), **_router(model), **_collector(session)}
+
+
+def _gateway(session: Session, model: str) -> dict[str, Sequence[Message]]:
+    of: dict[str, Any] = {"session_id": session.session_id, "session_key": session.api_key}
+    user = chat_pb2.ChatMessage(
+        role=chat_pb2.ROLE_USER, content=[chat_pb2.ContentPart(text="go on")]
+    )
+    chat = gateway_pb2.ChatRequest(
+        **of, messages=[user], sampling=sampling_pb2.SamplingParams(max_tokens=3)
+    )
+    answer = f"chatcmpl-{session.session_id}-2"
+    return {
+        "CreateSession": [gateway_pb2.CreateSessionRequest(model=model, group_id="g")],
+        "Chat": [chat],
+        "StreamChat": [gateway_pb2.StreamChatRequest(chat=chat)],
+        "CountTokens": [gateway_pb2.CountTokensRequest(chat=chat)],
+        "GetAnswer": [gateway_pb2.GetAnswerRequest(**of, answer_id=answer, with_messages=True)],
+        "WithdrawAnswer": [gateway_pb2.WithdrawAnswerRequest(**of, answer_id=answer)],
+        "GetSession": [gateway_pb2.GetSessionRequest(**of, with_messages=True)],
+    }
+
+
+def _engine(model: str) -> dict[str, Sequence[Message]]:
+    generate = engine_pb2.GenerateRequest(
+        request_id="fuzz",
+        token_ids_u32le=b"\5\0\0\0\6\0\0\0",
+        model=model,
+        sampling=sampling_pb2.SamplingParams(max_tokens=2),
+    )
+    header = engine_pb2.UpdateWeightsHeader(
+        policy_version=1, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8, model=model
+    )
+    return {
+        "Generate": [generate],
+        "StreamGenerate": [engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=1)],
+        "UpdateWeights": [
+            engine_pb2.UpdateWeightsRequest(header=header),
+            engine_pb2.UpdateWeightsRequest(safetensors_chunk=b"\0" * 4),
+        ],
+        "InitWeightTransfer": [
+            engine_pb2.InitWeightTransferRequest(backend="nccl", init_json="{}", model=model)
+        ],
+    }
+
+
+def _router(model: str) -> dict[str, Sequence[Message]]:
+    header = router_pb2.PushWeightsHeader(
+        policy_version=1, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8, model=model
+    )
+    hello = router_pb2.ReplicaHello(
+        replica_id="fuzz",
+        kind=router_pb2.REPLICA_KIND_SIDECAR,
+        address="127.0.0.1:9",
+        model=model,
+        lease_capacity=1,
+    )
+    acquire = router_pb2.AcquireLease(lease_id="l", session_id="s", wait_ms=100)
+    return {
+        "Register": [
+            router_pb2.RegisterRequest(hello=hello),
+            router_pb2.RegisterRequest(load=router_pb2.ReplicaLoad(running=1)),
+        ],
+        "Dispatch": [
+            router_pb2.DispatchRequest(
+                hello=router_pb2.DispatchHello(gateway_id="fuzz", model=model)
+            ),
+            router_pb2.DispatchRequest(acquire=acquire),
+            router_pb2.DispatchRequest(releases=[router_pb2.ReleaseLease(lease_id="l")]),
+        ],
+        "PushWeights": [
+            router_pb2.PushWeightsRequest(header=header),
+            router_pb2.PushWeightsRequest(safetensors_chunk=b"\0" * 4),
+        ],
+        "PlaceSession": [router_pb2.PlaceSessionRequest(model=model)],
+    }
+
+
+def _collector(session: Session) -> dict[str, Sequence[Message]]:
+    hello = collector_pb2.SubscribeHello(consumer=CONSUMER)
+    consumer = collector_pb2.Consumer(
+        name=CONSUMER, unit=collector_pb2.DELIVERY_UNIT_GROUP, lease_ms=1000
+    )
+    acknowledge = collector_pb2.AcknowledgeDeliveries(delivery_ids=[session.session_id])
+    rewards = session_pb2.SessionRewards(reward=1.0, turn_rewards={2: 0.5})
+    return {
+        "Ingest": [collector_pb2.IngestRequest(sessions=[record("fuzz-1"), record("fuzz-2", "g")])],
+        "CreateConsumer": [collector_pb2.CreateConsumerRequest(consumer=consumer)],
+        "UpdateConsumer": [collector_pb2.UpdateConsumerRequest(consumer=consumer)],
+        "GetConsumer": [collector_pb2.GetConsumerRequest(consumer=CONSUMER)],
+        "Subscribe": [
+            collector_pb2.SubscribeRequest(hello=hello),
+            collector_pb2.SubscribeRequest(grant=collector_pb2.GrantCredits(credits=2)),
+            collector_pb2.SubscribeRequest(acknowledge=acknowledge),
+        ],
+        "SetRewards": [
+            collector_pb2.SetRewardsRequest(session_id=session.session_id, rewards=rewards)
+        ],
+    }

@@ -1,0 +1,81 @@
+"""Messages and bodies that nobody should send: everything is refused by a reason or served."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fuzz.bodies import SEEDS, Bodies
+from benchmarks.fuzz.findings import Findings
+from benchmarks.fuzz.fuzz import WRONG, run_fuzz
+from benchmarks.fuzz.messages import Messages
+from benchmarks.fuzz.readers import Readers
+from rollmesh.v1 import gateway_pb2
+from tests.paths import ROOT
+
+FOUND = ROOT / "tests" / "faults" / "books" / "found.jsonl"
+"""Inputs of earlier findings: a reader each, and what is in the middle of a body."""
+
+
+def figures(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+    kept = [path.read_text() for path in sorted(folder.glob("findings-*"))]
+    return {name: found[name] for name in WRONG} | {"kept": "".join(kept)[:4000]}
+
+
+async def test_a_few_seconds_of_it_break_nothing(tmp_path: Path) -> None:
+    found = await run_fuzz(tmp_path, 8, seed=11)
+    assert found["inputs"] > 0
+    assert found["answered"] > 0
+    assert figures(found, tmp_path) == {**dict.fromkeys(WRONG, 0), "kept": ""}, found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_two_minutes_of_it_break_nothing(tmp_path: Path) -> None:
+    found = await run_fuzz(tmp_path, 120, seed=12)
+    assert found["inputs"] > 10_000
+    assert found["answered"] > 50
+    assert figures(found, tmp_path) == {**dict.fromkeys(WRONG, 0), "kept": ""}, found
+
+
+def test_readers_refuse_by_a_reason_and_parsers_do_not_depend_on_pieces(tmp_path: Path) -> None:
+    findings = Findings(tmp_path / "findings")
+    readers = Readers(13, findings)
+    for _ in range(3_000):
+        readers.once()
+    for line in FOUND.read_text().splitlines():
+        entry = json.loads(line)
+        body = {"model": "policy", "input": "go", entry["member"]: nested(entry["depth"])}
+        readers.read(entry["route"], json.dumps(body).encode())
+    kept = findings.log.read_text() if findings.log.exists() else ""
+    assert kept == ""
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_a_seed_gives_the_same_inputs_and_another_one_others() -> None:
+    def inputs(seed: int) -> list[bytes]:
+        rng = random.Random(seed)
+        bodies, messages = Bodies(rng, ["s"]), Messages(rng, ["s"], frozenset())
+        made = [
+            messages.made(gateway_pb2.ChatRequest.DESCRIPTOR).SerializeToString(deterministic=True)
+            for _ in range(20)
+        ]
+        return [*made, *(bodies.made(route) for route in SEEDS)]
+
+    assert inputs(1) == inputs(1)
+    assert inputs(1) != inputs(2)
+
+
+def test_what_belongs_to_others_is_never_sent() -> None:
+    messages = Messages(random.Random(1), ["trainer"], frozenset(["trainer"]))
+    for _ in range(300):
+        made = messages.made(gateway_pb2.CreateSessionRequest.DESCRIPTOR)
+        assert b"\x07trainer" not in made.SerializeToString()
