@@ -212,10 +212,11 @@ docs: .venv-docs/.ready ## Builds the documentation's site into build/site; a br
 	  -d build/doctrees . build/site
 	@echo "docs: build/site/index.html"
 
-docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors, checks, templates, parsers, curve
+docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors, checks, roles, templates, parsers, curve
 	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
 	.venv/bin/python -m scripts.pages.errors > docs/errors.md
 	.venv/bin/python -m scripts.pages.conformance > docs/conformance.md
+	.venv/bin/python -m scripts.pages.security
 	.venv/bin/python -m scripts.curve
 	.venv/bin/python -m tests.chat.parsing.page > docs/parsers.md
 	.venv/bin/python -m tests.chat.families > docs/templates.md

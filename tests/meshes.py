@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
+from tests.locks import Locks
 from tests.processes import ServiceProcess, reserved_port, running
 from tests.waiting import until
 
@@ -26,11 +27,14 @@ class Mesh:
     stack: AsyncExitStack
     processes: dict[str, ServiceProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
+    locks: Locks | None = None
+    """The tokens of its services; None lets everybody in."""
 
     @property
     def addresses(self) -> MeshAddresses:
         names = ("router", "gateway", "collector", "sidecar")
-        return MeshAddresses(**{name: self.address(name) for name in names})
+        token_file = str(self.locks.token_file("trainer")) if self.locks else ""
+        return MeshAddresses(token_file=token_file, **{name: self.address(name) for name in names})
 
     def address(self, service: str) -> str:
         """Where a service is, from before its first start; no other program is given the port."""
@@ -70,7 +74,9 @@ class Mesh:
         return await self.start(service, **flags)
 
     def _flags(self, service: str) -> dict[str, object]:
-        port = {"port": self.address(service).rpartition(":")[2]}
+        port: dict[str, object] = {"port": self.address(service).rpartition(":")[2]}
+        if self.locks:
+            port |= self.locks.flags(service)
         router = {"router": self.address("router")}
         match service:
             case "router" | "collector":
@@ -106,17 +112,19 @@ async def scripted_mesh(
     rules: Sequence[tuple[str, str]] = (),
     *,
     first: Mapping[str, Mapping[str, object]] | None = None,
-    **engine: object,
+    locks: Locks | None = None,
+    **engine: Any,
 ) -> AsyncIterator[Mesh]:
     """Runs a mesh; `rules` are pairs of the end of a prompt and the reply to it, as text.
 
-    `first` has the flags of services' first processes, `engine` those of the engine's.
+    `first` has the flags of services' first processes, `engine` those of the engine's. With
+    `locks` every service is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if rules:
         write_script(folder / "script.json", Tokenizer(model), rules)
     async with AsyncExitStack() as stack:
-        mesh = Mesh(folder, model, stack)
+        mesh = Mesh(folder, model, stack, locks=locks)
         for together in (("router", "collector"), ("engine", "gateway", "sidecar")):
             async with asyncio.TaskGroup() as tasks:
                 for service in together:

@@ -320,3 +320,19 @@ def test_engines_see_all_gpus_unless_they_are_told() -> None:
     assert visible_gpus(plan()["engine-0"], {"CUDA_VISIBLE_DEVICES": "1"}) == {}
     with pytest.raises(ConfigError, match="gpus_per_engine: is -1"):
         plan(mesh={"gpus_per_engine": -1})
+
+
+def test_every_process_is_locked_by_the_tokens_that_it_needs(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"scorer": {"function": "a:b"}, "engine": {"token_file": "/own"}}
+    specs = {spec.name: spec for spec in plan_mesh(tables, ports(), tmp_path)}
+    accepting = {name for name, spec in specs.items() if hasattr(config_of(spec), "tokens_dir")}
+    assert accepting == set(specs) - {"sidecar"}
+    assert {config_of(specs[name]).tokens_dir for name in accepting} == {str(tmp_path / "accepted")}
+    assert {name: config_of(spec).token_file for name, spec in specs.items()} == {
+        "router": str(tmp_path / "router.token"),
+        "engine-0": "/own",
+        "scorer": "",
+        "collector": str(tmp_path / "collector.token"),
+        "gateway-0": str(tmp_path / "gateway.token"),
+        "sidecar": str(tmp_path / "sidecar.token"),
+    }

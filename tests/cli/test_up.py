@@ -17,7 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
 MESH = """
 [mesh]
@@ -46,7 +49,8 @@ class Up:
 
     async def serving(self, address: str) -> None:
         """Waits until a service answers that it is ready."""
-        async with asyncio.timeout(60), open_channel(address) as channel:
+        identity = Identity(self.addresses)
+        async with asyncio.timeout(60), open_channel(address, identity=identity) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             watching = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             async for seen in watching:
@@ -101,6 +105,22 @@ async def test_an_agent_is_answered_at_the_addresses_that_are_printed(mesh: Up) 
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
     assert set(mesh.line["engines"]) == {"engine-0", "engine-1"}
+    await stranger_is_refused(mesh)
+
+
+async def stranger_is_refused(mesh: Up) -> None:
+    token_file = Path(mesh.line["token_file"])
+    assert token_file.stat().st_mode & 0o777 == 0o600
+    stranger = MeshAddresses(router=mesh.line["router"], collector=mesh.line["collector"])
+    async with Client(stranger) as client:
+        for call in (client.stats, client.replicas):
+            with pytest.raises(RollmeshError) as refused:
+                await call()
+            assert refused.value.reason == "CALLER_UNKNOWN"
+    identity = Identity(CallerConfig(token_file=str(token_file.with_name("operator.token"))))
+    async with open_channel(mesh.line["collector"], identity=identity) as channel:
+        stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+        await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=30)
 
 
 async def test_what_is_killed_comes_back_at_its_address(mesh: Up) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rollmesh.client import MeshAddresses
 from tests.paths import ROOT
@@ -57,6 +58,9 @@ class Project:
     settings: dict[str, str] = field(default_factory=lambda: dict(_SETTINGS))
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SERVICES, 1))
     """How many containers of each service there are; those with several are scaled."""
+
+    folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
+    """What is copied out of containers; removed with the project."""
 
     def compose(self, *arguments: str) -> str:
         """Runs a compose command; returns what it printed."""
@@ -149,7 +153,15 @@ class Project:
     def addresses(self) -> MeshAddresses:
         """Where this machine reaches the mesh; other ports after every start."""
         routers = (self.compose("port", name, "7100").strip() for name in ("router-1", "router-2"))
-        return MeshAddresses(router=",".join(routers))
+        return MeshAddresses(router=",".join(routers), token_file=str(self._token("trainer")))
+
+    def _token(self, role: str) -> Path:
+        """The token of a role, copied out of the volume."""
+        (container,) = self.containers("tokens")
+        path = Path(self.folder.name) / f"{role}.token"
+        source = f"{container}:/locks/{path.name}"
+        subprocess.run(["docker", "cp", source, path], check=True, capture_output=True)
+        return path
 
     def stop(self) -> dict[str, set[int]]:
         """Stops all containers as a user would; returns the exit codes of each service."""

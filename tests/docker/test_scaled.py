@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from examples.demo.audit import Audit
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.docker.compose import Project, scaled_project
@@ -63,8 +64,9 @@ class Agent:
 
 async def replicas(project: Project) -> list[router_pb2.Replica]:
     """Whom a router knows; the one that answers first."""
-    for address in project.addresses().router.split(","):
-        async with open_channel(address) as channel:
+    addresses = project.addresses()
+    for address in addresses.router.split(","):
+        async with open_channel(address, identity=Identity(addresses)) as channel:
             stub: Any = router_pb2_grpc.RouterServiceStub(channel)
             response = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=60)
             return list(response.replicas)

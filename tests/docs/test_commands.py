@@ -7,6 +7,7 @@ import shlex
 import sys
 import tomllib
 from contextlib import redirect_stdout
+from dataclasses import fields
 from functools import cache
 from itertools import count
 from unittest.mock import patch
@@ -17,12 +18,20 @@ from rollmesh.cli.up.plan import SERVICES, plan_mesh, read_mesh
 from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
 from rollmesh.gateway.commands import DEAD_LETTERS
 from rollmesh.router.commands import FORGET
+from rollmesh.runtime.access.identity import CallerConfig
 from tests.docs.pages import PAGES, Block, blocks
 from tests.paths import ROOT
 
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
 """What a block may be. `text` is shown and not run."""
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+_VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)}
+_MODULES = {
+    "up": "rollmesh.cli.up",
+    "conformance": "rollmesh.conformance",
+    "tokens": "rollmesh.runtime.access",
+    "certs": "rollmesh.cli.certs",
+}
 _TOOLS = {"collector": set(COLLECTOR_TOOLS), "gateway": {DEAD_LETTERS}, "router": {FORGET}}
 
 
@@ -69,29 +78,39 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
     match words:
         case ["make", *targets]:
             assert {target for target in targets if "=" not in target} <= _TARGETS, where
-        case ["rollmesh", "--version"]:
-            assert "--version" in helps("rollmesh.cli")
-        case ["rollmesh", "up" | "conformance" as tool, *rest]:
-            check_flags(rest, helps({"up": "rollmesh.cli.up"}.get(tool, f"rollmesh.{tool}")))
-        case ["rollmesh", "template", "check", *rest]:
-            check_flags(rest, helps("rollmesh.chat.check"))
-        case ["rollmesh", service, tool, *rest] if tool in _TOOLS.get(service, ()):
-            check_flags(rest, helps(f"rollmesh.{service}", tool))
-        case ["rollmesh", "scorer", function, *flags]:
-            assert ":" in function, where
-            check_flags(flags, helps("rollmesh.scorer"))
-        case ["rollmesh", service, *flags] if service in SERVICES:
-            assert all(flag.startswith("--") for flag in flags), f"{where}: no tool {flags}"
-            check_flags(flags, helps(f"rollmesh.{service}"))
+        case ["rollmesh", *rest]:
+            check_rollmesh(where, rest)
+        case ["export", *variables]:
+            assert {one.partition("=")[0] for one in variables} <= _VARIABLES, where
         case ["pip", "install", wheel]:
             assert wheel.startswith("dist/rollmesh-"), where
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             assert f"-{project['version']}-py3" in wheel
             assert wheel.rstrip("]").partition("[")[2] in project["optional-dependencies"]
-        case ["docker", "compose", *_]:
+        case ["docker", "compose" | "cp", *_]:
             pass  # tests/docker runs it
         case _:
             pytest.fail(f"{where}: nothing tests {words}")
+
+
+def check_rollmesh(where: str, words: list[str]) -> None:
+    match words:
+        case ["--version"]:
+            assert "--version" in helps("rollmesh.cli")
+        case [tool, *rest] if tool in _MODULES:
+            check_flags(rest, helps(_MODULES[tool]))
+        case ["template", "check", *rest]:
+            check_flags(rest, helps("rollmesh.chat.check"))
+        case [service, tool, *rest] if tool in _TOOLS.get(service, ()):
+            check_flags(rest, helps(f"rollmesh.{service}", tool))
+        case ["scorer", function, *flags]:
+            assert ":" in function, where
+            check_flags(flags, helps("rollmesh.scorer"))
+        case [service, *flags] if service in SERVICES:
+            assert all(flag.startswith("--") for flag in flags), f"{where}: no tool {flags}"
+            check_flags(flags, helps(f"rollmesh.{service}"))
+        case _:
+            pytest.fail(f"{where}: nothing tests rollmesh {words}")
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.name)

@@ -94,7 +94,7 @@ def chats_ended() -> float:
 
 
 @asynccontextmanager
-async def long_mesh(folder: Path, model: Path, **engine: object) -> AsyncIterator[Mesh]:
+async def long_mesh(folder: Path, model: Path, **engine: Any) -> AsyncIterator[Mesh]:
     """A mesh with room for answers that no connection holds."""
     first = {"gateway": {"max_context_tokens": 131_072}, "sidecar": {"metrics_port": 0}}
     async with scripted_mesh(folder, model, RULES, first=first, **engine) as mesh:

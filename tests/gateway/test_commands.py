@@ -13,7 +13,7 @@ LETTERS = ["00000001-a", "00000002-b", "00000002-c"]
 
 
 async def run(*argv: str) -> int:
-    return await asyncio.to_thread(run_dead_letters, argv)
+    return await asyncio.to_thread(run_dead_letters, argv, {})
 
 
 async def test_dead_letters_are_found_at_whichever_gateway_has_them(

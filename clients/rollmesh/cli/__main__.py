@@ -20,6 +20,8 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
        rollmesh conformance --base-url URL --key KEY
                                        checks any server as agents would use it
+       rollmesh tokens DIR             makes a token for each role of a mesh
+       rollmesh certs DIR              makes a CA and certificates for a trial of TLS
        rollmesh --version
 """
 
@@ -44,6 +46,8 @@ _COMMANDS = {
     ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
     ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
     ("conformance",): _Command("rollmesh.conformance", "conformance", ("httpx2",)),
+    ("tokens",): _Command("rollmesh.runtime.access", "router", ()),
+    ("certs",): _Command("rollmesh.cli.certs", "certs", ("cryptography",)),
     ("up",): _Command(
         "rollmesh.cli.up",
         "mesh",

@@ -1,8 +1,9 @@
 """Where a mesh is reached, and the channels to it."""
 
 import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -13,6 +14,7 @@ from rollmesh.mesh.directories.gateways import GatewayDirectory, Reached, journa
 from rollmesh.mesh.directories.members import CollectorDirectory, SidecarDirectory
 from rollmesh.mesh.routers.calls import Routers
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
@@ -36,8 +38,12 @@ GatewayMethod: TypeAlias = Callable[
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshAddresses:
-    """Where a mesh is reached; `rollmesh up` prints them."""
+class MeshAddresses(CallerConfig):
+    """Where a mesh is reached, and the files that open it; `rollmesh up` prints them.
+
+    A file that is not given is the one that the environment names: `ROLLMESH_TOKEN_FILE` is that of
+    `token_file`, and so on.
+    """
 
     router: str = ""
     """host:port of the router, or several separated by commas: the preferred one first. Routers
@@ -53,7 +59,7 @@ class MeshAddresses:
     def from_json(cls, text: str) -> "MeshAddresses":
         """Reads the line that `rollmesh up` prints after `UP`."""
         found = json.loads(text)
-        names = ("router", "gateway", "collector", "sidecar")
+        names = [one.name for one in fields(cls)]
         if len(found.get("sidecars", ())) > 1:
             del found["sidecar"]  # the router knows them all
         return cls(**{name: found[name] for name in names if name in found})
@@ -72,13 +78,18 @@ class Connections:
     """Connects to each service of a mesh when it is first used; a context."""
 
     def __init__(self, addresses: MeshAddresses) -> None:
-        """Takes the addresses; connects when first used."""
+        """Takes the addresses; connects when first used.
+
+        Raises:
+            ConfigError: A file that opens the mesh cannot be read, or others may read it.
+        """
         self.addresses = addresses
+        self._identity = identity = Identity(addresses.or_of(os.environ))  # noqa: TID251 - the edge
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._gateways = GatewayDirectory(addresses.router, addresses.gateway)
-        self._routers = Routers(addresses.router)
-        self._collectors = CollectorDirectory(addresses.router, addresses.collector)
-        self._sidecars = SidecarDirectory(addresses.router, addresses.sidecar)
+        self._gateways = GatewayDirectory(addresses.router, addresses.gateway, identity)
+        self._routers = Routers(addresses.router, identity)
+        self._collectors = CollectorDirectory(addresses.router, addresses.collector, identity)
+        self._sidecars = SidecarDirectory(addresses.router, addresses.sidecar, identity)
 
     async def __aenter__(self) -> Self:
         """Returns itself."""
@@ -221,5 +232,5 @@ class Connections:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, identity=self._identity)
         return self._channels[address]

@@ -13,12 +13,14 @@ import uvloop
 from rollmesh.mesh.directories.gateways import GatewayDirectory
 from rollmesh.mesh.routers.membership import Membership
 from rollmesh.runtime import owner_only
+from rollmesh.runtime.access.identity import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.descriptors import raise_descriptor_limit
 from rollmesh.runtime.process.main import print_ready
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
+from rollmesh.runtime.rpc.locks import check_exposed
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
 from rollmesh.sidecar.app import make_app
@@ -32,9 +34,12 @@ _OTHER_FILES = 64
 
 
 async def _serve(config: SidecarConfig) -> None:
+    host = bind_host(config)
+    locked = bool(config.token_file or config.tls_certificate_file)
+    check_exposed(config, host, "--token-file", locked=locked)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((bind_host(config).strip("[]"), config.port))
+    listener.bind((host.strip("[]"), config.port))
     wanted = None if config.metrics_port < 0 else config.metrics_port
     with metrics_endpoint(config.host, wanted) as metrics_port:
         await _serve_on(listener, config, metrics_port)
@@ -90,6 +95,7 @@ def main() -> int:
         configure_logging("sidecar", config.log_level)
         faults.arm(config.fault)
         _check_descriptors(config)
+        present(Identity(config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config))
     except ConfigError as error:

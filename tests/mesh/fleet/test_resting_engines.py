@@ -22,7 +22,7 @@ TENSORS = {"w": np.zeros(1, np.float32)}
 
 @asynccontextmanager
 async def resting_mesh(
-    folder: Path, model: Path, *, turn_timeout_ms: int = 600_000, **engine: object
+    folder: Path, model: Path, *, turn_timeout_ms: int = 600_000, **engine: Any
 ) -> AsyncIterator[Mesh]:
     """A mesh whose turns wait for a lease for a moment only."""
     gateway = {"lease_timeout_ms": LEASE_MS, "turn_timeout_ms": turn_timeout_ms}

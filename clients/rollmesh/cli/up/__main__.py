@@ -7,9 +7,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from rollmesh.cli.up.plan import mesh_config, plan_mesh, read_mesh, visible_gpus
+from rollmesh.cli.up.plan import MeshConfig, mesh_config, plan_mesh, read_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.runtime import owner_only
+from rollmesh.runtime.access.making import make_tokens
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
@@ -25,8 +26,9 @@ def main() -> int:
     os.umask(owner_only.UMASK)
     try:
         tables = read_mesh(options.config)
+        tokens = _tokens(mesh_config(tables))
         with closing(free_ports()) as ports:
-            specs = plan_mesh(tables, ports.__next__)
+            specs = plan_mesh(tables, ports.__next__, tokens)
         environments = {
             spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
             for spec in specs
@@ -35,11 +37,29 @@ def main() -> int:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2
     log_dir = mesh_config(tables).data_dir / "logs"
-    supervisor = Supervisor(specs, environments, log_dir, options.start_timeout)
+    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
+    supervisor = Supervisor(specs, environments, log_dir, options.start_timeout, shown)
     failure = asyncio.run(_supervise(supervisor))
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)
     return 1 if failure else 0
+
+
+def _tokens(mesh: MeshConfig) -> Path | None:
+    """Returns the folder of the mesh's tokens, which are made if there are none.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    if not mesh.tokens:
+        return None
+    folder = (mesh.data_dir / "tokens").resolve()
+    if not (folder / "accepted").exists():
+        try:
+            make_tokens(folder)
+        except OSError as error:
+            raise ConfigError(f"mesh.data_dir: {error}") from error
+    return folder
 
 
 async def _supervise(supervisor: Supervisor) -> str:

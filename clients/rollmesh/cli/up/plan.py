@@ -43,6 +43,9 @@ class MeshConfig(Config):
     """Address of all services."""
     data_dir: Path = Path("var/mesh")
     """Folder of stores and logs."""
+    tokens: bool = True
+    """Whether the services are locked: all accept the tokens in the folder `tokens` of `data_dir`,
+    which are made once, and nobody else."""
     model_path: Path = Path("var/model")
     """Folder of the policy: weights, tokenizer and chat template."""
     model: str = "policy"
@@ -137,12 +140,15 @@ def mesh_config(tables: _Tables) -> MeshConfig:
         raise ConfigError(f"mesh.{error}") from error
 
 
-def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec]:
+def plan_mesh(
+    tables: _Tables, free_port: Callable[[], int], tokens: Path | None = None
+) -> list[ProcessSpec]:
     """Returns the processes in the order in which they start.
 
     Args:
         tables: What `read_mesh` returned.
         free_port: Returns a port for a service whose table names none.
+        tokens: Folder with the tokens that lock the services; None leaves them open.
 
     Raises:
         ConfigError: Names the setting and what is wrong with it.
@@ -158,7 +164,7 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
         shared["collector"] |= _scoring(tables["scorer"], address["scorer"])
     specs: list[ProcessSpec] = []
     for one in processes:
-        settings = {"host": mesh.host, **shared[one.service]}
+        settings = {"host": mesh.host, **shared[one.service], **_locks(one.service, tokens)}
         if one.model is not None:
             config = one.model.config
             settings |= {"model_path": config.model_path, "model": config.name}
@@ -239,6 +245,15 @@ def _shared_settings(mesh: MeshConfig, routers: str) -> dict[str, dict[str, Any]
         },
         "sidecar": {"router": routers},
     }
+
+
+def _locks(service: str, tokens: Path | None) -> dict[str, Any]:
+    """Returns the settings of a service by which it knows others, and others it."""
+    if tokens is None:
+        return {}
+    accepts = {} if service == "sidecar" else {"tokens_dir": tokens / "accepted"}
+    shows = {} if service == "scorer" else {"token_file": tokens / f"{service}.token"}
+    return {**accepts, **shows}
 
 
 def _collectors(mesh: MeshConfig, tables: _Tables) -> int:

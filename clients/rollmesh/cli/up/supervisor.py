@@ -35,8 +35,18 @@ class Supervisor:
         environments: Mapping[str, Mapping[str, str]],
         log_dir: Path,
         start_timeout_s: float,
+        shown: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes the processes and their environments by name; starts nothing yet."""
+        """Takes what is to run; starts nothing yet.
+
+        Args:
+            specs: The processes.
+            environments: Their environments, by name.
+            log_dir: Folder of their logs.
+            start_timeout_s: Time for all to be ready, seconds.
+            shown: Further entries of the line for programs: how a trainer gets in.
+        """
+        self._shown = dict(shown or {})
         self._specs = specs
         self._environments = environments
         self._log_dir = log_dir
@@ -140,7 +150,7 @@ class Supervisor:
         for spec in self._specs:
             scheme = "http://" if spec.service == "sidecar" else "grpc://"
             print(f"{spec.name:<{width}}  {scheme}{spec.address}", flush=True)  # noqa: T201
-        line: dict[str, object] = {}
+        line: dict[str, object] = {**self._shown}
         for spec in self._specs:
             line.setdefault(spec.service, spec.address)  # any sidecar serves every session
         for service in ("engine", "collector", "gateway", "sidecar"):

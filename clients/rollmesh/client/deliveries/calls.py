@@ -11,6 +11,7 @@ from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.sessions.rewards import Rewards
 from rollmesh.client.sessions.trajectories import SessionResult
+from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime.errors import ConsumerUnknownError, SessionUnknownError
 from rollmesh.runtime.rpc.channels import read_stream, stub_of
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
@@ -41,8 +42,7 @@ class DeliveryCalls(Connections):
             options: Start position, group policy and filter.
         """
         return Subscription(
-            self.addresses.collector,
-            router=self.addresses.router,
+            CollectorDirectory(self.addresses.router, self.addresses.collector, self._identity),
             consumer=consumer,
             unit=unit,
             credits=credits,

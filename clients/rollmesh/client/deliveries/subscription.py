@@ -68,9 +68,8 @@ class Subscription(Background):
 
     def __init__(
         self,
-        collector: str = "",
+        collectors: CollectorDirectory | str,
         *,
-        router: str = "",
         consumer: str,
         unit: Literal["session", "group"],
         credits: int = 8,  # noqa: A002 - the protocol's word
@@ -80,8 +79,8 @@ class Subscription(Background):
         """Describes the consumer.
 
         Args:
-            collector: host:port, or several, separated by commas; empty: the router knows them.
-            router: host:port, or several, separated by commas; not needed if collectors are given.
+            collectors: The collectors, which it closes; or host:port of one, or several, separated
+                by commas.
             consumer: Its name; a known consumer resumes where it stopped.
             unit: Whether a delivery holds a session or a group.
             credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
@@ -93,7 +92,9 @@ class Subscription(Background):
             InvalidFieldError: An argument is invalid.
         """
         super().__init__()
-        self._collectors = CollectorDirectory(router, collector)
+        if isinstance(collectors, str):
+            collectors = CollectorDirectory("", collectors)
+        self._collectors = collectors
         options = options or SubscribeOptions()
         _check_credits("credits", credits, least=0)
         self._hello = filled(collector_pb2.SubscribeHello, consumer=consumer)

@@ -1,14 +1,14 @@
 """The `rollmesh` part of verl's configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollmesh.client import MeshAddresses, Retries, RolloutSettings, TimeLimits
 from rollmesh.integrations.verl.queue import PromptStatus, checked_status
 from rollmesh.runtime.errors import InvalidFieldError
 
-_OPTIONAL_ADDRESSES = ("gateway", "collector", "sidecar")
+_OPTIONAL_ADDRESSES = [one.name for one in fields(MeshAddresses) if one.name != "router"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

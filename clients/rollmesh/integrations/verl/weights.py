@@ -11,6 +11,7 @@ weights, with verl's `global_steps` as the policy version.
 """
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from torch import distributed
@@ -18,6 +19,7 @@ from verl.workers.rollout import base, replica
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.client.weights.push import weights_of
+from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.errors import InvalidFieldError
 
 NAME = "rollmesh"
@@ -74,7 +76,8 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         settings = (self.config.engine_kwargs or {}).get(NAME) or {}
         if not settings.get("router"):
             raise InvalidFieldError("rollout.engine_kwargs.rollmesh.router", "is missing; name it")
-        addresses = MeshAddresses(router=settings["router"], gateway="", collector="", sidecar="")
+        files = {one.name: str(settings.get(one.name, "")) for one in fields(CallerConfig)}
+        addresses = MeshAddresses(router=settings["router"], **files)
         model = str(settings.get("model", ""))
         async with Client(addresses) as client:
             present = weights_of(await client.replicas(), model)

@@ -368,6 +368,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Repeat the request with the bytes of these images.
     """
+    ERROR_REASON_CALLER_UNKNOWN: _ErrorReason.ValueType  # 62
+    """UNAUTHENTICATED. The caller showed no bearer token or certificate that the server accepts.
+
+    Give the process the token of its role (`--token-file`, or ROLLMESH_TOKEN_FILE for clients) or a
+    certificate; see docs/security.md.
+    """
+    ERROR_REASON_ROLE_REFUSED: _ErrorReason.ValueType  # 63
+    """PERMISSION_DENIED. The caller's role may not call the method.
+
+    Call as one of the roles that the message names; docs/security.md#who-may-call-what has the table.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -712,6 +723,17 @@ request are held from now on. In the metadata of the google.rpc.ErrorInfo, `sha2
 of the missing hashes, separated by commas, and `missing` the number of all.
 
 Repeat the request with the bytes of these images.
+"""
+ERROR_REASON_CALLER_UNKNOWN: ErrorReason.ValueType  # 62
+"""UNAUTHENTICATED. The caller showed no bearer token or certificate that the server accepts.
+
+Give the process the token of its role (`--token-file`, or ROLLMESH_TOKEN_FILE for clients) or a
+certificate; see docs/security.md.
+"""
+ERROR_REASON_ROLE_REFUSED: ErrorReason.ValueType  # 63
+"""PERMISSION_DENIED. The caller's role may not call the method.
+
+Call as one of the roles that the message names; docs/security.md#who-may-call-what has the table.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -13,5 +13,5 @@ from rollmesh.runtime.process.main import run_service
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] in TOOLS:
-        sys.exit(run_tool(sys.argv[1], sys.argv[2:]))
+        sys.exit(run_tool(sys.argv[1], sys.argv[2:], os.environ))
     sys.exit(run_service("collector", CollectorConfig, CollectorService, sys.argv[1:], os.environ))

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from google.protobuf import json_format, message as protobuf_message
 
 from rollmesh.collector.export import export
 from rollmesh.mesh.directories.members import CollectorDirectory
+from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import NoCollectorError, RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
@@ -33,7 +34,7 @@ _LAST_MS = 2**63 - 1
 _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 
 
-def run_tool(name: str, argv: Sequence[str]) -> int:
+def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs a tool; returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
     parser.add_argument(
@@ -45,10 +46,12 @@ def run_tool(name: str, argv: Sequence[str]) -> int:
         help="host:port, or several of one store, separated by commas; the router is then not "
         "asked",
     )
+    identity.add_flags(parser)
     add_flags, work = TOOLS[name]
     add_flags(parser)
     options = parser.parse_args(argv)
     try:
+        identity.present_files(options, environ)
         asyncio.run(_connected(work, options))
     except ConfigError as error:
         _say(f"rollmesh collector {name}: {error}", error=True)

@@ -14,7 +14,7 @@ from rollmesh.runtime.process.main import run_service
 def main() -> int:
     """Returns the exit code."""
     if sys.argv[1:2] == [DEAD_LETTERS]:
-        return run_dead_letters(sys.argv[2:])
+        return run_dead_letters(sys.argv[2:], os.environ)
     try:
         return run_service("gateway", GatewayConfig, GatewayService, sys.argv[1:], os.environ)
     except (ModelFilesError, TemplateRefusedError) as error:

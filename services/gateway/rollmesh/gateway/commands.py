@@ -3,13 +3,15 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
 from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_pb2 as pb
@@ -21,7 +23,7 @@ DEAD_LETTERS = "dead-letters"
 _TIMEOUT_S = 60.0
 
 
-def run_dead_letters(argv: Sequence[str]) -> int:
+def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
     parser.add_argument(
@@ -33,9 +35,15 @@ def run_dead_letters(argv: Sequence[str]) -> int:
     parser.add_argument("work", nargs="?", default="list", choices=("list", "retry", "drop"))
     parser.add_argument("session_ids", nargs="*", help="retry, drop: which; with --all, all")
     parser.add_argument("--all", action="store_true", help="retry, drop: every dead letter")
+    identity.add_flags(parser)
     options = parser.parse_args(argv)
     if options.work != "list" and options.all == bool(options.session_ids):
         parser.error(f"{options.work}: give session ids, or --all")
+    try:
+        identity.present_files(options, environ)
+    except ConfigError as error:
+        print(f"rollmesh gateway {DEAD_LETTERS}: {error}", file=sys.stderr)  # noqa: T201 - the edge
+        return 2
     try:
         failed = asyncio.run(_connected(options))
     except RollmeshError as error:

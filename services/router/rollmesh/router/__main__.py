@@ -10,5 +10,5 @@ from rollmesh.runtime.process.main import run_service
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [FORGET]:
-        sys.exit(forget_weights(sys.argv[2:]))
+        sys.exit(forget_weights(sys.argv[2:], os.environ))
     sys.exit(run_service("router", RouterConfig, RouterService, sys.argv[1:], os.environ))

@@ -4,9 +4,11 @@ import argparse
 import asyncio
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollmesh.mesh.routers.calls import Routers
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import router_pb2
 
@@ -16,7 +18,7 @@ _REPEATED_S = 10.0
 """Time within which the call is repeated; somebody waits who may have mistyped an address."""
 
 
-def forget_weights(argv: Sequence[str]) -> int:
+def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the command; returns the exit code: 0, 1 after an error, 2 for a bad flag."""
     parser = argparse.ArgumentParser(
         prog=f"rollmesh router {FORGET}",
@@ -25,9 +27,14 @@ def forget_weights(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--router", default="127.0.0.1:7100", help="host:port of the routers")
     parser.add_argument("--model", default="", help="name of the model, if there are several")
+    identity.add_flags(parser)
     options = parser.parse_args(argv)
     try:
+        identity.present_files(options, environ)
         response = asyncio.run(_forget(options.router, options.model))
+    except ConfigError as error:
+        print(f"rollmesh router {FORGET}: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     except RollmeshError as error:
         print(f"rollmesh router {FORGET}: {error.message}", file=sys.stderr)  # noqa: T201
         return 1

@@ -59,10 +59,10 @@ async def test_a_service_on_all_addresses_without_an_id_can_be_found(
         "collector": {"data_dir": tmp_path / "c"},
         "sidecar": {},
     }
-    flags = flags_of[service]
+    flags = {"host": "0.0.0.0", "insecure_bind": True, **flags_of[service]}  # noqa: S104
     async with (
         running("router", tmp_path, data_dir=tmp_path / "router") as router,
-        running(service, tmp_path, host="0.0.0.0", router=router.address, **flags) as process,  # noqa: S104
+        running(service, tmp_path, router=router.address, **flags) as process,
         open_channel(router.address) as channel,
     ):
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rollmesh.mesh.directories.lookups import RETRY_MS, Channels, Lookups, Shared, no_gateway
 from rollmesh.mesh.directories.watching import Call, CallWatch, Peer, Route
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.errors import (
     JournalMovedError,
     NoGatewayError,
@@ -76,16 +77,17 @@ class Reached:
 class GatewayDirectory:
     """The gateways of a mesh, as a sidecar or a client calls them."""
 
-    def __init__(self, router: str, gateway: str = "") -> None:
+    def __init__(self, router: str, gateway: str = "", identity: Identity | None = None) -> None:
         """Connects when first used.
 
         Args:
             router: `host:port` of the router, or several separated by commas.
             gateway: `host:port` of the gateway, if there is only one; the router is then not asked.
+            identity: What the calls show of the caller; None means what the process shows.
         """
         self._only = gateway
-        self._channels = Channels()
-        self._lookups = Lookups(router)
+        self._channels = Channels(identity=identity)
+        self._lookups = Lookups(router, identity)
         self._list = Shared(self._read_shared)
         self._known: dict[str, _Known] = {}  # by journal
         self._models: list[str] = []

@@ -8,6 +8,7 @@ import grpc
 
 from rollmesh.mesh.routers.calls import Routers
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.options import KEEPALIVE_MS
@@ -25,9 +26,15 @@ _LIST_AGE_MS = 250
 class Channels:
     """Channels by address, opened when they are first used."""
 
-    def __init__(self, keepalive_ms: int = KEEPALIVE_MS) -> None:
-        """Takes the idle time after which peers are pinged, milliseconds."""
+    def __init__(self, keepalive_ms: int = KEEPALIVE_MS, identity: Identity | None = None) -> None:
+        """Makes a set without channels.
+
+        Args:
+            keepalive_ms: Idle time after which peers are pinged, milliseconds.
+            identity: What the calls show of the caller; None means what the process shows.
+        """
         self._keepalive_ms = keepalive_ms
+        self._identity = identity
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._used_ms: dict[str, int] = {}
 
@@ -35,7 +42,9 @@ class Channels:
         """Returns the channel to an address, `host:port`."""
         self._used_ms[address] = clock.monotonic_ms()
         if address not in self._channels:
-            self._channels[address] = open_channel(address, self._keepalive_ms)
+            self._channels[address] = open_channel(
+                address, self._keepalive_ms, identity=self._identity
+            )
         return self._channels[address]
 
     @property
@@ -83,9 +92,9 @@ class Shared:
 class Lookups:
     """Asks the routers; every method raises a `RollmeshError` if none answers."""
 
-    def __init__(self, router: str) -> None:
-        """Takes `host:port` of the router, or several separated by commas."""
-        self._routers = Routers(router)
+    def __init__(self, router: str, identity: Identity | None = None) -> None:
+        """Connects when first used; see `Routers`."""
+        self._routers = Routers(router, identity)
 
     async def place(self, model: str) -> router_pb2.Gateway:
         """Returns the gateway for a new session."""

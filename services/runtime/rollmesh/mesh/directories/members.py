@@ -16,6 +16,7 @@ from rollmesh.mesh.directories.choices import Choice
 from rollmesh.mesh.directories.lookups import RETRY_MS, Channels, Lookups, Shared
 from rollmesh.mesh.routers.preference import addresses_of
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
@@ -38,17 +39,18 @@ _Result = TypeVar("_Result")
 class CollectorDirectory:
     """The collectors of a mesh. They have one store, so any of them serves any request."""
 
-    def __init__(self, router: str, collectors: str = "") -> None:
+    def __init__(self, router: str, collectors: str = "", identity: Identity | None = None) -> None:
         """Connects when first used.
 
         Args:
             router: `host:port` of the router, or several separated by commas.
             collectors: `host:port`, or several, separated by commas; the router is then not asked.
+            identity: What the calls show of the caller; None means what the process shows.
         """
         self._fixed = addresses_of(collectors)
         self._choice = Choice(self._fixed)
-        self._channels = Channels(SHORT_KEEPALIVE_MS)
-        self._lookups = Lookups(router) if router else None
+        self._channels = Channels(SHORT_KEEPALIVE_MS, identity)
+        self._lookups = Lookups(router, identity) if router else None
         self._list = Shared(self._read)
 
     @property
@@ -131,16 +133,17 @@ class CollectorDirectory:
 class SidecarDirectory:
     """The sidecars of a mesh. Any of them serves any session."""
 
-    def __init__(self, router: str, sidecar: str = "") -> None:
+    def __init__(self, router: str, sidecar: str = "", identity: Identity | None = None) -> None:
         """Connects when first used.
 
         Args:
             router: `host:port` of the router, or several separated by commas.
             sidecar: `host:port` of the sidecar; the router is then not asked.
+            identity: What the calls show of the caller; None means what the process shows.
         """
         self._asks = bool(router and not sidecar)
         self._found: Sequence[str] = (sidecar,)
-        self._lookups = Lookups(router)
+        self._lookups = Lookups(router, identity)
         self._list = Shared(self._read)
 
     async def any(self) -> str:

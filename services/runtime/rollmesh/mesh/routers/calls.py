@@ -8,6 +8,7 @@ import grpc
 
 from rollmesh.mesh.routers.preference import STEADY_MS, addresses_of
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     NoCollectorError,
@@ -39,8 +40,14 @@ class Routers:
     They are asked in the order of the setting. One that did not answer is asked last for 10 s.
     """
 
-    def __init__(self, routers: str) -> None:
-        """Takes `host:port`, or several separated by commas."""
+    def __init__(self, routers: str, identity: Identity | None = None) -> None:
+        """Connects when first used.
+
+        Args:
+            routers: `host:port`, or several separated by commas.
+            identity: What the calls show of the caller; None means what the process shows.
+        """
+        self._identity = identity
         self.addresses = addresses_of(routers)
         """The addresses in their order."""
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -153,5 +160,7 @@ class Routers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address, SHORT_KEEPALIVE_MS)
+            self._channels[address] = open_channel(
+                address, SHORT_KEEPALIVE_MS, identity=self._identity
+            )
         return self._channels[address]

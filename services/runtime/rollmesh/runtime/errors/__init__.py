@@ -5,9 +5,11 @@ its form on the wire. Import errors from this package, whose modules may import 
 """
 
 from rollmesh.runtime.errors.calls import (
+    CallerUnknownError,
     DeadlineError,
     OverloadedError,
     RepeatConflictError,
+    RoleRefusedError,
     ShuttingDownError,
     StartingError,
     UndecodableError,
@@ -84,6 +86,7 @@ from rollmesh.runtime.errors.stores import (
 
 __all__ = [
     "AnswerUnknownError",
+    "CallerUnknownError",
     "ConsumerExistsError",
     "ConsumerMovedError",
     "ConsumerUnknownError",
@@ -120,6 +123,7 @@ __all__ = [
     "RepeatConflictError",
     "ReplicaIdInUseError",
     "RequestIdInUseError",
+    "RoleRefusedError",
     "RollmeshError",
     "ScorerBusyError",
     "ScorerFailedError",

@@ -23,6 +23,20 @@ class WrongServiceError(RollmeshError):
     reason = "WRONG_SERVICE"
 
 
+class CallerUnknownError(RollmeshError):
+    """The caller showed no token or certificate that this server accepts."""
+
+    code = "UNAUTHENTICATED"
+    reason = "CALLER_UNKNOWN"
+
+
+class RoleRefusedError(RollmeshError):
+    """The caller's role may not call this method."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ROLE_REFUSED"
+
+
 class OverloadedError(RollmeshError):
     """The service holds as many bytes of requests as it may; nothing of this one was kept."""
 

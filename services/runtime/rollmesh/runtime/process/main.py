@@ -11,6 +11,7 @@ from typing import TypeVar
 import uvloop
 
 from rollmesh.runtime import owner_only
+from rollmesh.runtime.access.identity import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
@@ -41,6 +42,7 @@ def run_service(
         config = parse_config(config_class, name, argv, environ)
         configure_logging(name, config.log_level)
         faults.arm(config.fault)
+        present(Identity(config))
     except ConfigError as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2

@@ -3,16 +3,26 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+)
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from rollmesh.runtime.access.identity import Identity, presented
+from rollmesh.runtime.access.tokens import PresentedToken
 from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.addresses import target_of
 from rollmesh.runtime.rpc.options import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.rpc.renewal import RenewedChannel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.runtime.telemetry.logs import current_request_id
 
@@ -46,7 +56,11 @@ class _UndecodableAnswer(BaseException):
 
 
 def open_channel(
-    address: str, keepalive_ms: int = KEEPALIVE_MS, *, own_connection: bool = False
+    address: str,
+    keepalive_ms: int = KEEPALIVE_MS,
+    *,
+    own_connection: bool = False,
+    identity: Identity | None = None,
 ) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
 
@@ -57,14 +71,31 @@ def open_channel(
         address: `host:port`.
         keepalive_ms: Idle time after which it is pinged while calls are open, milliseconds.
         own_connection: Whether the channel has a connection to itself; channels share one else.
+        identity: What the calls show of the caller; None means what the process shows.
     """
-    options = [*_OPTIONS, *keepalive_options(keepalive_ms)]
+    shown = identity or presented()
+    options: list[tuple[str, Any]] = [*_OPTIONS, *keepalive_options(keepalive_ms)]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    channel = grpc.aio.insecure_channel(target_of(address), options=options)
+    channel = _channel(target_of(address), options, shown)
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-        setattr(channel, kind, partial(_callable, getattr(channel, kind)))
+        setattr(channel, kind, partial(_callable, shown.token, getattr(channel, kind)))
     return channel
+
+
+def _channel(address: str, options: list[tuple[str, Any]], identity: Identity) -> grpc.aio.Channel:
+    files = identity.tls
+    if files is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if identity.tls_server_name:
+        options.append(("grpc.ssl_target_name_override", identity.tls_server_name))
+
+    def make() -> grpc.aio.Channel:
+        pems = files.get()
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    return RenewedChannel(make, lambda: files.revision)
 
 
 def stub_of(channel: grpc.aio.Channel, make: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
@@ -84,13 +115,17 @@ def stub_of(channel: grpc.aio.Channel, make: Callable[[grpc.aio.Channel], _Stub]
 
 
 def _callable(
+    token: PresentedToken | None,
     make: Callable[..., Any],
     method: str,
     request_serializer: Callable[[Any], bytes] | None = None,
     response_deserializer: Callable[[bytes], Any] | None = None,
     **registered: Any,
 ) -> Any:
-    """Makes a multicallable whose deserialization errors `typed_errors` handles."""
+    """Makes a multicallable that shows a token.
+
+    `typed_errors` handles the errors of its deserialization.
+    """
 
     def read(data: bytes) -> Any:
         try:
@@ -100,7 +135,19 @@ def _callable(
                 f"{method}: the answer is not a message of this method: {error}"
             ) from None
 
-    return make(method, request_serializer, read, **registered)
+    made = make(method, request_serializer, read, **registered)
+    return made if token is None else partial(_call_with, token, made)
+
+
+def _call_with(
+    token: PresentedToken,
+    made: Callable[..., Any],
+    *request: Any,
+    metadata: Iterable[tuple[str, str | bytes]] | None = None,
+    **call: Any,
+) -> Any:
+    """Makes a call with a token in its metadata."""
+    return made(*request, metadata=(*(metadata or ()), token.metadata()), **call)
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:

@@ -7,11 +7,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
 
+from rollmesh.runtime.access.guard import Entry, Guard
 from rollmesh.runtime.errors import RollmeshError, StartingError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.requests import AcceptedRequests, RequestReader, accepted
@@ -30,12 +32,24 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all four kinds of RPC."""
 
     def __init__(
-        self, in_flight: BytesInFlight | None = None, starting: tuple[str, ...] = ()
+        self,
+        in_flight: BytesInFlight | None = None,
+        starting: tuple[str, ...] = (),
+        guard: Guard | None = None,
     ) -> None:
-        """Takes the limit on the requests of unary calls, or None, and the services that start."""
+        """Makes an interceptor.
+
+        Args:
+            in_flight: Limit on the requests of unary calls; None sets none.
+            starting: Full names of the gRPC services that cannot answer yet.
+            guard: Says who may call; None lets everybody.
+        """
         self._in_flight = in_flight
+        self._guard = guard
         self.starting = starting
         """Full names of the gRPC services that cannot answer yet."""
+        self.locked = guard is not None
+        """Whether callers have to show who they are."""
 
     async def intercept_service(
         self,
@@ -47,15 +61,20 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        request_id = _request_id(handler_call_details)
+        call = _Call(method, _request_id(handler_call_details))
         in_flight = None if handler.request_streaming else self._in_flight
         reader = RequestReader(handler.request_deserializer, in_flight)
+        if self._guard is not None:
+            call.guard = self._guard
+            call.entry = self._guard.meet(method, handler_call_details.invocation_metadata)
+            if self._guard.is_refused(call.entry):
+                reader = RequestReader(None)  # a stranger's bytes are not parsed
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
             # A streaming handler either yields its responses or writes them to the context.
             writes = inspect.iscoroutinefunction(inner_stream)
             wrap = _wrap_unary if writes else _wrap_stream
-            stream = wrap(self._reading(inner_stream, handler, method), reader, method, request_id)
+            stream = wrap(self._reading(inner_stream, handler, method), reader, call)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
@@ -63,7 +82,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             )
             return make(stream, reader.read, handler.response_serializer)
         inner_unary: Any = handler.stream_unary or handler.unary_unary
-        unary = _wrap_unary(self._reading(inner_unary, handler, method), reader, method, request_id)
+        unary = _wrap_unary(self._reading(inner_unary, handler, method), reader, call)
         make = (
             grpc.stream_unary_rpc_method_handler
             if handler.request_streaming
@@ -93,12 +112,37 @@ def _request_id(details: grpc.HandlerCallDetails) -> str:
     return uuid.uuid4().hex
 
 
+@dataclass(slots=True)
+class _Call:
+    """One RPC, before its handler."""
+
+    method: str
+    request_id: str
+    guard: Guard | None = None
+    entry: Entry | None = None
+    """What the guard knows of its caller."""
+
+    async def admitted(self, request: Any, context: Context) -> None:
+        """Returns if its caller may make it.
+
+        Args:
+            request: The request, or the stream of them.
+            context: Of the call.
+
+        Raises:
+            RollmeshError: The caller may not.
+        """
+        if self.guard is not None and self.entry is not None:
+            requests = request if isinstance(request, AsyncIterator) else None
+            await self.guard.admit(self.entry, context, requests)
+
+
 class _Watch:
     """Measures one RPC and turns its exception into a status."""
 
-    def __init__(self, method: str, request_id: str) -> None:
-        set_request_id(request_id)
-        self._method = method
+    def __init__(self, call: _Call) -> None:
+        set_request_id(call.request_id)
+        self._method = call.method
         self._started = time.perf_counter()
         self._code = "CANCELLED"
 
@@ -130,12 +174,12 @@ class _Watch:
 def _wrap_unary(
     inner: Callable[[Any, Context], Awaitable[Any]],
     reader: RequestReader,
-    method: str,
-    request_id: str,
+    call: _Call,
 ) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def call(request: Any, context: Context) -> Any:
-        watch = _Watch(method, request_id)
+    async def handle(request: Any, context: Context) -> Any:
+        watch = _Watch(call)
         try:
+            await call.admitted(request, context)
             answer = await inner(request, context)
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
             await watch.failed(error, context)
@@ -146,15 +190,16 @@ def _wrap_unary(
             reader.release()
             watch.ended()
 
-    return call
+    return handle
 
 
 def _wrap_stream(
-    inner: Callable[[Any, Context], Any], reader: RequestReader, method: str, request_id: str
+    inner: Callable[[Any, Context], Any], reader: RequestReader, call: _Call
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-        watch = _Watch(method, request_id)
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+        watch = _Watch(call)
         try:
+            await call.admitted(request, context)
             async with aclosing(inner(request, context)) as answers:
                 async for answer in answers:
                     yield answer
@@ -165,4 +210,4 @@ def _wrap_stream(
             reader.release()
             watch.ended()
 
-    return call
+    return handle

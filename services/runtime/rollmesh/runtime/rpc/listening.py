@@ -4,7 +4,8 @@ import socket
 from dataclasses import dataclass
 from typing import Annotated
 
-from rollmesh.runtime.config import Bounds, Config, ConfigError, OneOf
+from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.runtime.config import Bounds, ConfigError, OneOf
 from rollmesh.runtime.rpc.options import KEEPALIVE_MS
 from rollmesh.runtime.telemetry.logs import LEVELS
 
@@ -16,11 +17,14 @@ RequestBytes = Annotated[int, Bounds(1, 2**31 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListeningConfig(Config):
+class ListeningConfig(CallerConfig):
     """Settings of every process that listens."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Use plain text on loopback and private networks only."""
+    """Address to listen on. One that other machines reach is refused unless callers have to show
+    who they are, by tokens or by client certificates."""
+    insecure_bind: bool = False
+    """Listen on any address although everybody may call."""
     port: Port = 0
     """Port to listen on; 0 takes a free one."""
     metrics_port: Annotated[int, Bounds(-1, _MOST_PORT)] = -1
@@ -53,6 +57,13 @@ class ServerConfig(ListeningConfig):
     reflection: bool = False
     """Serve gRPC reflection, which tells every caller the RPCs and their messages. Tools such as
     grpcurl need it; nothing in rollmesh does."""
+    tokens_dir: str = ""
+    """Folder with the tokens that this service accepts: a file for each role that may call, named
+    after it, with a token or its digest (`sha256:HEX`) on each line. It is read again when it
+    changes. Others must not be able to read the files (mode 0600). Empty lets everybody call."""
+    tls_client_certificates: bool = True
+    """Whether callers must show a certificate of the CA, if this service serves TLS and has a CA.
+    Its URI `rollmesh://role/ROLE` shows a role, as a token does."""
     max_request_bytes: RequestBytes = 64 * 1024 * 1024
     """Largest request message, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
 

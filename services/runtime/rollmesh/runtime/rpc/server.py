@@ -23,6 +23,7 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
+from rollmesh.runtime.rpc.locks import LOCK, check_exposed, credentials_of, guard_of
 from rollmesh.runtime.rpc.options import WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
 from rollmesh.runtime.telemetry.logs import fields
@@ -122,7 +123,8 @@ async def serve(
 
     Raises:
         PortInUseError: The port is taken.
-        ConfigError: The host is unknown, or a port is too large.
+        ConfigError: The host is unknown, a port is too large, or a file with secrets cannot be
+            read or is readable by others.
     """
     host = bind_host(config)
     options = [
@@ -131,6 +133,8 @@ async def serve(
         *keepalive_options(config.keepalive_ms),
     ]
     interceptor = _interceptor(service, config)
+    check_exposed(config, host, LOCK, locked=interceptor.locked)
+    credentials = credentials_of(config)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
     probe = _Health()
     for name in ("", *service.names):
@@ -143,7 +147,11 @@ async def serve(
         names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
     try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
+        port = (
+            server.add_secure_port(f"{host}:{config.port}", credentials)
+            if credentials
+            else server.add_insecure_port(f"{host}:{config.port}")
+        )
     except RuntimeError as error:
         raise PortInUseError(f"port: {config.host}:{config.port} is taken; give another") from error
     await server.start()
@@ -174,7 +182,7 @@ async def serve(
 def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
-    return RpcInterceptor(in_flight, starting=service.names)
+    return RpcInterceptor(in_flight, starting=service.names, guard=guard_of(config))
 
 
 async def _drain(service: Service, grace_s: float) -> None:

@@ -18,6 +18,11 @@ RPC_SECONDS = Histogram(
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600),
 )
 
+REFUSED_CALLS = Counter(
+    "rollmesh_refused_calls_total",
+    "Calls refused for their caller, by reason: no_token, unknown_token or wrong_role.",
+    ["reason"],
+)
 BYTES_IN_FLIGHT = Gauge(
     "rollmesh_bytes_in_flight", "Bytes of the requests that are being received and answered."
 )
@@ -30,6 +35,11 @@ def count_rpc(method: str, code: str, seconds: float) -> None:
     """Counts a completed RPC."""
     _counter(method, code).inc()
     _timer(method).observe(seconds)
+
+
+def count_refused(reason: str) -> None:
+    """Counts a call that was refused for its caller."""
+    REFUSED_CALLS.labels(reason).inc()
 
 
 def watch_bytes(in_flight: BytesInFlight) -> None:

@@ -1,0 +1,4 @@
+"""`rollmesh certs`: a CA and certificates for a trial of TLS.
+
+May import `runtime`.
+"""

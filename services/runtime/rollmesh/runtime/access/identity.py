@@ -1,0 +1,97 @@
+"""What this process shows to the servers that it calls: a token, a certificate, or both."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rollmesh.runtime.access.tls import TlsFiles
+from rollmesh.runtime.access.tokens import PresentedToken
+from rollmesh.runtime.config import Config, describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallerConfig(Config):
+    """Files that show servers who calls."""
+
+    token_file: str = ""
+    """File with the token that this process presents to the services that it calls; its first line
+    counts. It is read again when it changes. Others must not be able to read it (mode 0600)."""
+
+    tls_certificate_file: str = ""
+    """File with the certificate of this process and those between it and the CA, PEM. A service
+    serves TLS with it, and callers show it where certificates are asked for. It is read again when
+    it changes."""
+    tls_key_file: str = ""
+    """File with the key of the certificate, PEM. Others must not be able to read it (mode 0600)."""
+    tls_ca_file: str = ""
+    """File with the certificates of the CAs by which this process knows others, PEM. With it, all
+    services are called over TLS; without it, in plain text."""
+    tls_server_name: str = ""
+    """Name that the certificates of services must have; empty means the host of their address."""
+
+    def or_of(self, environ: Mapping[str, str]) -> "CallerConfig":
+        """Returns these files, and for those not given what `ROLLMESH_TOKEN_FILE` and so on name.
+
+        Args:
+            environ: The environment.
+        """
+        return CallerConfig(
+            **{
+                one.name: getattr(self, one.name) or environ.get(f"ROLLMESH_{one.name}".upper(), "")
+                for one in fields(CallerConfig)
+            }
+        )
+
+
+class Identity:
+    """What a caller shows."""
+
+    def __init__(self, config: CallerConfig) -> None:
+        """Reads the files.
+
+        Raises:
+            ConfigError: One of them cannot be read, or others may read it.
+        """
+        self.token = PresentedToken(Path(config.token_file)) if config.token_file else None
+        """The token that it presents; None if it has none."""
+        self.tls: TlsFiles | None = None
+        """Certificates for calls over TLS; None for calls in plain text."""
+        if config.tls_ca_file:
+            self.tls = TlsFiles(
+                config.tls_ca_file, config.tls_certificate_file, config.tls_key_file
+            )
+        self.tls_server_name = config.tls_server_name
+        """Name that certificates of services must have; empty means the host of the address."""
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Adds the flags of a tool that calls services: `--token-file` and so on."""
+    for setting in describe(CallerConfig, ""):
+        variable = f"ROLLMESH_{setting.name}".upper()
+        text = f"{setting.doc} [default: that of {variable}]"
+        parser.add_argument(setting.flag, default="", help=text)
+
+
+def present_files(options: Namespace, environ: Mapping[str, str]) -> None:
+    """Makes this process show what the flags of a tool name, or else the environment.
+
+    Raises:
+        ConfigError: A file cannot be read, or others may read it.
+    """
+    given = {one.name: getattr(options, one.name) for one in fields(CallerConfig)}
+    present(Identity(CallerConfig(**given).or_of(environ)))
+
+
+_of_process = Identity(CallerConfig())
+
+
+def present(identity: Identity) -> None:
+    """Makes this process show an identity in all calls that are given no other."""
+    global _of_process  # noqa: PLW0603 - like its log, a process has one
+    _of_process = identity
+
+
+def presented() -> Identity:
+    """Returns what this process shows."""
+    return _of_process

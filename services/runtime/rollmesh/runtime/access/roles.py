@@ -1,0 +1,142 @@
+"""The roles of a mesh, and the one table of which methods each of them may call."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a caller is to the mesh. A token or a certificate shows one or several roles."""
+
+    OPERATOR = "operator"
+    TRAINER = "trainer"
+    ENGINE = "engine"
+    ROUTER = "router"
+    GATEWAY = "gateway"
+    COLLECTOR = "collector"
+    SIDECAR = "sidecar"
+    AGENT = "agent"
+
+
+def role_named(name: str) -> Role | None:
+    """Returns the role of a name; None if there is none."""
+    return _BY_NAME.get(name)
+
+
+_BY_NAME = {str(role): role for role in Role}
+MEANING: Mapping[Role, str] = {
+    Role.OPERATOR: "People and tools that run the mesh: they inspect it, pause engines, move "
+    "consumers, and read stored sessions. They open no sessions and receive no deliveries.",
+    Role.TRAINER: "The trainer and its rollout runners: they open and close sessions, receive "
+    "trajectories, set rewards and push weights.",
+    Role.ENGINE: "An engine. It registers with the routers and calls nobody else.",
+    Role.ROUTER: "A router: it controls engines, brings weights to them, and shares weights with "
+    "its peers.",
+    Role.GATEWAY: "A gateway: it leases engines, generates on them, and hands closed sessions to "
+    "the collector.",
+    Role.COLLECTOR: "A collector. It registers with the routers and calls the scorer.",
+    Role.SIDECAR: "A sidecar: it passes turns of agents on to gateways, each with its session's "
+    "key.",
+    Role.AGENT: "An agent. It calls the HTTP of a sidecar with the key of its session; of gRPC, "
+    "only what describes a server.",
+}
+"""What each role is, in a sentence or two."""
+
+_R = Role
+_EVERY_ROLE = frozenset(Role)
+_SERVICES = frozenset({_R.ENGINE, _R.GATEWAY, _R.COLLECTOR, _R.SIDECAR})
+_OPERATES = frozenset({_R.OPERATOR, _R.TRAINER})
+_TRAINS = frozenset({_R.TRAINER})
+_CONTROLS = frozenset({_R.OPERATOR, _R.ROUTER})
+_GENERATES = frozenset({_R.GATEWAY, _R.ROUTER, _R.TRAINER})
+_TALKS = frozenset({_R.SIDECAR, _R.TRAINER})
+_ROUTES = frozenset({_R.ROUTER})
+
+_BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
+    "rollmesh.v1.RouterService": {
+        "Register": _SERVICES,
+        "Dispatch": frozenset({_R.GATEWAY, _R.ROUTER}),
+        "PlaceSession": _OPERATES,
+        "ListGateways": _OPERATES | _TALKS,
+        "ListReplicas": _OPERATES | {_R.GATEWAY},
+        "PauseEngines": _OPERATES,
+        "ResumeEngines": _OPERATES,
+        "SleepEngines": _OPERATES,
+        "WakeUpEngines": _OPERATES,
+        "ResetPrefixCaches": _OPERATES,
+        "AbortGenerations": _OPERATES,
+        "PushWeights": _OPERATES,
+        "ForgetWeights": _OPERATES,
+        "InitWeightTransfers": _TRAINS,
+        "ListKeptWeights": _ROUTES,
+        "FetchWeights": _ROUTES,
+        "SyncWeights": _ROUTES,
+    },
+    "rollmesh.v1.EngineService": {
+        "Generate": _GENERATES,
+        "StreamGenerate": _GENERATES,
+        "Abort": _GENERATES | {_R.OPERATOR},
+        "GetInfo": _GENERATES | {_R.OPERATOR},
+        "Pause": _CONTROLS,
+        "Resume": _CONTROLS,
+        "UpdateWeights": _CONTROLS,
+        "InitWeightTransfer": _CONTROLS,
+        "Sleep": _CONTROLS,
+        "WakeUp": _CONTROLS,
+        "ResetPrefixCache": _CONTROLS,
+    },
+    "rollmesh.v1.GatewayService": {
+        "CreateSession": _TRAINS,
+        "FindSession": _OPERATES,
+        "Chat": _TALKS,
+        "StreamChat": _TALKS,
+        "CountTokens": _TALKS,
+        "GetAnswer": _TALKS,
+        "WithdrawAnswer": _TALKS,
+        "CloseSession": _TALKS,
+        "RevokeSessionKey": _TRAINS,
+        "GetSession": _TRAINS,
+        "ListDeadLetters": frozenset({_R.OPERATOR}),
+        "RetryDeadLetter": frozenset({_R.OPERATOR}),
+        "DropDeadLetter": frozenset({_R.OPERATOR}),
+        "GetGatewayInfo": _OPERATES | _TALKS,
+    },
+    "rollmesh.v1.CollectorService": {
+        "Ingest": frozenset({_R.GATEWAY}),
+        "CreateConsumer": _TRAINS,
+        "GetConsumer": _OPERATES,
+        "ListConsumers": _OPERATES,
+        "UpdateConsumer": _OPERATES,
+        "DeleteConsumer": _OPERATES,
+        "Subscribe": _TRAINS,
+        "GetStats": _OPERATES,
+        "SetRewards": _TRAINS,
+        "Seek": _OPERATES,
+        "ListFiltered": _OPERATES,
+        "ListOpenGroups": _OPERATES,
+        "ReadSessions": _OPERATES,
+    },
+    "rollmesh.v1.ScorerService": {"Score": frozenset({_R.COLLECTOR})},
+    "rollmesh.v1.ServerService": {"GetServerInfo": _EVERY_ROLE},
+    "grpc.health.v1.Health": {"Check": _EVERY_ROLE, "List": _EVERY_ROLE, "Watch": _EVERY_ROLE},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": frozenset({_R.OPERATOR})},
+}
+
+TABLE: Mapping[str, frozenset[Role]] = {
+    f"/{service}/{method}": roles
+    for service, methods in _BY_SERVICE.items()
+    for method, roles in methods.items()
+}
+"""Roles that may call a method, by its full name; a method that is missing has no caller."""
+OPEN = frozenset({"/grpc.health.v1.Health/Check"})
+"""Methods that answer anyone who reaches the port. Probes of containers carry no secrets, and the
+answer says only whether the service serves."""
+
+
+def may_call(method: str, roles: frozenset[Role]) -> bool:
+    """Returns whether a caller may call a method.
+
+    Args:
+        method: Its full name: `/rollmesh.v1.RouterService/Register`.
+        roles: What the caller has shown; none for a stranger.
+    """
+    return method in OPEN or not roles.isdisjoint(TABLE.get(method, ()))
