@@ -10,6 +10,9 @@ from pathlib import Path
 from benchmarks.kills.audit import Interval
 from tests.collector.postgres_server import PostgresServer
 
+_SETTINGS = ("max_wal_size=64MB", "checkpoint_timeout=30s")
+"""So that its log stays small on a small disk, which is full only when it is to be."""
+
 
 class DatabaseLane:
     """A server that dies and returns with its data."""
@@ -18,7 +21,7 @@ class DatabaseLane:
 
     def __init__(self, folder: Path) -> None:
         """Creates an empty database cluster in a folder."""
-        self._server = PostgresServer(folder)
+        self._server = PostgresServer(folder, *_SETTINGS)
         self.url = f"postgresql://postgres@127.0.0.1:{self._server.port}/postgres"
         self.outages: list[Interval] = []
         self._gone: float | None = None

@@ -40,12 +40,13 @@ vfork, and gRPC's fork handlers would run in the child of a process that has gRP
 class PostgresServer:
     """A server that keeps its port and its data over restarts; it refuses to run as root."""
 
-    def __init__(self, parent: Path | None = None) -> None:
+    def __init__(self, parent: Path | None = None, *settings: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rollmesh-postgres-", dir=parent))
         self._data = self.folder / "data"
         self._data.mkdir()
         self._reserved = reserved_port()
         self.port = self._reserved.getsockname()[1]
+        self._settings = " ".join((_SETTINGS, *(f"-c {setting}" for setting in settings)))
         self._as: list[str] = []
         if os.geteuid() == 0:
             self._as = [sys.executable, "-I", "-S", "-c", _AS_NOBODY]
@@ -58,7 +59,7 @@ class PostgresServer:
         if self._processes():
             return
         (self._data / "postmaster.pid").unlink(missing_ok=True)
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 {_SETTINGS}"
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 {self._settings}"
         log = self.folder / "log"
         self._run(
             "pg_ctl",
