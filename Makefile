@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos fuzz lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-http-door bench-async kills soak chaos fuzz lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -108,6 +108,12 @@ help: ## Lists the targets
 	.venv-routers/bin/python $(PIP) --require-hashes -r requirements/bench-routers.txt
 	@touch $@
 
+.venv-http/.ready: requirements/bench-http.txt
+	@echo "setup: .venv-http from requirements/bench-http.txt: what bench-http-door compares"
+	$(PYTHON) -m venv .venv-http
+	.venv-http/bin/python $(PIP) --require-hashes -r requirements/bench-http.txt
+	@touch $@
+
 # --- the main job ----------------------------------------------------------------------------
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
@@ -167,6 +173,9 @@ bench-router: .venv/.ready ## What a lease costs, and a simulated week under eac
 
 bench-streaming: .venv/.ready ## What it costs to take tokens as they are sampled, by 256 generations on vLLM
 	.venv/bin/python -m benchmarks.streaming
+
+bench-http-door: .venv/.ready .venv-http/.ready ## HTTP servers: CPU per request, and what they survive
+	.venv/bin/python -m benchmarks.http_door
 
 bench-async: .venv/.ready ## GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo
@@ -298,6 +307,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra remote-agents --group docs -o requirements/docs.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
+	$(LOCK) --group http -o requirements/bench-http.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
@@ -308,4 +318,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The HTTP door: what servers cost, and what they survive."""
