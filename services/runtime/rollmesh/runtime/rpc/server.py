@@ -24,7 +24,7 @@ from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
 from rollmesh.runtime.rpc.locks import LOCK, check_exposed, credentials_of, guard_of
-from rollmesh.runtime.rpc.options import WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.rpc.options import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint, watch_bytes
@@ -34,10 +34,9 @@ _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
+    *SERVER_BOUNDS,
     ("grpc.so_reuseport", 0),  # otherwise a second server could bind the same port
     ("grpc.max_send_message_length", -1),  # a group may be of any size
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 
 
