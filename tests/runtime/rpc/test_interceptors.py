@@ -115,3 +115,16 @@ async def test_a_service_that_is_not_there_is_unimplemented() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(channel, name="rollmesh.test.Unknown")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_client_that_leaves_too_soon_is_no_unexpected_error(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = failing(grpc.aio.InternalError("Failed execute_batch"))  # as grpcio raises it
+    async with served(ScriptedService(left)) as (channel, _):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(channel, kind=kind, timeout=1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(channel, b"again", kind=kind, timeout=1)
+    assert [one.getMessage() for one in caplog.records if one.exc_info] == []
