@@ -53,7 +53,8 @@ class MeshAddresses(CallerConfig):
     collector: str = ""
     """host:port of the collector, or several, separated by commas; the router is then not asked."""
     sidecar: str = ""
-    """host:port of the OpenAI-compatible HTTP that agents call; the router is then not asked."""
+    """host:port or URL of the OpenAI-compatible HTTP that agents call; the router is then not
+    asked."""
 
     @classmethod
     def from_json(cls, text: str) -> "MeshAddresses":

@@ -23,6 +23,7 @@ from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.rpc.locks import check_exposed
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
+from rollmesh.sidecar.advertising import advertised
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
@@ -69,10 +70,13 @@ async def _serve_on(
 
 def _membership(config: SidecarConfig, port: int) -> Membership:
     """Tells the router where agents reach this sidecar."""
+    door = advertised(config, port)
     hello = router_pb2.ReplicaHello(
         replica_id=f"sidecar-{uuid.uuid4().hex}",
         kind=router_pb2.REPLICA_KIND_SIDECAR,
-        address=config.advertise or f"{config.host}:{port}",
+        address=door.address,
+        https=door.https,
+        path_prefix=door.path_prefix,
     )
     return Membership(config.router, hello, router_pb2.ReplicaLoad)
 

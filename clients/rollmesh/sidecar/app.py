@@ -1,6 +1,7 @@
 """The sidecar's routes: chat completions, models, health."""
 
 import uuid
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,7 +60,8 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     count_tokens = TurnEndpoint(CountTokens(), gateways, images, config)
     responses = TurnEndpoint(Responses(), gateways, images, config)
     stored, routes = StoredResponses(gateways, images), []
-    for prefix in ("", "/sessions/{session}"):
+    roots = dict.fromkeys(("", config.path_prefix))  # a proxy may strip the prefix or keep it
+    for prefix in (f"{root}{rest}" for root in roots for rest in ("", "/sessions/{session}")):
         routes += [
             Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/v1/messages", messages, methods=["POST"]),
@@ -72,7 +74,12 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
             Route(f"{prefix}/v1/models/{{model:path}}", model),
             Route(f"{prefix}/healthz", health),
         ]
-    handlers = {HTTPException: _refuse_path, RollmeshError: _refuse, Exception: _refuse}
+    refuse = partial(_refuse, config.path_prefix)
+    handlers = {
+        HTTPException: partial(_refuse_path, config.path_prefix),
+        RollmeshError: refuse,
+        Exception: refuse,
+    }
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -81,7 +88,7 @@ def _entry(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
 
 
-async def _refuse_path(request: Request, error: Exception) -> Response:
+async def _refuse_path(prefix: str, request: Request, error: Exception) -> Response:
     """Answers an unknown path or method; the path is not echoed, because it may contain a key."""
     allowed = error.headers if isinstance(error, HTTPException) else None
     if not allowed:
@@ -89,15 +96,15 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
             f"{request.method}: this path is not served; call .../v1/chat/completions, "
             ".../v1/messages, .../v1/responses or .../v1/models"
         )
-        return await _refuse(request, PathUnknownError(problem))
+        return await _refuse(prefix, request, PathUnknownError(problem))
     problem = f"{request.method}: this path is served with {', '.join(allowed.values())}"
-    response = await _refuse(request, MethodUnknownError(problem))
+    response = await _refuse(prefix, request, MethodUnknownError(problem))
     response.headers.update(allowed)
     return response
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _refuse(prefix: str, request: Request, error: Exception) -> Response:
     """Answers an error in the form of the protocol that the path speaks."""
-    protocol, request_id = protocol_of(request.scope["path"]), uuid.uuid4().hex
+    protocol, request_id = protocol_of(request.scope["path"], prefix), uuid.uuid4().hex
     http = protocol.error(typed(error), request_id)
     return as_response(http, protocol.request_id_header, request_id)

@@ -1,10 +1,28 @@
 """Settings of the sidecar."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ListeningConfig, Port
+
+_MOST_PREFIX_CHARS = 128
+_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class PathPrefix:
+    """The beginning of paths: segments that begin with a slash, or nothing."""
+
+    def problem(self, value: str) -> str:
+        """Returns what to give instead of a value; empty if the value is allowed."""
+        is_one = _PREFIX.fullmatch(value) and len(value) <= _MOST_PREFIX_CHARS
+        return "" if is_one else "give segments such as /a/b, without a slash at the end"
+
+    def __str__(self) -> str:
+        """Returns the phrase for the help."""
+        return "segments such as /a/b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +38,19 @@ class SidecarConfig(ListeningConfig):
     """host:port of the gateway, if there is only one; the router is then neither asked nor told of
     this sidecar."""
     advertise: str = ""
-    """host:port at which agents reach this sidecar; the router tells it to the SDK. Empty means the
-    host and the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from
-    which its host reaches the router."""
+    """host:port at which agents reach this sidecar, or behind a proxy the URL, such as
+    https://agents.example.org/rollmesh; the router tells it to the SDK. Empty means the host and
+    the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from which its
+    host reaches the router."""
+    path_prefix: Annotated[str, PathPrefix()] = ""
+    """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
+    it; paths without it are served too."""
+    https_certificate_file: str = ""
+    """File with the certificate that agents are shown, and those between it and its CA, PEM; agents
+    then connect by HTTPS only. It is read again when it changes. Empty serves plain HTTP."""
+    https_key_file: str = ""
+    """File with the key of that certificate, PEM. Others must not be able to read it (mode
+    0600)."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
     """How to treat a request that names a model that the mesh does not have: `take` answers it with
     the session's model under that name, as agents' auxiliary calls need; `refuse` answers 404,

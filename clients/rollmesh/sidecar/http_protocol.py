@@ -53,7 +53,7 @@ _PHRASES = {
 }
 
 
-def bounded(config: SidecarConfig, protocol_of: ProtocolOf) -> type[asyncio.Protocol]:
+def bounded(config: SidecarConfig, protocol_of: ProtocolOf) -> "type[BoundedProtocol]":
     """Returns the protocol class for the connections of a server."""
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
         self._in_head = self._in_body = False
-        self._leave: Callable[[], None] = lambda: None
+        self._leave: Callable[[], None] | None = None
         self._field_bytes = self._fields = 0  # of the head or of the trailers
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
@@ -111,9 +111,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accepts a connection, or refuses it if there are too many."""
         super().connection_made(transport)
-        address = address_of(transport.get_extra_info("peername"))
-        if not (problem := self.admitted.take(address)):
+        address, problem = address_of(transport.get_extra_info("peername")), ""
+        if self._leave is None and not (problem := self.admitted.take(address)):
             self._leave = partial(self.admitted.leave, address)
+        if not problem:
             self._wait_until(self.loop.time() + self.bounds.head_timeout_ms / 1000)
         elif not self.refused.take(address):
             self._leave = partial(self.refused.leave, address)
@@ -121,6 +122,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(TooManyConnectionsError(again, retry_delay_ms=_BUSY_MS))
         else:
             transport.abort()
+
+    def admit(self, leave: Callable[[], None]) -> None:
+        """Says that the connection has a place already, and how to leave it."""
+        self._leave = leave
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timer and tells the application that its client left."""
@@ -130,7 +135,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True  # uvicorn tells only the newest request
             self._running.message_event.set()
         self.pipeline.clear()
-        self._leave()
+        if self._leave is not None:
+            self._leave()
         self.in_flight.give(sum(self._held))
         self._held.clear()
         super().connection_lost(exc)
@@ -351,7 +357,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Closes the write side and drops further input: a full close could lose the answer."""
         if self.transport.is_closing():
             return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot; such a client is reset after a while
+            self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)

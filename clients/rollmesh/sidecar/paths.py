@@ -10,10 +10,11 @@ _MESSAGES = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/messages(?:
 _ANTHROPIC, _OPENAI = Messages(), ChatCompletions()
 
 
-def protocol_of(path: str) -> Protocol:
+def protocol_of(path: str, prefix: str = "") -> Protocol:
     """Returns Messages for its paths, and chat completions for all others.
 
     Args:
         path: Path of a request, perhaps with its query.
+        prefix: What may precede it.
     """
-    return _ANTHROPIC if _MESSAGES.match(path) else _OPENAI
+    return _ANTHROPIC if _MESSAGES.match(path.removeprefix(prefix)) else _OPENAI

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.http_protocol import bounded
+from rollmesh.sidecar.https import Certificate, Handshake, bounded_https
 from rollmesh.sidecar.paths import protocol_of
 
 _LAST_WORD_S = 1.0
@@ -20,11 +22,20 @@ class HttpServer(uvicorn.Server):
     """Serves an application on a socket and leaves signals to the process."""
 
     def __init__(self, app: ASGIApp, config: SidecarConfig) -> None:
-        """Takes the application and the connection limits."""
+        """Takes the application and the settings of its connections.
+
+        Raises:
+            ConfigError: The certificate or its key cannot be read.
+        """
+        speaks = partial(protocol_of, prefix=config.path_prefix)
+        self._handshakes: type[Handshake] | None = None
+        if config.https_certificate_file:
+            files = config.https_certificate_file, config.https_key_file
+            self._handshakes = bounded_https(config, speaks, Certificate(*files))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded(config, protocol_of),
+                http=self._handshakes or bounded(config, speaks),
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
@@ -37,6 +48,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets running requests finish within the grace, and ends the others with an error."""
+        for handshake in list(self._handshakes.running if self._handshakes else ()):
+            handshake.cancel()
         await super().shutdown(sockets)
         if self.server_state.tasks:
             await asyncio.wait(list(self.server_state.tasks), timeout=_LAST_WORD_S)

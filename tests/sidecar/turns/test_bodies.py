@@ -1,6 +1,6 @@
 """Bodies that are made to cost much: each is served, or refused with what is wrong with it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import httpx2
@@ -111,21 +111,25 @@ async def test_the_last_of_two_equal_names_counts_as_in_every_json_library(
     assert [text_of(one.messages[0]) for one in gateway.requests] == ["b"]
 
 
+MANY, BROKEN = "has more than 1,000,000 parts", "is not JSON"
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("begin", "part", "problem"),
     [
-        pytest.param(lambda size: b'{"a": [' + b"[]," * (size // 3), id="lists"),
-        pytest.param(lambda size: b'{"a": [' + b"1," * (size // 2), id="numbers"),
-        pytest.param(lambda size: b'{"a": [' + b'"",' * (size // 3), id="texts"),
-        pytest.param(lambda size: b'{"' + b'\\"' * (size // 2), id="a text that does not end"),
-        pytest.param(lambda size: b'"' * size, id="quotes"),
-        pytest.param(lambda size: b'{"a": "' + b"\\" * size, id="backslashes"),
-        pytest.param(lambda size: b" " * size, id="blanks"),
+        pytest.param(b'{"a": [', b"[],", MANY, id="lists"),
+        pytest.param(b'{"a": [', b"1,", MANY, id="numbers"),
+        pytest.param(b'{"a": [', b'"",', MANY, id="texts"),
+        pytest.param(b"{", b'"a\\\\":{},', MANY, id="names that end with a backslash"),
+        pytest.param(b"", b'"', MANY, id="quotes"),
+        pytest.param(b'{"', b'\\"', BROKEN, id="a text that does not end"),
+        pytest.param(b'{"a": "', b"\\", BROKEN, id="backslashes"),
+        pytest.param(b"", b" ", BROKEN, id="blanks"),
     ],
 )
-def test_a_body_with_too_many_parts_is_not_parsed(make: Callable[[int], bytes]) -> None:
-    with pytest.raises(InvalidFieldError, match=r"has more than 1,000,000 parts|is not JSON"):
-        parse_body(make(4_000_000))
+def test_a_body_with_too_many_parts_is_not_parsed(begin: bytes, part: bytes, problem: str) -> None:
+    with pytest.raises(InvalidFieldError, match=problem):
+        parse_body(begin + part * (4_000_000 // len(part)))
 
 
 def test_a_long_text_has_few_parts_whatever_it_says() -> None:

@@ -118,7 +118,7 @@ class SessionCalls(Connections):
             request.request_id = uuid.uuid4().hex
         sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
         opened = await self._opened(request, is_repeat=is_repeat)
-        base_url = f"http://{sidecar}/sessions/{opened.session_key}/v1"
+        base_url = f"{sidecar}/sessions/{opened.session_key}/v1"
         return Session(opened.session_id, opened.session_key, base_url, opened.model)
 
     async def close_session(

@@ -207,6 +207,8 @@ class ReplicaHello(_message.Message):
     JOURNAL_ID_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
+    HTTPS_FIELD_NUMBER: _builtins.int
+    PATH_PREFIX_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -235,6 +237,10 @@ class ReplicaHello(_message.Message):
     """Longest time between two of its reports, milliseconds, at most 60,000. 0 means 5,000."""
     store_id: _builtins.str
     """Id of its store, 1 to 128 characters. All collectors of a mesh have one store. Collectors only."""
+    https: _builtins.bool
+    """Whether agents reach it by HTTPS. Sidecars only."""
+    path_prefix: _builtins.str
+    """What the paths of its URLs begin with, such as "/rollmesh"; empty means nothing. Sidecars only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -254,10 +260,12 @@ class ReplicaHello(_message.Message):
         journal_id: _builtins.str = ...,
         report_interval_ms: _builtins.int = ...,
         store_id: _builtins.str = ...,
+        https: _builtins.bool = ...,
+        path_prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "https", b"https", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "path_prefix", b"path_prefix", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,9 @@ class Lookups:
     async def members(
         self, kind: router_pb2.ReplicaKind.ValueType, none: RollmeshError
     ) -> Sequence[str]:
-        """Returns the addresses of the members of a kind; as above, a router may be passed over.
+        """Returns where the members of a kind are; as above, a router may be passed over.
+
+        That is `host:port`, or the URL of a sidecar.
 
         Args:
             kind: Of the members.
@@ -131,7 +133,7 @@ class Lookups:
         async def list_them(stub: "Stub", limit_s: float) -> Sequence[str]:
             request = router_pb2.ListReplicasRequest(kind=kind)
             response = await stub.ListReplicas(request, timeout=limit_s)
-            found = [one.hello.address for one in response.replicas if one.hello.kind == kind]
+            found = [_where(one.hello) for one in response.replicas if one.hello.kind == kind]
             if not found:
                 raise none
             return found
@@ -141,6 +143,12 @@ class Lookups:
     async def aclose(self) -> None:
         """Closes the channels to the routers."""
         await self._routers.aclose()
+
+
+def _where(hello: router_pb2.ReplicaHello) -> str:
+    if hello.kind != router_pb2.REPLICA_KIND_SIDECAR:
+        return hello.address
+    return f"{'https' if hello.https else 'http'}://{hello.address}{hello.path_prefix}"
 
 
 def no_gateway() -> NoGatewayError:

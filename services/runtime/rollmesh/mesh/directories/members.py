@@ -138,18 +138,19 @@ class SidecarDirectory:
 
         Args:
             router: `host:port` of the router, or several separated by commas.
-            sidecar: `host:port` of the sidecar; the router is then not asked.
+            sidecar: `host:port` or URL of the sidecar; the router is then not asked.
             identity: What the calls show of the caller; None means what the process shows.
         """
         self._asks = bool(router and not sidecar)
-        self._found: Sequence[str] = (sidecar,)
+        url = sidecar.rstrip("/") if "://" in sidecar else f"http://{sidecar}"
+        self._found: Sequence[str] = (url,)
         self._lookups = Lookups(router, identity)
         self._list = Shared(self._read)
 
     async def any(self) -> str:
-        """Returns the address of a sidecar, which the router knew a moment ago.
+        """Returns the URL of a sidecar, which the router knew a moment ago.
 
-        It is empty if neither a router nor a sidecar is given.
+        It has no host if neither a router nor a sidecar is given.
 
         Raises:
             NoSidecarError: The router knows none.
