@@ -10,6 +10,7 @@ import argparse
 import json
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -19,8 +20,11 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 _TIMEOUT_S = 120
 
 
-def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb2.SessionRecord]]:
+def read_groups(
+    address: str, consumer: str, count: int, token: str = ""
+) -> list[list[session_pb2.SessionRecord]]:
     """Returns `count` groups, each durably acknowledged by the collector."""
+    shown = (("authorization", f"Bearer {token}"),) if token else ()
     outgoing: queue.Queue[collector_pb2.SubscribeRequest | None] = queue.Queue()
     hello = collector_pb2.SubscribeHello(consumer=consumer)
     outgoing.put(collector_pb2.SubscribeRequest(hello=hello))
@@ -36,8 +40,8 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb
     options = [("grpc.max_receive_message_length", -1)]  # a group may have any size
     with grpc.insecure_channel(address, options=options) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
-        create_consumer(stub, consumer)
-        call = stub.Subscribe(requests(), timeout=_TIMEOUT_S)
+        create_consumer(stub, consumer, shown)
+        call = stub.Subscribe(requests(), timeout=_TIMEOUT_S, metadata=shown)
         for response in call:
             if response.HasField("delivery"):
                 delivery = response.delivery
@@ -53,12 +57,14 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb
     return list(groups.values())
 
 
-def create_consumer(stub: collector_pb2_grpc.CollectorServiceStub, name: str) -> None:
+def create_consumer(
+    stub: collector_pb2_grpc.CollectorServiceStub, name: str, shown: tuple[tuple[str, str], ...]
+) -> None:
     """Creates a consumer of groups, unless it exists."""
     consumer = collector_pb2.Consumer(name=name, unit=collector_pb2.DELIVERY_UNIT_GROUP)
     request = collector_pb2.CreateConsumerRequest(consumer=consumer)
     try:
-        stub.CreateConsumer(request, timeout=_TIMEOUT_S)
+        stub.CreateConsumer(request, timeout=_TIMEOUT_S, metadata=shown)
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
             raise
@@ -93,8 +99,10 @@ def main() -> None:
     parser.add_argument("collector", help="HOST:PORT")
     parser.add_argument("--consumer", default="grpc-only")
     parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--token-file", type=Path, help="a trainer's; for a mesh that is locked")
     options = parser.parse_args()
-    groups = read_groups(options.collector, options.consumer, options.groups)
+    token = options.token_file.read_text().strip() if options.token_file else ""
+    groups = read_groups(options.collector, options.consumer, options.groups, token)
     print(json.dumps(summarise(groups)))
 
 

@@ -176,7 +176,9 @@ class Chaos:
                 await self._start(name)
 
 
-async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+async def run_chaos(
+    folder: Path, seconds: float, seed: int, *, locked: bool = False
+) -> dict[str, Any]:
     """Runs the mesh, and lets everything happen; returns the figures.
 
     Raises:
@@ -184,7 +186,7 @@ async def run_chaos(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         ExceptionGroup: A process did not start or did not end.
     """
     began = time.monotonic()
-    async with running_mesh(folder, seed) as mesh:
+    async with running_mesh(folder, seed, locked=locked) as mesh:
         events = plan_events(seed, seconds, mesh.targets)
         chaos = Chaos(mesh, events, random.Random(seed))
         if not mesh.disks:
@@ -230,10 +232,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="length of the events")
     parser.add_argument("--seed", type=int, default=None, help="of the events; random if not given")
     parser.add_argument("--keep", type=Path, default=None, help="folder for logs that stays")
+    parser.add_argument("--locked", action="store_true", help="over mutual TLS, with tokens")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        result = asyncio.run(run_chaos(options.keep or Path(name), options.seconds, seed))
+        folder = options.keep or Path(name)
+        result = asyncio.run(run_chaos(folder, options.seconds, seed, locked=options.locked))
     print(json.dumps(result))
     return int(any(result[name] for name in (*BOOKS, *_TOLD)))

@@ -13,6 +13,7 @@ from benchmarks.chaos.database import DatabaseLane
 from benchmarks.chaos.disks import Disk, mounted
 from benchmarks.chaos.events import Kind
 from benchmarks.chaos.wiring import Wiring
+from benchmarks.harness.locks import lock
 from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Interval
 from benchmarks.kills.lanes import Lane
@@ -39,6 +40,8 @@ class Mesh:
     clients: list[Lane] = field(default_factory=list)
     """The trainer and the agents, which are lanes too."""
     disks: dict[str, Disk] = field(default_factory=dict)
+    shown: dict[str, str] = field(default_factory=dict)
+    """The files by which trainers are known."""
     cut_off: list[Interval] = field(default_factory=list)
     """When a gateway was there and could not be reached, or the database could not write."""
 
@@ -76,12 +79,19 @@ class Mesh:
     def addresses(self, routers: str = "", sidecar: int = 0) -> dict[str, str]:
         """Returns what a client needs to know; without links to routers, their own addresses."""
         direct = ",".join(spec.address for spec in self.wiring.of("router"))
-        return {"router": routers or direct, "sidecar": self.wiring.of("sidecar")[sidecar].address}
+        agents = self.wiring.of("sidecar")[sidecar].address
+        return {**self.shown, "router": routers or direct, "sidecar": agents}
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, seed: int) -> AsyncIterator[Mesh]:
-    """Runs the mesh, its agents and its trainer until the block ends."""
+async def running_mesh(folder: Path, seed: int, *, locked: bool = False) -> AsyncIterator[Mesh]:
+    """Runs the mesh, its agents and its trainer until the block ends.
+
+    Args:
+        folder: For logs and data.
+        seed: Of the processes' choices.
+        locked: Whether the services talk over mutual TLS and show tokens too.
+    """
     tables = read_mesh(write_mesh(folder))
     tables["mesh"] |= _COUNTS
     tables["engine"] |= {"tokens_per_second": 100, "reply_tokens": 80}
@@ -89,7 +99,9 @@ async def running_mesh(folder: Path, seed: int) -> AsyncIterator[Mesh]:
         database, disk = _database(stack)
         tables["collector"] = {"store": database.url}
         tables["gateway"] |= {"journal": database.url}
-        mesh = Mesh(folder, Wiring(_plan(tables, stack)), {"database": database})
+        tokens, shown = lock(tables, folder / "locks") if locked else (None, {})
+        wiring = Wiring(_plan(tables, tokens, stack))
+        mesh = Mesh(folder, wiring, {"database": database}, shown=shown)
         if disk is not None:
             mesh.disks["database"] = disk
         for spec in mesh.wiring.specs:
@@ -113,13 +125,15 @@ def _database(stack: AsyncExitStack) -> tuple[DatabaseLane, Disk | None]:
     return DatabaseLane(folder), disk
 
 
-def _plan(tables: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[ProcessSpec]:
+def _plan(
+    tables: dict[str, dict[str, Any]], tokens: Path | None, stack: AsyncExitStack
+) -> list[ProcessSpec]:
     """Returns the services, with ports that are theirs as long as the mesh runs."""
 
     def free_port() -> int:
         return int(stack.enter_context(reserved_port()).getsockname()[1])
 
-    return plan_mesh(tables, free_port)
+    return plan_mesh(tables, free_port, tokens)
 
 
 async def _service(mesh: Mesh, spec: ProcessSpec, seed: int, stack: AsyncExitStack) -> Lane:

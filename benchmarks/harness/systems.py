@@ -9,10 +9,11 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.harness.locks import lock
 from benchmarks.harness.workload import reply_text, tool_list, user_text, vocabulary
 from examples.demo.chatml import END, make_tokenizer
 from rollmesh.cli.up.plan import plan_mesh, read_mesh
@@ -158,17 +159,29 @@ def make_model(folder: Path) -> Model:
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, gateways: int = 1) -> AsyncIterator[Mesh]:
-    """Runs router, engine, collector, and as many gateways and sidecars."""
+async def running_mesh(
+    folder: Path, gateways: int = 1, *, locked: bool = False
+) -> AsyncIterator[Mesh]:
+    """Runs router, engine, collector, and as many gateways and sidecars.
+
+    Args:
+        folder: From `make_model`.
+        gateways: Number of gateways, and of sidecars.
+        locked: Whether the services talk over mutual TLS and show tokens too.
+    """
     tables = read_mesh(folder / "mesh.toml")
-    data_dir = folder / f"mesh-{gateways}"
-    tables["mesh"] |= {"gateways": gateways, "sidecars": gateways, "data_dir": str(data_dir)}
-    config = folder / f"mesh-{gateways}.toml"
+    data_dir = folder / (f"mesh-{gateways}-locked" if locked else f"mesh-{gateways}")
+    shown = lock(tables, data_dir)[1] if locked else {}
+    counts = {"gateways": gateways, "sidecars": gateways}
+    tables["mesh"] |= {**counts, "tokens": locked, "data_dir": str(data_dir)}
+    config = folder / f"{data_dir.name}.toml"
     config.write_text(_toml(tables))
     command = ("-m", "rollmesh.cli", "up", f"--config={config}")
-    async with run_process(folder / f"up-{gateways}.log", sys.executable, *command) as process:
+    log = folder / f"up-{data_dir.name}.log"
+    async with run_process(log, sys.executable, *command) as process:
         text = await read_line(process, "UP ", folder)
-        addresses, said = MeshAddresses.from_json(text), json.loads(text)
+        said = json.loads(text)
+        addresses = replace(MeshAddresses.from_json(text), **shown)
         pids = {name.removesuffix("-0"): pid for name, pid in said["pids"].items()}
         first, *more = (int(at.rpartition(":")[2]) for at in said["sidecars"].values())
         async with Client(addresses) as client:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.kills.agents import Habits
@@ -251,12 +251,12 @@ async def _leaked(matrix: Matrix) -> int:
 
     Engines report their load once a second, so the last report may be outdated.
     """
-    routers = MeshAddresses.from_json(matrix.addresses).router.split(",")
+    addresses = replace(MeshAddresses.from_json(matrix.addresses), gateway="", collector="")
     until = time.monotonic() + _SETTLE_S
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(Client(MeshAddresses(router=router)))
-            for router in routers
+            await stack.enter_async_context(Client(replace(addresses, router=router)))
+            for router in addresses.router.split(",")
         ]
         while True:
             with suppress(RollmeshError):  # a router may be restarting

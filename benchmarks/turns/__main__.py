@@ -7,8 +7,9 @@ front of an equally fast fake engine, and in the base case so does LiteLLM's pro
 forwards chat requests. All get the same texts from the same load generator, in interleaved rounds;
 every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
 case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
-short fixed reply, not streamed. CPU time is measured with 64 concurrent sessions, and includes all
-work after the last answer, such as delivery to the collector.
+short fixed reply, not streamed; a second mesh, over mutual TLS and with tokens, gets the same. CPU
+time is measured with 64 concurrent sessions, and includes all work after the last answer, such as
+delivery to the collector.
 
 `--rounds` sets the number of rounds. The last line of the output is one JSON object.
 """
@@ -99,13 +100,19 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
             mesh = await stack.enter_async_context(running_mesh(folder))
             peer = await stack.enter_async_context(running_peer(folder, model))
             litellm = await stack.enter_async_context(running_litellm(folder, model))
+            tls = await stack.enter_async_context(running_mesh(folder, locked=True))
             timed, engine = await stack.enter_async_context(running_timed_mesh(folder))
-            systems: dict[str, System] = {"ours": mesh, "peer": peer, "litellm": litellm}
+            systems: dict[str, System] = {
+                "ours": mesh,
+                "tls": tls,
+                "peer": peer,
+                "litellm": litellm,
+            }
             for system in systems.values():
                 sessions = _TOGETHER_SESSIONS // 4
                 await measure(system, Shape(), sessions, sessions, seed=0)
             await cases.first_bytes(timed, engine, seed=0)
-        del systems["litellm"]
+        del systems["litellm"], systems["tls"]
         memory = await cases.memory(mesh, count)
         _show("memory", memory)
         spent = 0.0
@@ -115,7 +122,7 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
                 print(f"{len(rounds)} of {count} rounds: the host is slow")
                 return
             async with asyncio.timeout(_ROUND_TIMEOUT_S):
-                base = await _measure_base({**systems, "litellm": litellm}, seed)
+                base = await _measure_base({**systems, "tls": tls, "litellm": litellm}, seed)
                 figures = [memory, *await _measure_cases(systems, model, seed)]
                 figures.append(await cases.first_bytes(timed, engine, seed))
                 _show("first byte", figures[-1])
@@ -182,6 +189,9 @@ def _base_summary(rounds: Base) -> dict[str, object]:
     def rate(name: str, concurrent: int) -> float:
         return middle(name, concurrent, lambda one: one.turns_per_second)
 
+    def services_cpu(name: str) -> float:
+        return middle(name, 64, lambda one: one.cpu_ms)
+
     cpu: dict[str, float] = {}
     for name, prefix in (("ours", ""), ("peer", "peer_"), ("litellm", "litellm_")):
         for process in rounds[name, 64][0].cpu_ms_per_turn:
@@ -194,6 +204,8 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "p50_ms_64": round(middle("ours", 64, lambda one: one.p50_ms), 2),
         "p99_ms_64": round(middle("ours", 64, lambda one: one.p99_ms), 2),
         "cpu_ms_per_turn_by_process": cpu,
+        "tls_turns_ratio": round(rate("tls", 64) / rate("ours", 64), 3),
+        "tls_cpu_ratio": round(services_cpu("tls") / services_cpu("ours"), 3),
         "peer_turns_per_second_1": round(rate("peer", 1), 1),
         "peer_turns_per_second_64": round(rate("peer", 64), 1),
         "ratio_to_peer_64": round(rate("ours", 64) / rate("peer", 64), 3),

@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,7 +121,8 @@ async def test_a_trainer_with_the_stubs_alone_gets_the_next_group(project: Proje
     async with Client(project.addresses()) as client:
         runs = await run_group(client)
     collector = f"{project.ip(project.containers('collector')[0])}:7300"
-    (sessions,) = await asyncio.to_thread(read_groups, collector, "trainer", 1)
+    token = Path(project.addresses().token_file).read_text().strip()
+    (sessions,) = await asyncio.to_thread(read_groups, collector, "trainer", 1, token)
     assert [session.session_id for session in sessions] == [run.session_id for run in runs]
     assert summarise([sessions])["sessions"] == _SAMPLES
 

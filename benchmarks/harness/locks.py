@@ -1,0 +1,37 @@
+"""A mesh whose services talk over mutual TLS and show tokens too."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rollmesh.cli.certs.making import make_certificates
+from rollmesh.runtime.access.making import make_tokens, write_private
+
+_SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
+
+
+def lock(tables: dict[str, Any], folder: Path) -> tuple[Path, dict[str, str]]:
+    """Makes certificates and tokens, and gives every service of a mesh file its own certificate.
+
+    Args:
+        tables: From `read_mesh`; changed.
+        folder: Where the files are written.
+
+    Returns:
+        The folder of the tokens, for `plan_mesh`, and what the addresses of a trainer have.
+    """
+    write_private(folder / "certs", make_certificates([], datetime.now(UTC), days=1))
+    make_tokens(folder / "tokens")
+    for service in _SERVICES:
+        tables[service] = {**tables.get(service, {}), **_shown(folder, service)}
+    token_file = str(folder / "tokens" / "trainer.token")
+    return folder / "tokens", {"token_file": token_file, **_shown(folder, "trainer")}
+
+
+def _shown(folder: Path, role: str) -> dict[str, str]:
+    certs = folder / "certs"
+    return {
+        "tls_ca_file": f"{certs}/ca.crt",
+        "tls_certificate_file": f"{certs}/{role}.crt",
+        "tls_key_file": f"{certs}/{role}.key",
+    }
