@@ -35,6 +35,8 @@ _STATUS_OF_REASON = {
     "HEADERS_TOO_LARGE": 431,
     "TOO_MANY_CONNECTIONS": 503,
 }
+_OF_THE_SIDECAR = {"CALLER_UNKNOWN", "ROLE_REFUSED"}
+"""A gateway does not know the sidecar, or its role: nothing that an agent could send would help."""
 _MAX_PARAM_BYTES = 200
 _MOST_DELAY_S = 120  # SDKs ignore longer delays
 CHAT_PARAMS: Mapping[str, str] = {
@@ -180,6 +182,8 @@ def to_http(
         params: The protocol's names of the gateway's fields.
     """
     status, kind = _STATUS.get(error.code, (500, "server_error"))
+    if error.reason in _OF_THE_SIDECAR:
+        status, kind = 503, "server_error"
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
     param = cut_text(without_keys(param), _MAX_PARAM_BYTES)
