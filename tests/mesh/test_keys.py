@@ -141,7 +141,7 @@ async def test_no_key_is_in_anything_that_a_mesh_writes_or_shows(
         return answer.text
 
     seen: dict[str, Any] = {"log_level": "debug", "metrics_port": 0}
-    first = dict.fromkeys(SERVICES, seen)
+    first: dict[str, dict[str, Any]] = dict.fromkeys(SERVICES, seen)
     async with (
         scripted_mesh(tmp_path, tokenizer_dir, first=first, **seen) as mesh,
         mesh.client() as client,
