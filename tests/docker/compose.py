@@ -227,3 +227,4 @@ def _running(project: Project) -> Iterator[Project]:
         yield project
     finally:
         project.compose("down", "--volumes", "--remove-orphans")
+        project.folder.cleanup()
