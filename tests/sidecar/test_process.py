@@ -34,9 +34,16 @@ async def started(*flags: str) -> AsyncIterator[Process]:
         await process.communicate()
 
 
-async def port_of(process: Process) -> int:
+async def ready(process: Process) -> str:
+    """Returns the line of a sidecar that serves."""
     assert process.stdout is not None
-    word, _, line = (await process.stdout.readline()).decode().partition(" ")
+    line = (await process.stdout.readline()).decode()
+    assert line, (await process.communicate())[1].decode()
+    return line
+
+
+async def port_of(process: Process) -> int:
+    word, _, line = (await ready(process)).partition(" ")
     assert word == "READY"
     port: int = json.loads(line)["port"]
     return port
@@ -53,7 +60,7 @@ async def test_a_sidecar_serves_and_a_stop_lets_a_running_answer_end() -> None:
     async with (
         asyncio.timeout(200),
         serving(gateway) as address,
-        started("--gateway", address) as process,
+        started("--port", "0", "--gateway", address) as process,
     ):
         base_url = f"http://127.0.0.1:{await port_of(process)}/sessions/{KEY}/v1"
         async with AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
@@ -73,11 +80,10 @@ async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
     async with (
         asyncio.timeout(200),
         serving(gateway) as address,
-        started("--gateway", address, "--metrics-port", "0") as process,
+        started("--port", "0", "--gateway", address, "--metrics-port", "0") as process,
         httpx2.AsyncClient(timeout=60) as http,
     ):
-        assert process.stdout is not None
-        ports = json.loads((await process.stdout.readline()).removeprefix(b"READY "))
+        ports = json.loads((await ready(process)).removeprefix("READY "))
         body = {"messages": [{"role": "user", "content": "Hi"}], "store": True}
         path = f"http://127.0.0.1:{ports['port']}/sessions/{KEY}/v1/chat/completions"
         assert (await http.post(path, json=body)).status_code == 200
