@@ -101,7 +101,8 @@ async def test_a_sidecar_reaches_its_gateway_through_an_http_proxy_only() -> Non
     ):
         environ = {**os.environ, "https_proxy": proxy}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollmesh.sidecar", "--gateway", "gateway.mesh.invalid:7200",
+            sys.executable, "-m", "rollmesh.sidecar", "--port", "0", "--gateway",
+            "gateway.mesh.invalid:7200",
             stdout=PIPE, env=environ,
         )  # fmt: skip
         try:
