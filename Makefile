@@ -133,8 +133,9 @@ test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent
 
 # Folders whose tests start many services.
 WHOLE = cli docker docs faults mesh
-# A quarter of the remaining time: commands as processes, and conversations in every template.
-EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral gateway/turns/test_prompt
+# A third of the remaining time: commands as processes, conversations in every template, hostile clients.
+EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral chat/templates/test_probe \
+  conformance/test_against_rollmesh gateway/turns/test_prompt sidecar/test_attacks sidecar/turns/test_bodies
 
 CORE ?=
 MUTATION ?=

@@ -99,6 +99,8 @@ VECTORS: list[Any] = [
     ("llama3_json", '{"name": "no", "parameters": {}} it is',
      ('{"name": "no", "parameters": {}} it is', [], True)),
     ("llama3_json", ' {"other": 1}', (' {"other": 1}', [], False)),
+    ("llama3_json", '\n {<|python_tag|>{"name": "f", "parameters": {"n": 1}},',
+     ("\n {,", [("f", '{"n": 1}')], False)),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]g[ARGS]{}',
      ("", [("f", '{"n": 1}'), ("g", "{}")], False)),
     ("mistral", 'So. [TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"n": 1}',

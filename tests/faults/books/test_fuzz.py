@@ -12,7 +12,7 @@ from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.fuzz import WRONG, run_fuzz
 from benchmarks.fuzz.messages import Messages
 from benchmarks.fuzz.readers import Readers
-from rollmesh.v1 import gateway_pb2
+from rollmesh.v1 import gateway_pb2, router_pb2
 from tests.paths import ROOT
 
 FOUND = ROOT / "tests" / "faults" / "books" / "found.jsonl"
@@ -79,3 +79,10 @@ def test_what_belongs_to_others_is_never_sent() -> None:
     for _ in range(300):
         made = messages.made(gateway_pb2.CreateSessionRequest.DESCRIPTOR)
         assert b"\x07trainer" not in made.SerializeToString()
+
+
+def test_no_engine_is_taken_out_of_service_by_word() -> None:
+    messages = Messages(random.Random(1), ["engine-0"], frozenset())
+    for _ in range(300):
+        made: Any = messages.made(router_pb2.ReleaseLease.DESCRIPTOR)
+        assert not made.engine_fault

@@ -145,11 +145,11 @@ class ObjectCallParser(StepParser):
         if header:
             return self._begin(header, events)
         if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(self._held):
-            # An answer that is JSON but no call.
+            # JSON but no call, which may follow.
             self._state = _State.TEXT
-            self.emit_text(self._opened + self._held, events)
-            self._held = ""
-            return False
+            self.emit_text(self._opened + self._held[:1], events)
+            self._held = self._held[1:]
+            return True
         if at < 0:
             return False
         self._whole_body(*self._take_body(at), events)
