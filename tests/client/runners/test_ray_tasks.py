@@ -95,9 +95,10 @@ async def test_a_task_that_is_to_end_is_interrupted_and_its_worker_killed_where_
     begun, interrupted = tmp_path / "begun", tmp_path / "interrupted"
 
     def agent(sample: Any) -> None:
-        begun.write_text(f"{os.getpid()}\n")
         while True:
             try:
+                if not begun.exists():  # in here: it is interrupted as soon as it says so
+                    begun.write_text(f"{os.getpid()}\n")
                 time.sleep(0.01)  # Ray interrupts between two system calls
             except KeyboardInterrupt:
                 interrupted.write_text("interrupted\n")
