@@ -95,6 +95,11 @@ def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
     return None
 
 
+_LOST_WHILE_SENDING = "Internal error from Core"
+"""What grpcio says by itself if it cannot write to a stream, because the peer or the connection has
+gone: the peer has given no status."""
+
+
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     """Returns the typed error of a failed call; `RemoteError` if the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
@@ -102,7 +107,10 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     code = _code_of(error)
     status = _status_of(error)
     if status is None:
-        return RemoteError(error.details() or "", code)
+        details = error.details() or ""
+        if code == "INTERNAL" and details == _LOST_WHILE_SENDING:
+            return RemoteError("the connection was lost while a request was sent", "UNAVAILABLE")
+        return RemoteError(details, code)
     status.message = status.message or error.details() or ""
     return from_status(status, code)
 
