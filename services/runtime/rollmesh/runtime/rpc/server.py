@@ -135,24 +135,8 @@ async def serve(
     check_exposed(config, host, LOCK, locked=interceptor.locked)
     credentials = credentials_of(config)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
-    probe = _Health()
-    for name in ("", *service.names):
-        await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    service.register(server)
-    info = ServerServicer(service.names[0], service.capabilities)
-    server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
-    if config.reflection:
-        names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-    try:
-        port = (
-            server.add_secure_port(f"{host}:{config.port}", credentials)
-            if credentials
-            else server.add_insecure_port(f"{host}:{config.port}")
-        )
-    except RuntimeError as error:
-        raise PortInUseError(f"port: {config.host}:{config.port} is taken; give another") from error
+    probe = await _registered(server, service, config)
+    port = _bound_port(server, f"{host}:{config.port}", credentials)
     await server.start()
     address = config.advertise or f"{config.host}:{port}"
     metrics_port = None if config.metrics_port < 0 else config.metrics_port
@@ -176,6 +160,34 @@ async def serve(
         return failure
     finally:
         await server.stop(0)
+
+
+async def _registered(server: grpc.aio.Server, service: Service, config: ServerConfig) -> _Health:
+    """Adds the service and what describes it to a server; returns its health, not serving yet."""
+    probe = _Health()
+    for name in ("", *service.names):
+        await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    service.register(server)
+    info = ServerServicer(service.names[0], service.capabilities)
+    server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
+    if config.reflection:
+        names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    return probe
+
+
+def _bound_port(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
+) -> int:
+    try:
+        return (
+            server.add_secure_port(address, credentials)
+            if credentials
+            else server.add_insecure_port(address)
+        )
+    except RuntimeError as error:
+        raise PortInUseError(f"port: {address} is taken; give another") from error
 
 
 def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
