@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
@@ -112,6 +113,18 @@ async def test_a_router_that_has_just_started_waits_for_its_engines(routers: Rou
         asked = tasks.create_task(client.pause_engines())
         async with noting_engine(only, "a"), noting_engine(only, "b"):
             assert sorted(one.engine_id for one in await asked) == ["a", "b"]
+
+
+async def test_a_push_to_a_router_that_has_just_started_waits_for_its_model(
+    routers: Routers,
+) -> None:
+    await routers.start(0, gather_ms=8_000)
+    only = routers.addresses[0]
+    async with Client(MeshAddresses(router=only)) as client, asyncio.TaskGroup() as tasks:
+        pushing = tasks.create_task(client.push_weights({"w": np.ones(1, np.float32)}, 1))
+        async with noting_engine(only, "a") as engine:
+            await pushing
+            await engine.until_taken(1)
 
 
 async def test_joining_a_transfer_is_not_repeated(routers: Routers) -> None:

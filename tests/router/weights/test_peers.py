@@ -50,6 +50,7 @@ class Pair:
     async def push(self, number: int, version: int, data: bytes, request_id: str = "") -> int:
         """Pushes weights to one of them; returns the version that engines must hold."""
         header = router_pb2.PushWeightsHeader(
+            model="policy",  # which one router knows before the other
             policy_version=version,
             pause_mode=engine_pb2.PAUSE_MODE_KEEP,
             safetensors_bytes=len(data),

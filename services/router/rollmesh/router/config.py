@@ -23,7 +23,7 @@ class RouterConfig(ServerConfig):
     """Timeout of a control call to one engine, milliseconds."""
     gather_ms: Annotated[int, Bounds(0)] = 2_000
     """Time after its start in which engines register again, milliseconds. Control calls wait for
-    its end, so that they reach all of them."""
+    its end, so that they reach all of them; so does a push of a model that is not registered."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
     missed_reports: Annotated[int, Bounds(2)] = 5

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from rollmesh.router.engine_calls import call_engine
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.models import Models
-from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, PrefixCacheInUseError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
@@ -21,17 +20,10 @@ class Control:
     Every method raises `InvalidFieldError` if the mesh does not have the model.
     """
 
-    def __init__(self, models: Models, timeout_s: float, gather_ms: int) -> None:
-        """Takes the models and two times.
-
-        Args:
-            models: The models and their engines.
-            timeout_s: Timeout of a call to one engine, seconds.
-            gather_ms: Time from now in which engines register again, milliseconds.
-        """
+    def __init__(self, models: Models, timeout_s: float) -> None:
+        """Takes the models and their engines, and the timeout of a call to one engine, seconds."""
         self._models = models
         self._timeout_s = timeout_s
-        self._gathered_ms = clock.monotonic_ms() + gather_ms
 
     async def pause(self, request: engine_pb2.PauseRequest) -> list[router_pb2.EngineResult]:
         """Pauses the engines of a model."""
@@ -128,8 +120,7 @@ class Control:
 
     async def _named(self, model: str) -> str:
         """Returns the model that a call names, once engines can have registered."""
-        if (wait_ms := self._gathered_ms - clock.monotonic_ms()) > 0:
-            await asyncio.sleep(wait_ms / 1000)
+        await self._models.gathered()
         return self._models.named(model)
 
     async def _fan_out(

@@ -35,7 +35,7 @@ class RouterService:
         )
         metrics.watch(self.table)
         members = Members(config.missed_reports)
-        models = Models(self.table.fleet, members, config.data_dir)
+        models = Models(self.table.fleet, members, config.data_dir, config.gather_ms)
         self._servicer = RouterServicer(self.table, members, models, config)
         self._generations = GenerationServicer(models, config, f"router-{uuid.uuid4().hex}")
 

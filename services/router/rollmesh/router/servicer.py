@@ -48,7 +48,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._table = table
         self._members = members
         self._models = models
-        self._control = Control(models, config.control_timeout_ms / 1000, config.gather_ms)
+        self._control = Control(models, config.control_timeout_ms / 1000)
         self._pushes = Pushes(models, config)
         self._router_id = uuid.uuid4().hex
         self._dispatch = Dispatch(table, self._router_id)

@@ -9,6 +9,7 @@ from rollmesh.router.leasing.engines import Engine, Target
 from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.membership.members import Members
 from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models
+from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, router_pb2
 
@@ -20,8 +21,16 @@ class Models:
     `offered`.
     """
 
-    def __init__(self, fleet: Fleet, members: Members, data_dir: Path) -> None:
-        """Takes the state of the mesh and the folder of kept weights."""
+    def __init__(self, fleet: Fleet, members: Members, data_dir: Path, gather_ms: int = 0) -> None:
+        """Takes the state of the mesh and the folder of kept weights.
+
+        Args:
+            fleet: The engines.
+            members: Engines, gateways and collectors.
+            data_dir: Folder of the kept weights.
+            gather_ms: Time from now in which engines register again, milliseconds.
+        """
+        self._gathered_ms = clock.monotonic_ms() + gather_ms
         self._fleet = fleet
         self._members = members
         self._data_dir = data_dir
@@ -69,6 +78,21 @@ class Models:
         names = ", ".join(known) or "none: no engine or gateway is registered yet"
         problem = f"{model!r} is not in the mesh" if model else "is empty"
         raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
+
+    async def gathered(self) -> None:
+        """Returns once engines can have registered again after this router's start."""
+        if (wait_ms := self._gathered_ms - clock.monotonic_ms()) > 0:
+            await asyncio.sleep(wait_ms / 1000)
+
+    async def named_when_known(self, model: str, field: str = "model") -> str:
+        """Returns the model that a call names; waits only while it may not have registered yet.
+
+        Raises:
+            InvalidFieldError: As by `named`.
+        """
+        if model not in self.names():
+            await self.gathered()
+        return self.named(model, field)
 
     def loads(self, model: str) -> list[router_pb2.ReplicaLoad]:
         """Returns the last loads of the engines of a model."""

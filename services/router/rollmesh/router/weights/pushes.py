@@ -92,7 +92,7 @@ class Pushes:
             StoreError: The weights could not be stored.
             DeadlineError: The sender paused for too long.
         """
-        header.model = self._models.named(header.model, "header.model")
+        header.model = await self._models.named_when_known(header.model, "header.model")
         header.push_id = uuid.uuid4().hex
         kept = self._models.kept(header.model)
         check_update(header)
@@ -117,7 +117,7 @@ class Pushes:
             InvalidFieldError: The mesh does not have the model.
             StoreError: The files cannot be removed.
         """
-        model = self._models.named(model)
+        model = await self._models.named_when_known(model)
         kept = self._models.kept(model)
         await self._peers.sync()
         async with self._models.lock(model):
