@@ -11,7 +11,7 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
-from rollmesh.runtime.config import Setting, describe
+from rollmesh.runtime.config import MeshConfig, Setting, describe
 from rollmesh.scorer.config import ScorerConfig
 from rollmesh.sidecar.config import SidecarConfig
 
@@ -33,31 +33,42 @@ list.
 |---|---|
 | flag | `--max-sessions=1000` |
 | environment variable | `ROLLMESH_GATEWAY_MAX_SESSIONS=1000` |
-| file for `rollmesh gateway --config` | `max_sessions = 1000` |
-| file for `rollmesh up --config` | `max_sessions = 1000` under `[gateway]` |
+| file (`--config`) | `max_sessions = 1000` under `[gateway]` |
 
 Every variable is `ROLLMESH_`, the service and the setting's name, in capitals. Times are in
-milliseconds and sizes in bytes, as the names say. `[mesh]` in the file of `rollmesh up` holds what
-the services share: [operations](operations.md#on-one-machine).
+milliseconds and sizes in bytes, as the names say.
+
+One file serves all: `rollmesh up --config mesh.toml` and `rollmesh SERVICE --config mesh.toml` read
+the same one. A service takes its own table and what `[mesh]` shares; its table has more weight.
+[Operations](operations.md#one-file) has an example. A flag with a password or a token is refused,
+because `ps` shows it: write it into the file or the environment.
 """
+_KEYS = "| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
 _HEAD = "| flag | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
 
 
 def page() -> str:
     """Returns the page."""
-    return _INTRO + "".join(_section(name, config) for name, config in CONFIGS.items())
+    sections = "".join(_section(name, config) for name, config in CONFIGS.items())
+    return f"{_INTRO}{_mesh()}{sections}"
+
+
+def _mesh() -> str:
+    """Returns the section of what all share, which no flag and no variable sets."""
+    rows = "".join(_row(setting, setting.name) for setting in describe(MeshConfig, "mesh"))
+    return f"\n## Mesh\n\nKeys of `[mesh]`. They are no flags and no variables.\n\n{_KEYS}{rows}"
 
 
 def _section(service: str, config: type[Any]) -> str:
-    rows = "".join(_row(setting) for setting in describe(config, service))
+    rows = "".join(_row(setting, setting.flag) for setting in describe(config, service))
     return f"\n## {service.capitalize()}\n\n{_HEAD}{rows}"
 
 
-def _row(setting: Setting) -> str:
+def _row(setting: Setting, name: str) -> str:
     default = "" if setting.default in ("", {}) else f"`{setting.default}`"
     allowed = str(setting.bound) if setting.bound is not None else ""
     cells = (
-        f"`{setting.flag}`",
+        f"`{name}`",
         setting.kind.__name__,
         default,
         allowed,

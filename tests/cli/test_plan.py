@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.up.plan import ProcessSpec, Restarts, plan_mesh, read_mesh, visible_gpus
+from rollmesh.cli.up.plan import ProcessSpec, Restarts, plan_mesh, visible_gpus
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.config import ConfigError, mesh_config, parse_config, read_mesh
 from rollmesh.scorer.config import ScorerConfig
 from rollmesh.sidecar.config import SidecarConfig
 
@@ -262,6 +262,43 @@ def test_a_password_of_a_table_is_no_flag() -> None:
     spec = plan(collector={"store": url})["collector"]
     assert not any("hunter2" in flag for flag in spec.flags)
     assert parse_config(CollectorConfig, "collector", spec.flags, spec.variables).store == url
+
+
+def test_the_environment_wins_over_the_file_here_too() -> None:
+    tables = {"mesh": {"engines": 2}, "engine": {"dtype": "float32", "port": 7400}}
+    environment = {"engine": {"dtype": "bfloat16", "port": "7450", "metrics_port": "9100"}}
+    specs = {one.name: one for one in plan_mesh(tables, ports(), None, environment)}
+    found = [config_of(specs[name]) for name in ("engine-0", "engine-1")]
+    assert [one.dtype for one in found] == ["bfloat16"] * 2
+    assert [one.port for one in found] == [7450, 7451]
+    assert [one.metrics_port for one in found] == [9100, 9101]
+
+
+def test_a_file_means_the_same_to_a_service_that_is_started_by_itself(tmp_path: Path) -> None:
+    text = """
+    [mesh]
+    data_dir = "data"
+    host = "127.0.0.2"
+    model = "coder"
+    certificates_dir = "certs"
+    [router]
+    port = 7150
+    [scorer]
+    function = "a:b"
+    port = 7550
+    [gateway]
+    max_sessions = 5
+    """
+    path = written(tmp_path, text)
+    tables = read_mesh(path)
+    decided = {"port", "engine_id", "gateway_id"}
+    specs = plan_mesh(tables, ports(), mesh_config(tables).tokens_path)
+    assert len(specs) == 6
+    for spec in specs:
+        cls = CONFIGS[spec.service]
+        alone = vars(parse_config(cls, spec.service, [f"--config={path}"], {}))
+        planned = vars(config_of(spec))
+        assert {name for name in alone if alone[name] != planned[name]} <= decided
 
 
 def test_a_services_table_beats_the_mesh_table() -> None:

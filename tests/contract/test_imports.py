@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rollmesh.cli.up.plan import SERVICES
+from rollmesh.runtime.config import SERVICES
 
 LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, sep='\\n')"
 FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}

@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 import pytest
 
-from rollmesh.cli.up.plan import SERVICES, plan_mesh, read_mesh
+from rollmesh.cli.up.plan import plan_mesh
 from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
 from rollmesh.gateway.commands import DEAD_LETTERS
 from rollmesh.router.commands import FORGET
 from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.runtime.config import SERVICES, read_mesh
 from tests.docs.pages import PAGES, Block, blocks
 from tests.paths import ROOT
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from rollmesh.runtime.config import Bounds, OneOf
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ListeningConfig, Port
 
 _MOST_PREFIX_CHARS = 128
@@ -31,7 +31,7 @@ class SidecarConfig(ListeningConfig):
 
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
-    router: str = "127.0.0.1:7100"
+    router: str = LOCAL_ROUTER
     """host:port of the router, which knows the gateway of every session; or several separated by
     commas."""
     gateway: str = ""

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.up.plan import plan_mesh, read_mesh
+from rollmesh.cli.up.plan import plan_mesh
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.service import EngineService
-from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.config import ConfigError, parse_config, read_mesh
 from rollmesh.runtime.errors import EngineStartError
 from tests.processes import run_refused
 
@@ -72,11 +72,9 @@ def test_options_come_by_flag_by_file_and_by_a_mesh(tmp_path: Path) -> None:
     wanted = {"tensor_parallel_size": 2, "hf_overrides": {"rope_theta": 1.0}}
     by_flag = parse_config(EngineConfig, "engine", [f"--vllm={json.dumps(wanted)}"], {})
     assert by_flag.vllm == wanted
-    table = "{}tensor_parallel_size = 2\nhf_overrides = {{rope_theta = 1.0}}\n"
-    path = tmp_path / "engine.toml"
-    path.write_text(table.format("[vllm]\n"))
+    path = tmp_path / "mesh.toml"
+    path.write_text("[engine.vllm]\ntensor_parallel_size = 2\nhf_overrides = {rope_theta = 1.0}\n")
     assert parse_config(EngineConfig, "engine", [f"--config={path}"], {}).vllm == wanted
-    path.write_text(table.format("[engine.vllm]\n"))
     (flags,) = [
         spec.flags for spec in plan_mesh(read_mesh(path), lambda: 1) if "engine" in spec.name
     ]

@@ -7,11 +7,12 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from rollmesh.cli.up.plan import MeshConfig, mesh_config, plan_mesh, read_mesh, visible_gpus
+from rollmesh.cli.services import environment
+from rollmesh.cli.up.plan import plan_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.access.making import make_tokens
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import ConfigError, MeshConfig, mesh_config, read_mesh
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
 
@@ -19,7 +20,9 @@ from rollmesh.runtime.telemetry.logs import configure_logging
 def main() -> int:
     """Returns the exit code: 0 after a stop, 1 if the mesh cannot start, 2 for a bad setting."""
     parser = argparse.ArgumentParser(prog="rollmesh up", description=__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file that describes the mesh")
+    parser.add_argument(
+        "--config", type=Path, help="TOML file of the mesh: [mesh], and a table for each service"
+    )
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     options = parser.parse_args()
     configure_logging("up", "info")
@@ -28,7 +31,7 @@ def main() -> int:
         tables = read_mesh(options.config)
         tokens = _tokens(mesh_config(tables))
         with closing(free_ports()) as ports:
-            specs = plan_mesh(tables, ports.__next__, tokens)
+            specs = plan_mesh(tables, ports.__next__, tokens, environment(os.environ))
         environments = {
             spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
             for spec in specs
@@ -51,14 +54,15 @@ def _tokens(mesh: MeshConfig) -> Path | None:
     Raises:
         ConfigError: They cannot be written.
     """
-    if not mesh.tokens:
+    if mesh.tokens_path is None:
         return None
-    folder = (mesh.data_dir / "tokens").resolve()
+    folder = mesh.tokens_path.resolve()
     if not (folder / "accepted").exists():
         try:
             make_tokens(folder)
         except OSError as error:
-            raise ConfigError(f"mesh.data_dir: {error}") from error
+            name = "locks_dir" if mesh.locks_dir else "data_dir"
+            raise ConfigError(f"mesh.{name}: {error}") from error
     return folder
 
 

@@ -1,67 +1,31 @@
-"""The processes of a mesh on one machine, planned from one small TOML file or from defaults.
+"""The processes of a mesh on one machine, planned from a mesh file or from defaults.
 
-[mesh]                      # the fields of `MeshConfig`
-engines = 2
-
-[engine]                    # any flag of the service; likewise router, gateway, collector, sidecar
-backend = "vllm"            # a free port is chosen unless the table names one
-dtype = "float32"
-
-[scorer]                    # a scorer runs if the table is there
-function = "module:function"
-
-[engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
-tensor_parallel_size = 2
-
-[[model]]                   # the fields of `ModelConfig`; one table for each of several models
-name = "judge"
-[model.engine]              # flags of this model's engines; likewise [model.gateway]
-max_context_tokens = 8192
+`rollmesh.runtime.config.mesh_file` says what the file means. A free port is chosen for each process
+whose table names none.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
-from rollmesh.cli.up.models import MeshModel, ModelConfig, merged, read_models
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, has_password, read_file
+from rollmesh.runtime.config import (
+    ConfigError,
+    MeshConfig,
+    MeshModel,
+    Table,
+    Tables,
+    has_secret,
+    mesh_config,
+    mesh_models,
+    own_table,
+    shared_settings,
+)
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
-SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
-_Table: TypeAlias = Mapping[str, Any]
-_Tables: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig(Config):
-    """The `[mesh]` table: what the services of one machine share."""
-
-    host: str = "127.0.0.1"
-    """Address of all services."""
-    data_dir: Path = Path("var/mesh")
-    """Folder of stores and logs."""
-    tokens: bool = True
-    """Whether the services are locked: all accept the tokens in the folder `tokens` of `data_dir`,
-    which are made once, and nobody else."""
-    model_path: Path = Path("var/model")
-    """Folder of the policy: weights, tokenizer and chat template."""
-    model: str = "policy"
-    """Name of the model, as agents give it."""
-    routers: Annotated[int, Bounds(1)] = 1
-    """Number of routers; with two the mesh goes on when one dies. All processes are told of all."""
-    engines: Annotated[int, Bounds(1)] = 1
-    """Number of engines."""
-    gpus_per_engine: Annotated[int, Bounds(0)] = 0
-    """GPUs that each engine has to itself; 0 lets every engine see all GPUs of this process."""
-    gateways: Annotated[int, Bounds(1)] = 1
-    """Number of gateways; the router places each new session on the one with the fewest."""
-    sidecars: Annotated[int, Bounds(1)] = 1
-    """Number of sidecars; each serves every session."""
-    collectors: Annotated[int, Bounds(1)] = 1
-    """Number of collectors; several need a store that they share."""
+_Environment = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +36,8 @@ class _Process:
     service: str
     number: int
     """Counts the processes that share the port setting."""
-    table: _Table
-    """The settings of the file for it."""
+    table: Table
+    """The settings that the environment or the file has for it."""
     model: MeshModel | None = None
     gpus: tuple[int, ...] = ()
 
@@ -96,52 +60,11 @@ class ProcessSpec:
     """Environment variables of its settings with passwords, which `ps` would show as flags."""
 
 
-def read_mesh(path: Path | None) -> dict[str, Any]:
-    """Returns the tables of a mesh file; none without a file.
-
-    Raises:
-        ConfigError: The file cannot be read, or has a table that no mesh has.
-    """
-    tables: dict[str, Any] = {} if path is None else read_file(path)
-    known = {"mesh", "model", *SERVICES}
-    for name, table in tables.items():
-        if name not in known or not (isinstance(table, dict) or name == "model"):
-            raise ConfigError(
-                f"{name}: is not a table of a mesh file; give {', '.join(sorted(known))}"
-            )
-    _models(tables, mesh_config(tables))
-    return tables
-
-
-def _models(tables: _Tables, mesh: MeshConfig) -> list[MeshModel]:
-    default = ModelConfig(
-        name=mesh.model,
-        model_path=mesh.model_path,
-        engines=mesh.engines,
-        gpus_per_engine=mesh.gpus_per_engine,
-        gateways=mesh.gateways,
-    )
-    if "model" not in tables:
-        return [MeshModel(default, {}, "")]
-    if "model" in tables.get("mesh", {}):
-        raise ConfigError("mesh.model: each [[model]] has its name; leave this one out")
-    return read_models(tables["model"], default)
-
-
-def mesh_config(tables: _Tables) -> MeshConfig:
-    """Returns the `[mesh]` table of a mesh file.
-
-    Raises:
-        ConfigError: Names the setting and what is wrong with it.
-    """
-    try:
-        return fill(MeshConfig, tables.get("mesh", {}))
-    except ConfigError as error:
-        raise ConfigError(f"mesh.{error}") from error
-
-
 def plan_mesh(
-    tables: _Tables, free_port: Callable[[], int], tokens: Path | None = None
+    tables: Tables,
+    free_port: Callable[[], int],
+    tokens: Path | None = None,
+    environment: _Environment | None = None,
 ) -> list[ProcessSpec]:
     """Returns the processes in the order in which they start.
 
@@ -149,76 +72,96 @@ def plan_mesh(
         tables: What `read_mesh` returned.
         free_port: Returns a port for a service whose table names none.
         tokens: Folder with the tokens that lock the services; None leaves them open.
+        environment: Settings that the environment gives, by service; they win over the file.
 
     Raises:
         ConfigError: Names the setting and what is wrong with it.
     """
     mesh = mesh_config(tables)
-    processes = list(_processes(tables, mesh))
+    processes = list(_processes(tables, mesh, environment or {}))
     address = {
         one.name: f"{one.table.get('host', mesh.host)}:{_port(one, free_port)}" for one in processes
     }
     routers = [address[one.name] for one in processes if one.service == "router"]
-    shared = _shared_settings(mesh, ",".join(routers))
-    if "scorer" in tables:
-        shared["collector"] |= _scoring(tables["scorer"], address["scorer"])
-    specs: list[ProcessSpec] = []
-    for one in processes:
-        settings = {"host": mesh.host, **shared[one.service], **_locks(one.service, tokens)}
-        if one.model is not None:
-            config = one.model.config
-            settings |= {"model_path": config.model_path, "model": config.name}
-        if one.service == "router" and mesh.routers > 1:
-            settings["peers"] = ",".join(other for other in routers if other != address[one.name])
-        settings |= {**one.table, "port": address[one.name].rpartition(":")[2]}
-        if one.model is not None:
-            settings[f"{one.service}_id"] = one.name
-        if one.service in {"gateway", "router"} and one.name not in {"gateway-0", "router"}:
-            # Each has a journal, or weights, of its own.
-            settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix(one.service)}"
-        grace_ms = _number(one, "grace_ms", GRACE_MS)
-        secret = {name: value for name, value in settings.items() if has_password(value)}
-        flags = _flags({name: settings[name] for name in settings if name not in secret})
-        variables = {f"ROLLMESH_{one.service}_{name}".upper(): secret[name] for name in secret}
-        specs.append(
-            ProcessSpec(
-                one.name, one.service, address[one.name], flags, one.gpus, grace_ms, variables
-            )
-        )
-    return specs
+    return [_spec(one, tables, address, routers, tokens) for one in processes]
 
 
-def _processes(tables: _Tables, mesh: MeshConfig) -> Iterator[_Process]:
+def _spec(
+    one: _Process,
+    tables: Tables,
+    address: Mapping[str, str],
+    routers: list[str],
+    tokens: Path | None,
+) -> ProcessSpec:
+    settings = shared_settings(
+        tables,
+        one.service,
+        one.model,
+        routers=",".join(routers),
+        scorer=address.get("scorer", ""),
+        tokens=tokens,
+    )
+    if one.service == "router" and len(routers) > 1:
+        settings["peers"] = ",".join(other for other in routers if other != address[one.name])
+    settings |= {**one.table, "port": address[one.name].rpartition(":")[2]}
+    metrics_port = _number(one, "metrics_port", -1)
+    if metrics_port > 0:
+        settings["metrics_port"] = metrics_port + one.number
+    if one.model is not None:
+        settings[f"{one.service}_id"] = one.name
+    if one.service in {"gateway", "router"} and one.name not in {"gateway-0", "router"}:
+        # Each has a journal, or weights, of its own.
+        settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix(one.service)}"
+    grace_ms = _number(one, "grace_ms", GRACE_MS)
+    secret = {name: value for name, value in settings.items() if has_secret(value)}
+    flags = _flags({name: settings[name] for name in settings if name not in secret})
+    variables = {
+        f"ROLLMESH_{one.service}_{name}".upper(): str(_flag(value))
+        for name, value in secret.items()
+    }
+    return ProcessSpec(
+        one.name, one.service, address[one.name], flags, one.gpus, grace_ms, variables
+    )
+
+
+def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> Iterator[_Process]:
     """Yields the processes in the order in which they start."""
-    models = _models(tables, mesh)
+    models = mesh_models(tables)
+
+    def table(service: str) -> Table:
+        return {**own_table(tables, service), **environment.get(service, {})}
+
     for at in range(mesh.routers):
         name = f"router-{at}" if at else "router"
-        yield _Process(name, "router", at, tables.get("router", {}))
-    yield from _of_models("engine", tables, models)
+        yield _Process(name, "router", at, table("router"))
+    yield from _of_models("engine", tables, models, environment)
     if "scorer" in tables:
-        yield _Process("scorer", "scorer", 0, tables["scorer"])
-    for at in range(_collectors(mesh, tables)):
+        yield _Process("scorer", "scorer", 0, table("scorer"))
+    for at in range(_collectors(mesh, table("collector"))):
         name = f"collector-{at}" if at else "collector"
-        yield _Process(name, "collector", at, tables.get("collector", {}))
-    yield from _of_models("gateway", tables, models)
+        yield _Process(name, "collector", at, table("collector"))
+    yield from _of_models("gateway", tables, models, environment)
     for at in range(mesh.sidecars):
         name = f"sidecar-{at}" if at else "sidecar"
-        yield _Process(name, "sidecar", at, tables.get("sidecar", {}))
+        yield _Process(name, "sidecar", at, table("sidecar"))
 
 
-def _of_models(service: str, tables: _Tables, models: list[MeshModel]) -> Iterator[_Process]:
+def _of_models(
+    service: str, tables: Tables, models: list[MeshModel], environment: _Environment
+) -> Iterator[_Process]:
     """Yields the engines or the gateways of each model."""
     number = first_gpu = 0
+    over = environment.get(service, {})
     for model in models:
         own = model.tables.get(service, {})
-        table = merged(tables.get(service, {}), own)
+        table = {**own_table(tables, service, model), **over}
         count = model.config.engines if service == "engine" else model.config.gateways
         gpus = model.config.gpus_per_engine if service == "engine" else 0
         for at in range(count):
             yield _Process(
                 f"{service}-{model.infix}{at}",
                 service,
-                at if "port" in own else number,
+                at if "port" in own and "port" not in over else number,
                 table,
                 model,
                 tuple(range(first_gpu, first_gpu + gpus)),
@@ -227,54 +170,19 @@ def _of_models(service: str, tables: _Tables, models: list[MeshModel]) -> Iterat
             first_gpu += gpus
 
 
-def _shared_settings(mesh: MeshConfig, routers: str) -> dict[str, dict[str, Any]]:
-    """Returns the settings of each service that follow from the mesh.
-
-    Args:
-        mesh: The mesh.
-        routers: Addresses of the routers, separated by commas.
-    """
-    return {
-        "router": {"data_dir": mesh.data_dir / "router"},
-        "engine": {"router": routers},
-        "scorer": {},
-        "collector": {"router": routers, "data_dir": mesh.data_dir / "collector"},
-        "gateway": {
-            "router": routers,
-            "data_dir": mesh.data_dir / "gateway",
-        },
-        "sidecar": {"router": routers},
-    }
-
-
-def _locks(service: str, tokens: Path | None) -> dict[str, Any]:
-    """Returns the settings of a service by which it knows others, and others it."""
-    if tokens is None:
-        return {}
-    accepts = {} if service == "sidecar" else {"tokens_dir": tokens / "accepted"}
-    shows = {} if service == "scorer" else {"token_file": tokens / f"{service}.token"}
-    return {**accepts, **shows}
-
-
-def _collectors(mesh: MeshConfig, tables: _Tables) -> int:
+def _collectors(mesh: MeshConfig, table: Table) -> int:
     """Returns the number of collectors.
 
     Raises:
         ConfigError: They would have a store each.
     """
-    store = str(tables.get("collector", {}).get("store", "sqlite"))
+    store = str(table.get("store", "sqlite"))
     if mesh.collectors > 1 and store == "sqlite":
         raise ConfigError(
             f"mesh.collectors: is {mesh.collectors}, and collectors cannot share files; give one, "
             'or set store = "postgresql://user@host:port/database" under [collector]'
         )
     return mesh.collectors
-
-
-def _scoring(table: Mapping[str, Any], address: str) -> dict[str, Any]:
-    """Returns the settings of a collector that follow from the scorer's table."""
-    workers = {"scorer_concurrency": table["workers"]} if "workers" in table else {}
-    return {"scorer": address, **workers}
 
 
 def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -301,6 +209,8 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
 
 def _number(process: _Process, name: str, default: int) -> int:
     value = process.table.get(name, default)
+    if isinstance(value, str) and value.removeprefix("-").isdecimal():  # of the environment
+        value = int(value)
     if type(value) is not int:
         raise ConfigError(f"{process.service}.{name}: is {value!r:.200}; give an integer")
     return value

@@ -12,7 +12,7 @@ from google.protobuf import json_format, message as protobuf_message
 from rollmesh.collector.export import export
 from rollmesh.mesh.directories.members import CollectorDirectory
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoCollectorError, RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.v1 import (
@@ -38,7 +38,7 @@ def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs a tool; returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
     parser.add_argument(
-        "--router", default="127.0.0.1:7100", help="host:port of the routers, which know collectors"
+        "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know collectors"
     )
     parser.add_argument(
         "--collector",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.runtime.config import Bounds, ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError
 from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
 
 _SCORER = re.compile(r"(?:[^/]+:\d+)?")
@@ -20,7 +20,7 @@ class CollectorConfig(ServerConfig):
     """Port to listen on; 0 picks a free port."""
     max_request_bytes: RequestBytes = 2**31 - 1
     """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
-    router: str = "127.0.0.1:7100"
+    router: str = LOCAL_ROUTER
     """host:port of the router, which tells gateways and trainers where the collectors are, or
     several separated by commas; empty: it serves those that name its address."""
     store: str = "sqlite"

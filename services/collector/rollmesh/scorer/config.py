@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from rollmesh.runtime.config import Bounds, ConfigError
+from rollmesh.runtime.config import SCORER_PORT, Bounds, ConfigError
 from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
 
 _FUNCTION = re.compile(r"(?:[\w.]+:[\w.]+)?")
@@ -14,7 +14,7 @@ _FUNCTION = re.compile(r"(?:[\w.]+:[\w.]+)?")
 class ScorerConfig(ServerConfig):
     """Settings of a scorer. Usage: rollmesh scorer module:function [flags]."""
 
-    port: Port = 7500
+    port: Port = SCORER_PORT
     """Port to listen on; 0 picks a free port."""
     max_request_bytes: RequestBytes = 2**31 - 1
     """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""

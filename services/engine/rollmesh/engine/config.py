@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from rollmesh.mesh.generations.images import MOST_IMAGES
 from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
-from rollmesh.runtime.config import Bounds, OneOf
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
 
 
@@ -14,7 +14,7 @@ from rollmesh.runtime.rpc.listening import ServerConfig
 class EngineConfig(ServerConfig):
     """Settings of an engine."""
 
-    router: str = "127.0.0.1:7100"
+    router: str = LOCAL_ROUTER
     """host:port of the router to register with, or several separated by commas; empty runs the
     engine standalone."""
     engine_id: str = "engine-0"

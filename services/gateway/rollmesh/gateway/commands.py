@@ -11,7 +11,7 @@ from google.protobuf import json_format
 
 from rollmesh.mesh.directories.gateways import GatewayDirectory
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_pb2 as pb
@@ -27,7 +27,7 @@ def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
     parser.add_argument(
-        "--router", default="127.0.0.1:7100", help="host:port of the routers, which know gateways"
+        "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know gateways"
     )
     parser.add_argument(
         "--gateway", default="", help="host:port of the only one; the router is then not asked"

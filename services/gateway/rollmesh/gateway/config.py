@@ -6,7 +6,7 @@ from typing import Annotated
 
 from rollmesh.mesh.generations.images import MOST_IMAGES
 from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
-from rollmesh.runtime.config import Bounds, OneOf
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
 
@@ -16,7 +16,7 @@ class GatewayConfig(ServerConfig):
 
     port: Port = 7200
     """Port to listen on; 0 picks a free one."""
-    router: str = "127.0.0.1:7100"
+    router: str = LOCAL_ROUTER
     """host:port of the router, or several separated by commas: engines are leased through the first
     that answers. Give all gateways the same order."""
     collector: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rollmesh.mesh.routers.calls import Routers
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import router_pb2
 
@@ -25,7 +25,7 @@ def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         description="Makes a router forget the pushed weights, so that the next push may have any "
         "version. Engines keep their weights until then.",
     )
-    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port of the routers")
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
     parser.add_argument("--model", default="", help="name of the model, if there are several")
     identity.add_flags(parser)
     options = parser.parse_args(argv)

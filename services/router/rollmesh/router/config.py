@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rollmesh.router.leasing.policies import POLICIES
-from rollmesh.runtime.config import Bounds, OneOf
+from rollmesh.runtime.config import ROUTER_PORT, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
 
@@ -13,7 +13,7 @@ from rollmesh.runtime.rpc.listening import Port, ServerConfig
 class RouterConfig(ServerConfig):
     """Settings of a router."""
 
-    port: Port = 7100
+    port: Port = ROUTER_PORT
     """Port to listen on; 0 takes a free one."""
     data_dir: Path = Path("var/router")
     """Folder where accepted weights are kept, by model, for engines that join later."""

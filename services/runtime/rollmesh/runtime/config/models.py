@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from rollmesh.runtime.config import Bounds, Config, ConfigError, fill
+from rollmesh.runtime.config.settings import Bounds, Config, ConfigError, examine
 
 Table: TypeAlias = Mapping[str, Any]
-_SERVICES = ("engine", "gateway")
+MODEL_SERVICES = ("engine", "gateway")
 """Services of which each process serves one model."""
 _SLUG_CHARS = 48
 
@@ -36,43 +36,47 @@ class MeshModel:
 
     config: ModelConfig
     tables: Mapping[str, Table]
-    """Flags of its engines and gateways, by service."""
+    """Settings of its engines and gateways, by service."""
     infix: str
     """What the names of its processes contain; empty if it has no `[[model]]` table."""
 
 
-def read_models(tables: object, default: ModelConfig) -> list[MeshModel]:
-    """Returns the models of the `[[model]]` tables.
+def read_models(tables: object, default: ModelConfig) -> tuple[list[MeshModel], list[str]]:
+    """Returns the models of the `[[model]]` tables, and what is wrong with the others.
 
     Args:
         tables: The value of `model` in a mesh file.
         default: What a table omits; its name is not used.
-
-    Raises:
-        ConfigError: Names the setting and what is wrong with it.
     """
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        raise ConfigError("model: is not a list of tables; write [[model]] for each model")
-    models = [_model(one, default) for one in tables]
+        return [], ["model: is not a list of tables; write [[model]] for each model"]
+    models: list[MeshModel] = []
+    problems: list[str] = []
+    for table in tables:
+        try:
+            models.append(_model(table, default, problems))
+        except ConfigError as error:
+            problems.append(str(error))
     infixes = [one.infix for one in models]
     if twice := {one.config.name for one in models if infixes.count(one.infix) > 1}:
-        raise ConfigError(f"model.name: {min(twice)!r} is taken; give each model its own")
-    return models
+        problems.append(f"model.name: {min(twice)!r} is taken; give each model its own")
+    return models, problems
 
 
-def _model(table: Table, default: ModelConfig) -> MeshModel:
-    own = {service: table[service] for service in _SERVICES if service in table}
-    for service, flags in own.items():
-        if not isinstance(flags, dict):
+def _model(table: Table, default: ModelConfig, problems: list[str]) -> MeshModel:
+    own = {service: table[service] for service in MODEL_SERVICES if service in table}
+    for service, settings in own.items():
+        if not isinstance(settings, dict):
             raise ConfigError(f"model.{service}: is not a table; write [model.{service}]")
     settings = {name: value for name, value in table.items() if name not in own}
     if not settings.get("name"):
         raise ConfigError("model.name: is missing; give the name that agents send")
     omitted = {name: value for name, value in asdict(default).items() if name not in settings}
-    try:
-        config = fill(ModelConfig, {**omitted, "model_path": str(default.model_path), **settings})
-    except ConfigError as error:
-        raise ConfigError(f"model.{error}") from error
+    values = {**omitted, "model_path": str(default.model_path), **settings}
+    config, found = examine(ModelConfig, values, shown={name: f"model.{name}" for name in values})
+    problems += found
+    if config is None:
+        raise ConfigError(problems.pop())
     slug = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name)[:_SLUG_CHARS]
     return MeshModel(config, own, f"{slug}-")
 
@@ -80,8 +84,8 @@ def _model(table: Table, default: ModelConfig) -> MeshModel:
 def merged(table: Table, own: Table) -> Table:
     """Returns the settings of a service, with those of a model over them."""
     inner = {
-        name: {**table.get(name, {}), **value}
+        name: {**base, **value}
         for name, value in own.items()
-        if isinstance(value, dict)
+        if isinstance(value, dict) and isinstance(base := table.get(name), dict)
     }
     return {**table, **own, **inner}

@@ -1,27 +1,19 @@
-"""One frozen dataclass per service, filled from flags, the environment and a TOML file.
+"""Settings: what a service can be told, by whom it is checked, and what is said about bad ones."""
 
-The field `max_nodes: Annotated[int, Bounds(1)] = 7` is the flag `--max-nodes`, the variable
-`ROLLMESH_<SERVICE>_MAX_NODES` and the key `max_nodes` of the file. Flags win over the environment,
-the environment over the file, the file over the default. The docstring under a field is its help.
-"""
-
-import argparse
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import json
 import math
-import re
 import textwrap
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 _Config = TypeVar("_Config")
-_PASSWORD = re.compile(r"://[^/?#\s@]*:[^/?#\s@]+@|\bpassword\s*=", re.IGNORECASE)
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
     str: (str, int, float),
@@ -147,76 +139,75 @@ def describe(cls: type[Any], service: str) -> list[Setting]:
     ]
 
 
-def parse_config(
-    cls: type[_Config], service: str, argv: Sequence[str], environ: Mapping[str, str]
+def fill(
+    cls: type[_Config],
+    values: Mapping[str, Any],
+    origin: str = "",
+    shown: Mapping[str, str] | None = None,
 ) -> _Config:
-    """Returns the config of a service.
-
-    Args:
-        cls: The dataclass; all its fields have defaults, of type str, int, float, bool, Path, or
-            dict: a table in a file, a JSON object elsewhere.
-        service: Name of the service: `router`.
-        argv: Command-line arguments, without the program's name.
-        environ: The environment.
-
-    Raises:
-        ConfigError: Names the setting and what is wrong with it; a flag must hold no password.
-    """
-    settings = {setting.name: setting for setting in describe(cls, service)}
-    parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
-    parser.add_argument("--config", type=Path, help="TOML file with the same names as the flags")
-    for setting in settings.values():
-        kind = setting.kind.__name__
-        parser.add_argument(setting.flag, dest=setting.name, metavar=kind, help=_help(setting))
-    given = vars(parser.parse_args(argv))
-    path = given["config"]
-    values = read_file(path) if path else {}
-    for name, setting in settings.items():
-        if has_password(given[name]):
-            raise ConfigError(
-                f"{name}: a flag with a password is visible to every user of this host; set "
-                f"{setting.variable}, write it into the file of --config, or leave the password to "
-                "PGPASSFILE"
-            )
-        text = given[name] if given[name] is not None else environ.get(setting.variable)
-        if text is not None:
-            values[name] = text
-    return fill(cls, values, f" in {path}" if path else "")
-
-
-def has_password(value: object) -> bool:
-    """Returns whether a value is a database's URL, or libpq's parameters, with a password."""
-    return isinstance(value, str) and _PASSWORD.search(value) is not None
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Returns the values of a TOML file.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config: {path}: {error}") from error
-
-
-def fill(cls: type[_Config], values: Mapping[str, Any], origin: str = "") -> _Config:
     """Returns the config with the given values, and defaults for the others.
 
     Args:
         cls: The dataclass.
         values: By the names of fields; text is converted to the type of its field.
         origin: Says in errors where unknown names stand: " in mesh.toml".
+        shown: How errors name fields, if not by their names: `engine.dtype`.
 
     Raises:
         ConfigError: Names the setting and what is wrong with it.
     """
-    kinds = {name: kind for name, kind, _ in _fields(cls)}
-    for name in values:
-        if name not in kinds:
-            raise ConfigError(f"{name}: unknown setting{origin}; known are {', '.join(kinds)}")
-    return cls(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
+    config, problems = examine(cls, values, origin, shown)
+    if problems or config is None:
+        raise ConfigError(problems[0])
+    return config
+
+
+def examine(
+    cls: type[_Config],
+    values: Mapping[str, Any],
+    origin: str = "",
+    shown: Mapping[str, str] | None = None,
+) -> tuple[_Config | None, list[str]]:
+    """Returns the config, as `fill` does, and all problems instead of the first.
+
+    A value that is refused counts as not given, so that what remains can be examined too. There is
+    no config if a required setting is missing or what remains is refused.
+    """
+    shown = shown or {}
+    fields = {name: (kind, bound) for name, kind, bound in _fields(cls)}
+    good: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        where = shown.get(name, name)
+        if name not in fields:
+            problems.append(f"{where}: unknown setting{origin}; {_remedy(name, list(fields))}")
+            continue
+        kind, bound = fields[name]
+        try:
+            converted = _convert(where, value, kind)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if bound is not None and (problem := bound.problem(converted)):
+            problems.append(f"{where}: is {converted!r}; {problem}")
+            continue
+        good[name] = converted
+    try:
+        return cls(**good), problems
+    except ConfigError as error:
+        name, _, rest = str(error).partition(": ")
+        problems.append(f"{shown.get(name, name)}: {rest}")
+    except TypeError:  # a required setting is missing, or was refused
+        if not problems:
+            raise
+    return None, problems
+
+
+def _remedy(name: str, known: list[str]) -> str:
+    """Returns what to write instead of an unknown name."""
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    return f"known are {', '.join(known)}"
 
 
 def _fields(cls: type[Any]) -> list[tuple[str, type[Any], Bound | None]]:
@@ -243,14 +234,6 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     docs[name] = " ".join(text.split())
     return docs
-
-
-def _help(setting: Setting) -> str:
-    default = json.dumps(setting.default) if setting.kind is bool else str(setting.default)
-    notes = [f"default: {default}"] if default and setting.default != {} else []
-    if setting.bound is not None:
-        notes.append(str(setting.bound))
-    return f"{setting.doc} [{', '.join(notes)}]".removesuffix(" []").replace("%", "%%")
 
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:

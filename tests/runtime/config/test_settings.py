@@ -60,7 +60,7 @@ def parse(*argv: str, **environ: str) -> Settings:
 
 def file_of(folder: Path, text: str) -> str:
     path = folder / "probe.toml"
-    path.write_text(text)
+    path.write_text(f"[probe]\n{text}")
     return f"--config={path}"
 
 
@@ -146,7 +146,7 @@ def test_a_value_of_the_wrong_form_names_its_setting(setting: str, value: str) -
     ],
 )
 def test_a_value_of_the_wrong_kind_in_the_file_names_its_setting(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{line.split(maxsplit=1)[0]}: "):
+    with pytest.raises(ConfigError, match=f"^probe.{line.split(maxsplit=1)[0]}: "):
         parse(file_of(tmp_path, line))
 
 
@@ -155,7 +155,7 @@ def test_a_whole_number_in_the_file_is_also_a_float(tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_is_named_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^max_node: unknown.*probe\.toml.*max_nodes"):
+    with pytest.raises(ConfigError, match=r"^probe\.max_node: unknown.*probe\.toml.*max_nodes"):
         parse(file_of(tmp_path, "max_node = 3"))
 
 
@@ -184,7 +184,7 @@ def test_help_says_the_docstring_the_default_and_the_bound_of_every_setting(
     assert caught.value.code == 0
     told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
     assert told == {
-        "--config": "TOML file with the same names as the flags",
+        "--config": "TOML file of the mesh: [mesh], and a table for each service",
         "--host": "Address to listen on. [default: localhost]",
         "--max-nodes": "Most nodes of a tree. [default: 7, at least -5]",
         "--share": "Part of the memory, at most 90 %. [default: 0.5, at least 0, at most 1]",
