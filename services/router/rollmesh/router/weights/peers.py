@@ -42,7 +42,7 @@ class Peers:
         self._models = models
         self._config = config
         self._adopted = adopted
-        self._addresses = addresses_of(config.peers)
+        self._addresses = [one for one in addresses_of(config.peers) if one != config.advertise]
 
     async def keep_equal(self) -> None:
         """Asks the peers every second, until it is cancelled."""
