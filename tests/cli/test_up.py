@@ -174,13 +174,13 @@ async def test_a_service_that_cannot_start_ends_the_mesh_with_its_reason(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
-    config += "unknown = 1\n"
+    config += 'token_file = "/no/such/file"\n'
     async with up(tmp_path, config) as process, asyncio.timeout(120):
         said = (await process.communicate())[1].decode()
     assert process.returncode == 1
     line = said.strip().splitlines()[-1]
     assert "engine-0 ended with code 2 before it was ready: rollmesh engine: " in line
-    assert "--unknown=1" in line
+    assert "token_file: /no/such/file: " in line
     assert str(tmp_path / "data" / "logs" / "engine-0.log") in line
 
 
@@ -190,6 +190,9 @@ async def test_a_service_that_cannot_start_ends_the_mesh_with_its_reason(
         ("[mesh]\nengines = 0", "mesh.engines"),
         ("[mesh]\nfoo = 1", "mesh.foo"),
         ("[foo]\na = 1", "foo"),
+        ("[engine]\nunknown = 1\n[sidecar]\nport = 'x'", "engine.unknown"),
+        ("[engine]\nunknown = 1\n[sidecar]\nport = 'x'", "sidecar.port"),
+        ("[[model]]\nname = 'a'\n[model.gateway]\nmax_sessions = 0", "model.gateway.max_sessions"),
         ("[mesh", "mesh.toml"),
     ],
 )

@@ -100,6 +100,10 @@ def check_rollmesh(where: str, words: list[str]) -> None:
             assert "--version" in helps("rollmesh.cli")
         case [tool, *rest] if tool in _MODULES:
             check_flags(rest, helps(_MODULES[tool]))
+        case ["config", "show", service, *rest] if service in SERVICES:
+            check_flags(rest, helps("rollmesh.cli.config", "show") + helps(f"rollmesh.{service}"))
+        case ["config", tool, *rest]:
+            check_flags(rest, helps("rollmesh.cli.config", tool))
         case ["template", "check", *rest]:
             check_flags(rest, helps("rollmesh.chat.check"))
         case [service, tool, *rest] if tool in _TOOLS.get(service, ()):

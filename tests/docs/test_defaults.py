@@ -1,26 +1,44 @@
-"""Five services that are started by hand, without a flag that names an address."""
+"""Five services that are started by hand find each other: by defaults, or by one mesh file."""
 
 import socket
-from contextlib import AsyncExitStack
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.cli.certs.making import make_certificates
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
+from rollmesh.runtime.access.making import make_tokens, write_private
 from rollmesh.sidecar.config import SidecarConfig
-from tests.processes import running_by_default
+from tests.paths import ROOT
 
-PORTS = {
-    "router": RouterConfig.port,
-    "collector": CollectorConfig.port,
-    "gateway": GatewayConfig.port,
-    "sidecar": SidecarConfig.port,
-}
+PORTS = [one.port for one in (RouterConfig, CollectorConfig, GatewayConfig, SidecarConfig)]
+# A network of its own: every port is free, and nobody else is met.
+OWN_NETWORK = ("unshare", "--map-root-user", "--net")
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as any_socket:
+    up_and_running = struct.pack("16sH14x", b"lo", 0x1 | 0x40)
+    fcntl.ioctl(any_socket, 0x8914, up_and_running)  # SIOCSIFFLAGS
+if sys.argv[1:]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@cache
+def own_network() -> tuple[str, ...]:
+    """Returns how Python is run in a network of its own; empty if this machine cannot."""
+    command = (*OWN_NETWORK, sys.executable, "-c", LOOPBACK_UP)
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    except FileNotFoundError:
+        return ()
+    return command if done.returncode == 0 else ()
 
 
 def is_free(port: int) -> bool:
@@ -33,25 +51,43 @@ def is_free(port: int) -> bool:
     return True
 
 
-async def test_they_find_each_other(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if taken := [port for port in PORTS.values() if not is_free(port)]:
-        pytest.skip(f"ports {taken} are taken on this machine")
-    monkeypatch.chdir(tmp_path)  # where var/ is
+def answered(folder: Path, **environ: str) -> str:
+    """Runs the services in a folder; returns how many tokens an agent was answered."""
+    command = own_network()
+    if not command and (taken := [port for port in PORTS if not is_free(port)]):
+        pytest.skip(f"ports {taken} are taken, and this machine gives no network of its own")
+    done = subprocess.run(
+        [*(command or (sys.executable,)), "-m", "tests.docs.by_hand", str(folder)],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer_dir: Path) -> Path:
     (tmp_path / "var").mkdir()
     (tmp_path / "var" / "model").symlink_to(tokenizer_dir)
-    scripted: dict[str, Any] = {"backend": "scripted", "vocabulary_tokens": 500, "reply_tokens": 4}
-    async with AsyncExitStack() as stack:
-        for service in ("router", "collector", "engine", "gateway", "sidecar"):
-            flags = scripted if service == "engine" else {}
-            await stack.enter_async_context(running_by_default(service, tmp_path, **flags))
-        addresses = MeshAddresses(**{name: f"127.0.0.1:{port}" for name, port in PORTS.items()})
-        async with Client(addresses) as client, client.session() as session:
-            openai = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-            async with openai:
-                answer = await openai.chat.completions.create(
-                    model="policy", messages=[{"role": "user", "content": "hello"}]
-                )
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 4
+    return tmp_path
+
+
+def test_by_their_defaults(folder: Path) -> None:
+    assert answered(folder) == "4"
+
+
+def test_by_one_file_that_locks_them_with_tokens_and_certificates(folder: Path) -> None:
+    (folder / "mesh.toml").write_text('[mesh]\ncertificates_dir = "certs"\n')
+    make_tokens(folder / "var/mesh/tokens")
+    write_private(folder / "certs", make_certificates([], datetime.now(UTC), 1))
+    trainer = {
+        "ROLLMESH_TOKEN_FILE": str(folder / "var/mesh/tokens/trainer.token"),
+        "ROLLMESH_TLS_CA_FILE": str(folder / "certs/ca.crt"),
+        "ROLLMESH_TLS_CERTIFICATE_FILE": str(folder / "certs/trainer.crt"),
+        "ROLLMESH_TLS_KEY_FILE": str(folder / "certs/trainer.key"),
+    }
+    assert answered(folder, **trainer) == "4"

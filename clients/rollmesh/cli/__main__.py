@@ -20,6 +20,9 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
        rollmesh conformance --base-url URL --key KEY
                                        checks any server as agents would use it
+       rollmesh config check FILE      says everything that is wrong with a mesh file
+       rollmesh config show [SERVICE] [--config FILE]
+                                       prints every setting and who gave it
        rollmesh tokens DIR             makes a token for each role of a mesh
        rollmesh certs DIR              makes a CA and certificates for a trial of TLS
        rollmesh --version
@@ -46,6 +49,7 @@ _COMMANDS = {
     ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
     ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
     ("conformance",): _Command("rollmesh.conformance", "conformance", ("httpx2",)),
+    ("config",): _Command("rollmesh.cli.config", "router", _SERVER),
     ("tokens",): _Command("rollmesh.runtime.access", "router", ()),
     ("certs",): _Command("rollmesh.cli.certs", "certs", ("cryptography",)),
     ("up",): _Command(

@@ -7,7 +7,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from rollmesh.cli.services import environment
+from rollmesh.cli.config.members import own_problems
+from rollmesh.cli.services import environment, installed
 from rollmesh.cli.up.plan import plan_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.runtime import owner_only
@@ -29,6 +30,9 @@ def main() -> int:
     os.umask(owner_only.UMASK)
     try:
         tables = read_mesh(options.config)
+        if problems := own_problems(tables, str(options.config), installed()):
+            print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
+            return 2
         tokens = _tokens(mesh_config(tables))
         with closing(free_ports()) as ports:
             specs = plan_mesh(tables, ports.__next__, tokens, environment(os.environ))
@@ -40,7 +44,7 @@ def main() -> int:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2
     log_dir = mesh_config(tables).data_dir / "logs"
-    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
+    shown = _shown(mesh_config(tables), tokens)
     supervisor = Supervisor(specs, environments, log_dir, options.start_timeout, shown)
     failure = asyncio.run(_supervise(supervisor))
     if failure:
@@ -64,6 +68,18 @@ def _tokens(mesh: MeshConfig) -> Path | None:
             name = "locks_dir" if mesh.locks_dir else "data_dir"
             raise ConfigError(f"mesh.{name}: {error}") from error
     return folder
+
+
+def _shown(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:
+    """Returns the files with which a trainer gets in."""
+    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
+    if mesh.certificates_dir:
+        folder = Path(mesh.certificates_dir).resolve()
+        shown["tls_ca_file"] = str(folder / "ca.crt")
+        shown["tls_certificate_file"] = str(folder / "trainer.crt")
+        shown["tls_key_file"] = str(folder / "trainer.key")
+        shown["tls_server_name"] = mesh.tls_server_name
+    return shown
 
 
 async def _supervise(supervisor: Supervisor) -> str:
