@@ -26,6 +26,7 @@ from tests.sidecar.scripted_gateway import (
     sidecar_of,
     text,
 )
+from tests.sidecar.test_process import port_of, started
 
 pytest.importorskip("cryptography", reason="it makes the certificates")
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -108,6 +109,38 @@ async def test_the_official_sdks_are_answered_whole_and_streamed(authority: Any)
                 base_url=f"{url}/v1", api_key="any", max_retries=0
             ) as stranger:
                 await stranger.chat.completions.create(model="m", messages=ASK)
+
+
+async def test_the_process_serves_https_on_the_loop_that_it_runs(authority: Any) -> None:
+    files = authority.certificate, authority.key_file
+    names = "--https-certificate-file", "--https-key-file"
+    flags = [f"{name}={file}" for name, file in zip(names, files, strict=True)]
+    gateway = ScriptedGateway()
+    gateway.script = answering(text("Hel"), text("lo"), done("Hello"))
+    async with (
+        asyncio.timeout(60),
+        serving(gateway) as address,
+        started("--port=0", f"--gateway={address}", *flags) as process,
+        openai.AsyncOpenAI(
+            base_url=f"https://127.0.0.1:{await port_of(process)}/sessions/{KEY}/v1",
+            api_key="any",
+            http_client=openai.DefaultAsyncHttpxClient(verify=authority.trust()),
+            max_retries=0,
+        ) as agent,
+    ):
+        for _ in range(2):
+            answer = await agent.chat.completions.create(model="m", messages=ASK)
+            assert answer.choices[0].message.content == "Hello"
+        port = int(str(agent.base_url).split(":")[2].split("/")[0])
+        for _ in range(3):
+            async with connected(port) as (reader, writer):  # no TLS
+                writer.write(HEALTH)
+                assert await ended(reader) in {b"", b"\x15\x03\x01\x00\x02\x02\x46"}
+        stream = await agent.chat.completions.create(model="m", messages=ASK, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == "Hello"
+        process.terminate()
+        assert await process.wait() == 0
 
 
 async def test_a_certificate_that_changes_is_shown_without_a_restart(authority: Any) -> None:

@@ -55,7 +55,7 @@ async def _serve_on(
         with stop_signals(supervised=config.supervised) as stop:
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
                 port = listener.getsockname()[1]
-                if not config.gateway:
+                if config.register and not config.gateway:
                     await stack.enter_async_context(_membership(config, port))
                 serving = group.create_task(server.serve([listener]))
                 stopping = group.create_task(stop.wait())

@@ -42,6 +42,9 @@ class SidecarConfig(ListeningConfig):
     https://agents.example.org/rollmesh; the router tells it to the SDK. Empty means the host and
     the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from which its
     host reaches the router."""
+    register: bool = True
+    """Tell the router of this sidecar, so that the SDK gives agents its address. Turn it off for
+    one that serves a single sandbox; trainers name it then: `MeshAddresses(sidecar=...)`."""
     path_prefix: Annotated[str, PathPrefix()] = ""
     """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
     it; paths without it are served too."""

@@ -6,8 +6,10 @@ place when it is accepted, so a client that never ends its handshake is bounded 
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
-from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,7 +60,11 @@ class Certificate:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until its TLS handshake is done; the protocol of HTTP takes over then."""
+    """A connection until its TLS handshake is done; the protocol of HTTP takes over then.
+
+    The handshake has a transport of its own: uvloop reads as soon as a protocol has its transport,
+    so `start_tls` could come after the client's first bytes.
+    """
 
     certificate: ClassVar[Certificate]
     http: ClassVar[type[BoundedProtocol]]
@@ -74,57 +80,53 @@ class Handshake(asyncio.Protocol):
     ) -> None:
         """Takes uvicorn's arguments."""
         self._make_http = partial(self.http, config, server_state, app_state, _loop)
-        self._early = bytearray()
-        self._is_lost = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins the handshake, if there is a place for the connection."""
-        assert isinstance(transport, asyncio.Transport)
         address = address_of(transport.get_extra_info("peername"))
         if self.http.admitted.take(address):
             REFUSED.labels("TOO_MANY_CONNECTIONS").inc()
             transport.abort()  # before the handshake there is no way to say why
             return
-        transport.pause_reading()
-        leave = partial(self.http.admitted.leave, address)
-        task = asyncio.get_running_loop().create_task(self._shake_hands(transport, leave))
+        place = ExitStack()
+        place.callback(self.http.admitted.leave, address)
+        try:
+            own = os.dup(transport.get_extra_info("socket").fileno())
+        except OSError as error:
+            _log.warning("a connection is closed: %s", error)
+            place.close()
+            return
+        finally:
+            transport.abort()  # it has read nothing, and the connection goes on in `own`
+        connection = socket.socket(fileno=own)
+        connection.settimeout(0)
+        task = asyncio.get_running_loop().create_task(self._shake_hands(connection, place))
         self.running.add(task)
         task.add_done_callback(self.running.discard)
 
-    def data_received(self, data: bytes) -> None:
-        """Keeps what came together with the end of the handshake."""
-        self._early += data
+    async def _shake_hands(self, connection: socket.socket, place: ExitStack) -> None:
+        def make_http() -> BoundedProtocol:
+            http = self._make_http()
+            http.admit(place.close)
+            return http
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
-        """Notes that the client left during the handshake, or right after it."""
-        self._is_lost = True
-
-    async def _shake_hands(self, transport: asyncio.Transport, leave: Callable[[], None]) -> None:
-        secure: asyncio.Transport | None = None
+        is_done = False
         try:
-            secure = await asyncio.get_running_loop().start_tls(
-                transport,
-                self,
-                self.certificate.context(),
-                server_side=True,
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make_http,
+                connection,
+                ssl=self.certificate.context(),
                 ssl_handshake_timeout=self.http.bounds.head_timeout_ms / 1000,
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
+            is_done = True
         except Exception as error:  # noqa: BLE001 - a client's bytes may fail in any way
             REFUSED.labels("TLS_HANDSHAKE").inc()
             _log.debug("no TLS handshake: %s", type(error).__name__)
         finally:
-            if secure is None or self._is_lost:
-                leave()
-                transport.abort()
-        if secure is None or self._is_lost:
-            return
-        http = self._make_http()
-        http.admit(leave)
-        secure.set_protocol(http)
-        http.connection_made(secure)
-        if self._early:
-            http.data_received(bytes(self._early))
+            if not is_done:
+                place.close()
+                connection.close()
 
 
 def bounded_https(

@@ -1,10 +1,10 @@
 """Sampled tokens in the answers: OpenAI's `logprobs`, and vLLM's `token_ids`."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2
 
 _LEAST = -9999.0  # JSON has no infinity; vLLM writes this number
@@ -24,13 +24,13 @@ def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, A
     """Returns the token fields of a choice or a chunk."""
     fields: dict[str, Any] = {"logprobs": logprobs(tokens, shown) if shown.logprobs else None}
     if shown.token_ids:
-        fields["token_ids"] = unpack_ids(tokens.token_ids_u32le, "token_ids_u32le").tolist()
+        fields["token_ids"] = _ids(tokens.token_ids_u32le)
     return fields
 
 
 def prompt_fields(packed: bytes) -> dict[str, Any]:
     """Returns the field with the prompt's ids; no field if they were not requested."""
-    return {"prompt_token_ids": unpack_ids(packed, "prompt").tolist()} if packed else {}
+    return {"prompt_token_ids": _ids(packed)} if packed else {}
 
 
 def logprobs(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def logprobs(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
 def _entries(
     packed_ids: bytes, packed_logprobs: bytes, texts: Sequence[bytes], shown: Shown
 ) -> list[dict[str, Any]]:
-    ids = unpack_ids(packed_ids, "token_ids_u32le").tolist()
-    values = unpack_logprobs(packed_logprobs, "logprobs_f32le").tolist()
+    ids = _ids(packed_ids)
+    values = struct.unpack(f"<{len(packed_logprobs) // 4}f", packed_logprobs)
     return [
         {
             "token": f"token_id:{id_}" if shown.as_ids else text.decode(errors="replace"),
@@ -56,3 +56,8 @@ def _entries(
         }
         for id_, value, text in zip(ids, values, texts, strict=True)
     ]
+
+
+def _ids(packed: bytes) -> list[int]:
+    """Unpacks ids [N] without NumPy, which a sidecar beside an agent does without."""
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
