@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from rollmesh.runtime.access.roles import OPEN, TABLE, Role
+from rollmesh.runtime.errors import RoleRefusedError, RollmeshError
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.locks import INTRUDER, STRANGER, Locks, reason_of_call
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
@@ -73,6 +77,33 @@ async def test_each_method_lets_in_the_roles_of_the_table_and_nobody_else(mesh: 
                 for caller in (*Role, STRANGER, INTRUDER):
                     tasks.create_task(knock(name, service_of(name), caller))
     assert wrong == []
+
+
+async def test_a_service_registers_as_what_it_is_and_as_nothing_else(mesh: Mesh) -> None:
+    assert mesh.locks is not None
+    kinds = ("engine", "gateway", "collector", "sidecar")
+    let_in: set[tuple[str, str]] = set()
+    for role in kinds:
+        async with mesh.locks.channel(mesh.address("router"), role) as channel:
+            stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+            for kind in kinds:
+                hello = router_pb2.ReplicaHello(
+                    replica_id=f"{kind}-of-{role}",
+                    kind=router_pb2.ReplicaKind.Value(f"REPLICA_KIND_{kind.upper()}"),
+                    address="127.0.0.1:1",
+                )
+                hello.lease_capacity, hello.model, hello.journal_id = 1, "other", "12345678"
+                hello.store_id = "other"
+                request = router_pb2.RegisterRequest(hello=hello)
+                try:
+                    with typed_errors():
+                        await anext(aiter(stub.Register(iter([request]), timeout=30)))
+                except RoleRefusedError:
+                    continue
+                except RollmeshError:
+                    pass  # of another store
+                let_in.add((role, kind))
+    assert let_in == {(kind, kind) for kind in kinds}
 
 
 def expected(name: str, caller: str, found: str) -> str:

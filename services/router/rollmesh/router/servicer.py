@@ -15,12 +15,14 @@ from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
 from rollmesh.router.membership.members import Member, Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError
+from rollmesh.runtime.access.guard import caller_roles
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RoleRefusedError
 from rollmesh.runtime.rpc.addresses import check_address
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
+from rollmesh.runtime.telemetry.metrics import count_refused
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _MAX_ID_CHARS = 128
@@ -335,6 +337,20 @@ def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.report(load.running + load.waiting)
 
 
+def _check_role(kind: router_pb2.ReplicaKind.ValueType) -> None:
+    """Refuses a caller that registers as what its role is not."""
+    roles = caller_roles()
+    needed = router_pb2.ReplicaKind.Name(kind).removeprefix("REPLICA_KIND_").lower()
+    if roles is not None and needed not in roles:
+        count_refused("wrong_role")
+        shown = ", ".join(sorted(roles))
+        raise RoleRefusedError(
+            f"kind: role {shown} may not register as {needed}; use the token or the certificate of "
+            f"the {needed}",
+            roles=",".join(sorted(roles)),
+        )
+
+
 def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
@@ -343,6 +359,7 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
         raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
     if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
         raise InvalidFieldError("kind", "is not set; say what the replica is")
+    _check_role(hello.kind)
     needed = _NEEDED.get(hello.kind)
     if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
         raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")

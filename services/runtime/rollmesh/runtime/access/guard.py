@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +25,13 @@ _MOST_WAITING = 256
 """Refusals that are delayed at a time; further ones are answered at once."""
 _MOST_DRAINED = 64
 _SILENCE_S = 1.0
+
+_caller: ContextVar[frozenset[Role] | None] = ContextVar("caller", default=None)
+
+
+def caller_roles() -> frozenset[Role] | None:
+    """Returns the roles of who makes the running call; None if the server lets everybody in."""
+    return _caller.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Guard:
     async def admit(
         self, entry: Entry, context: _Context, requests: AsyncIterator[Any] | None
     ) -> None:
-        """Returns if the caller may make a call.
+        """Returns if the caller may make a call; `caller_roles` are its roles then.
 
         Args:
             entry: From `meet`.
@@ -88,12 +96,11 @@ class Guard:
             RoleRefusedError: None of its roles may call the method.
         """
         roles = entry.roles
-        if may_call(entry.method, roles):
-            return
         if self._certificates:
             roles |= roles_of(context.auth_context())
-            if may_call(entry.method, roles):
-                return
+        if may_call(entry.method, roles):
+            _caller.set(roles)
+            return
         reason, error = _refusal(entry, roles)
         self._count(reason)
         peer = address_of(context.peer())
