@@ -313,10 +313,15 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
 	  -o requirements/trainers.txt
+	$(LOCK) --group certs -c requirements/test.txt -o requirements/certs.txt
 	$(LOCK) --group vision --no-deps -o requirements/vision.txt
-	for service in $(SERVICES) mesh; do \
-	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
+	for service in router gateway collector; do \
+	  $(LOCK) pyproject.toml --extra $$service --override requirements/overrides-images.txt \
+	    -c requirements/test.txt -o requirements/$$service.txt; \
 	done
+	$(LOCK) pyproject.toml --extra sidecar --override requirements/overrides-sidecar.txt \
+	  -c requirements/test.txt -o requirements/sidecar.txt
+	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean: ## Removes the environments and everything that was made
 	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,15 @@ _SETTINGS = {
     "COMPOSE_FILE": "docker-compose.yml",
     "CPU_ENGINES": "1",
     "DATABASE": "sqlite",
+    "METRICS_PORT": "-1",
     "MODEL": "model",
     "ROUTER_PORT": "0",
     "ROUTER_2_PORT": "0",
     "SIDECAR_PORT": "0",
 }
 POSTGRES_IMAGE = "rollmesh-test-postgres"
+PROMETHEUS_IMAGE = "rollmesh-test-prometheus"
+TLS_FILE = "docker/tls.yml"
 
 
 def docker_problem() -> str:
@@ -78,7 +81,7 @@ class Project:
 
     def up(self) -> None:
         """Builds, starts, and returns when all services are healthy."""
-        scaled = (f"--scale={name}={count}" for name, count in self.counts.items() if count > 1)
+        scaled = (f"--scale={name}={count}" for name, count in self.counts.items() if count != 1)
         self.compose("up", "--detach", "--build", *scaled)
         self.wait_healthy()
 
@@ -153,13 +156,24 @@ class Project:
     def addresses(self) -> MeshAddresses:
         """Where this machine reaches the mesh; other ports after every start."""
         routers = (self.compose("port", name, "7100").strip() for name in ("router-1", "router-2"))
-        return MeshAddresses(router=",".join(routers), token_file=str(self._token("trainer")))
+        return MeshAddresses(router=",".join(routers), **self._shown("trainer"))
 
-    def _token(self, role: str) -> Path:
-        """The token of a role, copied out of the volume."""
+    def _shown(self, role: str) -> dict[str, str]:
+        """What a role shows, copied out of the volume."""
+        if TLS_FILE not in self.settings["COMPOSE_FILE"]:
+            return {"token_file": str(self.lock(f"{role}.token"))}
+        return {
+            "tls_ca_file": str(self.lock("ca.crt")),
+            "tls_certificate_file": str(self.lock(f"{role}.crt")),
+            "tls_key_file": str(self.lock(f"{role}.key")),
+            "tls_server_name": "rollmesh",
+        }
+
+    def lock(self, name: str) -> Path:
+        """A file of the volume with tokens and certificates, copied out of it."""
         (container,) = self.containers("tokens")
-        path = Path(self.folder.name) / f"{role}.token"
-        source = f"{container}:/locks/{path.name}"
+        path = Path(self.folder.name) / name
+        source = f"{container}:/locks/{name}"
         subprocess.run(["docker", "cp", source, path], check=True, capture_output=True)
         return path
 
@@ -183,30 +197,52 @@ def running_project() -> AbstractContextManager[Project]:
 
 def scaled_project(model: Path, counts: dict[str, int]) -> AbstractContextManager[Project]:
     """Runs a project on PostgreSQL with scripted engines; the model's folder has their script."""
-    settings = {
-        "COMPOSE_PROFILES": "postgres",
-        "COMPOSE_FILE": f"docker-compose.yml:{Path(__file__).parent / 'scripted.yml'}",
-        "DATABASE": "postgresql://rollmesh@postgres/rollmesh",
-        "POSTGRES_IMAGE": POSTGRES_IMAGE,
-        "MODEL": str(model),
-    }
-    _build_postgres()
-    return _running(
-        Project(
-            settings=_SETTINGS | settings,
-            counts=dict.fromkeys([*_SERVICES, "postgres"], 1) | counts,
-        )
+    _build("postgres", POSTGRES_IMAGE)
+    return scripted_project(
+        model,
+        {"postgres": 1} | counts,
+        COMPOSE_PROFILES="postgres",
+        DATABASE="postgresql://rollmesh@postgres/rollmesh",
+        POSTGRES_IMAGE=POSTGRES_IMAGE,
     )
 
 
-def _build_postgres() -> None:
-    """Builds PostgreSQL from Debian's packages, because an image may be out of reach."""
+def secure_project(model: Path, sidecar_port: int) -> AbstractContextManager[Project]:
+    """Runs a project over mutual TLS with Prometheus; Grafana's image may be out of reach."""
+    _build("prometheus", PROMETHEUS_IMAGE)
+    return scripted_project(
+        model,
+        {"prometheus": 1, "grafana": 0, "engine": 2},
+        files=[TLS_FILE],
+        AGENTS_URL=f"https://localhost:{sidecar_port}",
+        COMPOSE_PROFILES="observability",
+        GRAFANA_IMAGE=PROMETHEUS_IMAGE,  # of none, and yet pulled
+        METRICS_PORT="9100",
+        PROMETHEUS_IMAGE=PROMETHEUS_IMAGE,
+        PROMETHEUS_PORT="0",
+        SIDECAR_PORT=str(sidecar_port),
+    )
+
+
+def scripted_project(
+    model: Path, counts: dict[str, int], *, files: Sequence[str] = (), **settings: str
+) -> AbstractContextManager[Project]:
+    """Runs a project with scripted engines; the model's folder has their script."""
+    all_files = "docker-compose.yml", str(Path(__file__).parent / "scripted.yml"), *files
+    given = {"COMPOSE_FILE": ":".join(all_files), "MODEL": str(model), **settings}
+    return _running(
+        Project(settings=_SETTINGS | given, counts=dict.fromkeys(_SERVICES, 1) | counts)
+    )
+
+
+def _build(name: str, image: str) -> None:
+    """Builds a tool from Debian's packages, because its own image may be out of reach."""
     folder = Path(__file__).parent
     base = os.environ.get("BASE_IMAGE", "python:3.11-slim")
     subprocess.run(
         [
-            *("docker", "build", "--quiet", f"--tag={POSTGRES_IMAGE}"),
-            *(f"--build-arg=BASE_IMAGE={base}", f"--file={folder}/postgres.Dockerfile", folder),
+            *("docker", "build", "--quiet", f"--tag={image}"),
+            *(f"--build-arg=BASE_IMAGE={base}", f"--file={folder}/{name}.Dockerfile", folder),
         ],
         check=True,
     )

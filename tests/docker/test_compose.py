@@ -1,6 +1,10 @@
 """`docker compose up`: an agent and a trainer outside of the containers."""
 
 import asyncio
+import json
+import os
+import re
+import subprocess
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +129,52 @@ async def test_a_trainer_with_the_stubs_alone_gets_the_next_group(project: Proje
     (sessions,) = await asyncio.to_thread(read_groups, collector, "trainer", 1, token)
     assert [session.session_id for session in sessions] == [run.session_id for run in runs]
     assert summarise([sessions])["sessions"] == _SAMPLES
+
+
+SMALL = ("router-1", "collector", "gateway", "sidecar")
+MOST_BYTES = 250_000_000
+BASE_BYTES = 126_000_000
+"""Of python:3.11-slim; a stand-in for it may be larger."""
+
+
+@pytest.mark.parametrize("service", SMALL)
+def test_an_image_is_small(project: Project, service: str) -> None:
+    base = os.environ.get("BASE_IMAGE", "python:3.11-slim")
+    image = inspected(project.containers(service)[0])["Config"]["Image"]
+    own = inspected(image)["Size"] - inspected(base)["Size"]
+    assert 0 < own < MOST_BYTES - BASE_BYTES
+
+
+def test_a_container_may_write_to_its_volumes_alone(project: Project) -> None:
+    for service in (*project.counts, "tokens", "policy"):
+        container = project.containers(service)[0]
+        found = inspected(container)
+        host = found["HostConfig"]
+        assert host["ReadonlyRootfs"], service
+        assert (host["CapDrop"], host["CapAdd"], host["Privileged"]) == (["ALL"], None, False)
+        assert host["SecurityOpt"] == ["no-new-privileges:true"], service
+        assert found["Config"]["User"] == "rollmesh"
+    for service in project.counts:
+        container = project.containers(service)[0]
+        status = inside(container, "cat /proc/1/status")
+        assert re.search(r"^Uid:\s+10001\s+10001\s", status, re.MULTILINE), service
+        assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE), service
+        assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE), service
+        for folder in ("/", "/app", "/venv", "/etc"):
+            said = inside(container, f"touch {folder}/x 2>&1 || true")
+            assert "Read-only file system" in said, (service, folder)
+        assert inside(container, "touch /tmp/x && echo done") == "done\n"
+
+
+def inspected(name: str) -> dict[str, Any]:
+    """What Docker knows of a container or an image."""
+    (found,) = json.loads(subprocess.check_output(["docker", "inspect", name]))
+    return dict(found)
+
+
+def inside(container: str, command: str) -> str:
+    """Runs a shell command in a container; returns what it printed."""
+    return subprocess.check_output(["docker", "exec", container, "sh", "-c", command], text=True)
 
 
 async def test_sigterm_is_a_clean_end_and_volumes_keep_what_was_not_acknowledged(

@@ -23,6 +23,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 COUNTS = {"engine": 2, "gateway": 3, "collector": 2, "sidecar": 2}
 SESSIONS, TURNS = 9, 6
+_PAUSES = 10
 RETRIES = 20
 """Of an agent whose sidecar is lost; anything else is waited for by the sidecar."""
 
@@ -86,6 +87,18 @@ async def deliver(client: Client, agents: list[Agent]) -> Audit:
     return audit
 
 
+def freeze(container: str) -> None:
+    """Pauses a container; runc gives up on one whose processes are busy in the kernel."""
+    command = ["docker", "pause", container]
+    said = [b"" for _ in range(_PAUSES)]
+    for at in range(_PAUSES):
+        done = subprocess.run(command, check=False, capture_output=True)
+        if not done.returncode:
+            return
+        said[at] = done.stderr
+    raise AssertionError(b"".join(said).decode())
+
+
 def kill(service: str) -> Callable[[Project], Callable[[], None]]:
     def act(project: Project) -> Callable[[], None]:
         container = project.containers(service)[0]
@@ -98,7 +111,7 @@ def kill(service: str) -> Callable[[Project], Callable[[], None]]:
 def pause(service: str) -> Callable[[Project], Callable[[], None]]:
     def act(project: Project) -> Callable[[], None]:
         container = project.containers(service)[0]
-        docker("pause", container)
+        freeze(container)
         return lambda: docker("unpause", container)
 
     return act

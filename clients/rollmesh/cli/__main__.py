@@ -14,6 +14,7 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh scorer module:function [flags]
                                        serves a reward function to collectors
        rollmesh SERVICE --help         lists the service's flags
+       rollmesh probe SERVICE          exits 0 if a service of this host serves
        rollmesh router forget-weights [--model NAME]
        rollmesh collector delete|export|inspect|replay [flags]
        rollmesh gateway dead-letters list|retry|drop [flags]
@@ -50,6 +51,7 @@ _COMMANDS = {
     ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
     ("conformance",): _Command("rollmesh.conformance", "conformance", ("httpx2",)),
     ("config",): _Command("rollmesh.cli.config", "router", _SERVER),
+    ("probe",): _Command("rollmesh.runtime.probe", "router", ("grpc_health",)),
     ("tokens",): _Command("rollmesh.runtime.access", "router", ()),
     ("certs",): _Command("rollmesh.cli.certs", "certs", ("cryptography",)),
     ("up",): _Command(

@@ -7,13 +7,14 @@ key of the CA is not kept: make all of them again before they expire.
 
 import argparse
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rollmesh.cli.certs.making import make_certificates
+from rollmesh.cli.certs.making import are_valid, make_certificates
 from rollmesh.runtime.access.making import write_private
 
 _DAYS = 30
+_KEPT_DAYS = 7
 
 
 def main() -> int:
@@ -26,12 +27,23 @@ def main() -> int:
         default=[],
         help="a further name or address of the services; repeat it for several",
     )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help=f"do nothing if there are certificates for {_KEPT_DAYS} more days, and replace others",
+    )
     parser.add_argument("--days", type=int, default=_DAYS, help="validity [default: %(default)s]")
     options = parser.parse_args()
     if options.days < 1:
         parser.error("--days: give at least 1")
+    now = datetime.now(UTC)
     try:
-        files = make_certificates(options.host, datetime.now(UTC), options.days)
+        if options.keep and are_valid(options.folder, now + timedelta(days=_KEPT_DAYS)):
+            return 0
+        files = make_certificates(options.host, now, options.days)
+        if options.keep:
+            for name in files:
+                (options.folder / name).unlink(missing_ok=True)
         write_private(options.folder, files)
     except (OSError, ValueError) as error:
         print(f"rollmesh certs: {error}", file=sys.stderr)

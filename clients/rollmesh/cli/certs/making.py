@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -60,6 +61,15 @@ def make_certificates(hosts: Sequence[str], now: datetime, days: int) -> dict[st
         )
         files |= {f"{one}.crt": _pem(certificate), f"{one}.key": _key_pem(own)}
     return files
+
+
+def are_valid(folder: Path, then: datetime) -> bool:
+    """Returns whether a folder has all certificates, and all are valid at a time to come."""
+    files = [folder / f"{name}.crt" for name in ("ca", *Role, _SCORER)]
+    if not all(file.is_file() for file in files):
+        return False
+    found = (x509.load_pem_x509_certificate(file.read_bytes()) for file in files)
+    return all(then < one.not_valid_after_utc for one in found)
 
 
 def _begun(
