@@ -29,6 +29,7 @@ _GROUPS = (
     ("tests/agents/", "agents"),
     ("tests/chat/templates/", "templates"),  # these share what probing a template found
     ("tests/gateway/turns/test_prompt.py", "templates"),
+    ("tests/router/test_control_repeats.py", None),  # these wait
     ("tests/faults/", None),
     ("tests/chat/", None),
 )

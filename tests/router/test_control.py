@@ -14,6 +14,7 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
+from tests.router.routers import running_router
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,9 +49,7 @@ class Fleet:
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     folder: Path = tmp_path_factory.mktemp("control")
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(
-            running("router", folder, data_dir=folder / "router")
-        )
+        router = await stack.enter_async_context(running_router(folder))
         addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
         made = Fleet(router, await stack.enter_async_context(Client(addresses)))
         for name, model in ENGINES.items():

@@ -13,8 +13,9 @@ import pytest
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.v1 import router_pb2
-from tests.processes import ServiceProcess, reserved_port, running
+from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import noting_engine
+from tests.router.routers import running_router
 
 
 class Routers:
@@ -34,9 +35,8 @@ class Routers:
     async def start(self, number: int, **flags: object) -> None:
         folder = self._folder / f"router-{number}"
         port = self.addresses[number].rpartition(":")[2]
-        settings = {"data_dir": folder, "port": port, "gather_ms": 0, **flags}
         self.processes[number] = await self._stack.enter_async_context(
-            running("router", folder, **settings)
+            running_router(folder, port=port, **flags)
         )
 
 

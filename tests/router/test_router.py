@@ -26,6 +26,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
+from tests.router.routers import running_router
 from tests.waiting import until
 
 TENSORS = {"layer.weight": np.zeros((2, 2), np.float32)}
@@ -59,7 +60,7 @@ def sdk(router: ServiceProcess) -> Client:
 
 @pytest.fixture
 async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
-    async with running("router", tmp_path, port=0, data_dir=tmp_path / "router") as process:
+    async with running_router(tmp_path) as process:
         yield process
 
 
@@ -170,14 +171,13 @@ async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProces
 
 async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        flags = {"data_dir": tmp_path / "router"}
-        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        first = await stack.enter_async_context(running_router(tmp_path))
         membership = await stack.enter_async_context(member(first))
         leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
         await until_registered(membership)
         async with leases.lease(session_id="s", deadline_ms=60_000):
             await first.kill()  # the turn goes on: tokens do not pass through the router
-        await stack.enter_async_context(running("router", tmp_path, port=first.port, **flags))
+        await stack.enter_async_context(running_router(tmp_path, port=first.port))
         async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
             assert grant.engine_id == "engine-x"
 
@@ -186,8 +186,7 @@ async def test_a_wait_goes_on_at_a_restarted_router_with_the_time_that_is_left(
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:
-        flags = {"data_dir": tmp_path / "router"}
-        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        first = await stack.enter_async_context(running_router(tmp_path))
         leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
 
         async def turn(deadline_ms: int) -> str:
@@ -202,16 +201,14 @@ async def test_a_wait_goes_on_at_a_restarted_router_with_the_time_that_is_left(
         await first.kill()
         with pytest.raises(NoEngineError, match="no router"):
             await turn(100)
-        await stack.enter_async_context(running("router", tmp_path, port=first.port, **flags))
+        await stack.enter_async_context(running_router(tmp_path, port=first.port))
         await stack.enter_async_context(member(first))
         assert await waiting == "engine-x"
 
 
 async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(
-            running("router", tmp_path, port=0, data_dir=tmp_path / "router")
-        )
+        router = await stack.enter_async_context(running_router(tmp_path))
         client = await stack.enter_async_context(sdk(router))
         flags = {"backend": "scripted", "router": router.address}
         await stack.enter_async_context(running("engine", tmp_path, engine_id="early", **flags))
@@ -294,9 +291,8 @@ async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_acc
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:
-        flags = {"data_dir": tmp_path / "router"}
         router = await stack.enter_async_context(
-            running("router", tmp_path, fault="router-before-accept", **flags)
+            running_router(tmp_path, fault="router-before-accept")
         )
         quick = await stack.enter_async_context(noting_engine(router.address, "quick"))
         slow = await stack.enter_async_context(noting_engine(router.address, "slow"))
@@ -315,7 +311,7 @@ async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_acc
         assert {(grant.engine_id, grant.policy_version) for grant in before} == {("slow", 0)}
         await router.kill()
         push.cancel()
-        await stack.enter_async_context(running("router", tmp_path, port=router.port, **flags))
+        await stack.enter_async_context(running_router(tmp_path, port=router.port))
         slow.hangs.set()
         taken = asyncio.ensure_future(slow.until_taken(1))
         versions = [0]

@@ -22,6 +22,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.chat.images.pictures import picture
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
+from tests.router.routers import running_router
 from tests.waiting import until
 
 PROMPT = pack_ids(np.array([5, 6, 7], np.uint32))
@@ -60,9 +61,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet_of(folder: Path) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(
-            running("router", folder, data_dir=folder / "router", missed_reports=2)
-        )
+        router = await stack.enter_async_context(running_router(folder, missed_reports=2))
         addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
         client = await stack.enter_async_context(Client(addresses))
         channel = await stack.enter_async_context(open_channel(router.address))
@@ -350,8 +349,7 @@ async def test_no_engine_is_a_typed_error(tmp_path: Path) -> None:
 
 async def test_a_router_stops_when_its_last_generation_has_ended(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        flags = {"data_dir": tmp_path / "router", "grace_ms": 600_000}
-        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        router = await stack.enter_async_context(running_router(tmp_path, grace_ms=600_000))
         given = {"backend": "scripted", "tokens_per_second": 8, "reply_tokens": TOKENS}
         engine = await stack.enter_async_context(
             running("engine", tmp_path, router=router.address, **given)

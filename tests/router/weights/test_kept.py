@@ -20,8 +20,9 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
-from tests.processes import ServiceProcess, running
+from tests.processes import ServiceProcess
 from tests.router.engines import noting_engine, reason_of
+from tests.router.routers import running_router
 from tests.waiting import until, until_says
 
 FIRST, SECOND, THIRD = b"first" * 100, b"second" * 100, b"third" * 100
@@ -31,8 +32,7 @@ TENSORS = {"w": np.zeros(1, np.float32)}
 
 @pytest.fixture
 async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
-    flags = {"port": 0, "data_dir": tmp_path / "router", "push_silence_ms": SILENCE_MS}
-    async with running("router", tmp_path, **flags) as process:
+    async with running_router(tmp_path, push_silence_ms=SILENCE_MS) as process:
         yield process
 
 
@@ -99,9 +99,8 @@ async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
 
 
 async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_path: Path) -> None:
-    flags = {"data_dir": tmp_path / "router"}
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        first = await stack.enter_async_context(running_router(tmp_path))
         async with noting_engine(first.address, "early"):
             await push(first.address, 1, FIRST)
             more = asyncio.Event()
@@ -113,7 +112,7 @@ async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_pa
             more.set()
             await asyncio.gather(pushing, return_exceptions=True)
         port = first.port
-        second = await stack.enter_async_context(running("router", tmp_path, port=port, **flags))
+        second = await stack.enter_async_context(running_router(tmp_path, port=port))
         late = await stack.enter_async_context(noting_engine(second.address, "late"))
         await late.until_taken(1)
         assert late.taken == [(1, FIRST)]
@@ -123,10 +122,9 @@ async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_pa
 async def test_what_an_engine_took_is_accepted_though_the_router_died_before_it_knew(
     tmp_path: Path,
 ) -> None:
-    flags = {"data_dir": tmp_path / "router"}
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(
-            running("router", tmp_path, port=0, fault="router-before-accept:2", **flags)
+            running_router(tmp_path, fault="router-before-accept:2")
         )
         early = await stack.enter_async_context(noting_engine(first.address, "early"))
         await push(first.address, 1, FIRST)
@@ -134,9 +132,7 @@ async def test_what_an_engine_took_is_accepted_though_the_router_died_before_it_
         await first.wait_line("FAULT router-before-accept")
         await first.kill()
         await asyncio.gather(pushing, return_exceptions=True)
-        second = await stack.enter_async_context(
-            running("router", tmp_path, port=first.port, **flags)
-        )
+        second = await stack.enter_async_context(running_router(tmp_path, port=first.port))
         late = await stack.enter_async_context(noting_engine(second.address, "late"))
         await late.until_taken(2)
         assert late.taken[-1] == (2, SECOND)
@@ -272,14 +268,14 @@ async def test_the_log_says_what_becomes_of_a_push(router: ServiceProcess, tmp_p
 async def test_a_version_far_above_the_last_is_refused_and_an_operator_can_begin_anew(
     tmp_path: Path,
 ) -> None:
-    flags = {"port": 0, "data_dir": tmp_path / "router", "max_version_step": 2**61}
     async with AsyncExitStack() as stack:
-        careless = await stack.enter_async_context(running("router", tmp_path, **flags))
+        careless = await stack.enter_async_context(running_router(tmp_path, max_version_step=2**61))
         early = await stack.enter_async_context(noting_engine(careless.address, "early"))
         await push(careless.address, 2**60, FIRST)
         await careless.kill()
-        flags |= {"port": careless.port, "max_version_step": 1000}
-        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        router = await stack.enter_async_context(
+            running_router(tmp_path, port=careless.port, max_version_step=1000)
+        )
         client = await stack.enter_async_context(sdk(router))
         await early.until_registered()
         with pytest.raises(InvalidFieldError, match="max_version_step"):
@@ -320,8 +316,7 @@ async def test_models_have_weights_of_their_own(router: ServiceProcess) -> None:
 
 
 async def test_nothing_is_shown_of_a_model_that_left_without_weights(tmp_path: Path) -> None:
-    flags = {"port": 0, "data_dir": tmp_path / "router", "metrics_port": 0}
-    async with running("router", tmp_path, **flags) as router, sdk(router) as client:
+    async with running_router(tmp_path, metrics_port=0) as router, sdk(router) as client:
 
         async def shown() -> set[str]:
             found = await router.samples("rollmesh_router_target_policy_version")

@@ -18,8 +18,9 @@ from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StaleVersionError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
-from tests.processes import ServiceProcess, reserved_port, running
+from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import NotingEngine, noting_engine
+from tests.router.routers import running_router
 from tests.waiting import until
 
 FIRST, SECOND = b"first" * 100, b"second" * 100
@@ -42,8 +43,8 @@ class Pair:
     async def start(self, number: int, **flags: object) -> ServiceProcess:
         folder = self.folder / f"router-{number}"
         port = self.addresses[number].rpartition(":")[2]
-        settings = {"peers": self.addresses[1 - number], "data_dir": folder, "port": port, **flags}
-        process = await self.stack.enter_async_context(running("router", folder, **settings))
+        settings = {"peers": self.addresses[1 - number], "port": port, **flags}
+        process = await self.stack.enter_async_context(running_router(folder, **settings))
         self.processes[number] = process
         return process
 

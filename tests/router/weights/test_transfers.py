@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
 from tests.router.engines import reason_of
+from tests.router.routers import running_router
 from tests.waiting import until, until_says
 
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -51,8 +52,7 @@ class Mesh:
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with AsyncExitStack() as stack:
-        flags = {"port": 0, "data_dir": tmp_path / "router"}
-        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        router = await stack.enter_async_context(running_router(tmp_path))
         yield Mesh(tmp_path, stack, router)
 
 
