@@ -7,7 +7,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +209,55 @@ async def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
+def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Content and mode of the files of a store; the lock file means nothing by itself."""
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mode)
+        for path in folder.iterdir()
+        if path.suffix != ".lock"
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "writer"), [(VERSION + 1, "an earlier"), (VERSION - 1, "a later")]
+)
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_file_of_another_version_is_refused_and_not_a_byte_of_it_changes(
+    tmp_path: Path, other: int, writer: str, *, killed: bool
+) -> None:
+    folder = tmp_path / "it's 100% #1?"
+    path = folder / "store.sqlite"
     async with Database(path, SCHEMA, VERSION) as database:
         await database.run(inserting(1))
-    with pytest.raises(StoreError, match=f"{path}.*version {VERSION}.*{VERSION + 1}"):
-        async with Database(path, SCHEMA, VERSION + 1):
+        found = state_of(folder)
+    if killed:  # with rows that are in the write-ahead log alone
+        assert found["store.sqlite-wal"][0]
+        for name, (content, _) in found.items():
+            (folder / name).write_bytes(content)
+    path.chmod(0o640)
+    before = state_of(folder)
+    with pytest.raises(StoreError) as refused:
+        async with Database(path, SCHEMA, other, rescue="run this"):
             pass
+    assert refused.value.message == (
+        f"{path} has version {VERSION}, this release needs {other}; nothing was changed. "
+        f"It was written by {writer} release: run this"
+    )
+    assert state_of(folder) == before
     async with Database(path, SCHEMA, VERSION) as database:
         assert await database.run(rows_of) == [1]
+
+
+async def test_a_file_of_another_program_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE theirs (n)")
+    before = state_of(tmp_path)
+    with pytest.raises(StoreError, match="version 0"):
+        async with Database(path, SCHEMA, VERSION):
+            pass
+    assert state_of(tmp_path) == before
 
 
 async def test_every_commit_is_synced_to_disk(database: Database) -> None:

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
+from urllib.parse import quote
 
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.errors import (
@@ -26,6 +27,7 @@ from rollmesh.runtime.errors import (
     StoreLostError,
 )
 from rollmesh.runtime.jobs import RETRY_MS, Job, Jobs
+from rollmesh.runtime.schemas import refusal
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
@@ -39,21 +41,29 @@ class Database(AbstractAsyncContextManager["Database"]):
     """A SQLite file in WAL mode with full sync."""
 
     def __init__(
-        self, path: Path, schema: str, version: int, page_bytes: int = _PAGE_BYTES
+        self,
+        path: Path,
+        schema: str,
+        version: int,
+        page_bytes: int = _PAGE_BYTES,
+        *,
+        rescue: str = "give another path",
     ) -> None:
         """Names the file; entering the context opens it and runs `schema`.
 
         Args:
             path: The file; it and its folder are created if missing.
             schema: Idempotent statements that create the tables.
-            version: Version of the schema. A file of another version is refused.
+            version: Version of the schema. A file of another version is refused, untouched.
             page_bytes: Page size of a new file: large for large rows, small for small commits.
+            rescue: What to do with a file of another version, for its error.
         """
         self.path = path
         """The file."""
         self._schema = schema
         self._version = version
         self._page_bytes = page_bytes
+        self._rescue = rescue
         self._jobs = Jobs[sqlite3.Connection](_MAX_BATCH)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._died = False
@@ -161,6 +171,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         return lock
 
     def _open(self) -> sqlite3.Connection:
+        self._check_version()
         for end in ("", "-wal", "-shm", ".lock"):  # SQLite gives new ones the mode of the first
             path = self.path.with_name(f"{self.path.name}{end}")
             if not end or path.exists():
@@ -173,14 +184,22 @@ class Database(AbstractAsyncContextManager["Database"]):
             raise
         return connection
 
+    def _check_version(self) -> None:
+        """Refuses a file of another version without a change of any byte.
+
+        SQLite would recover a file on opening it, and empty its write-ahead log on closing it.
+        """
+        if not self.path.exists() or not self.path.stat().st_size:
+            return
+        # The version is written before the first table, and before there is such a log.
+        unchanged = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(unchanged, uri=True)) as connection:
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if found != self._version and (found or tables):
+            raise StoreError(refusal(str(self.path), found, self._version, self._rescue))
+
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if tables and found != self._version:
-            raise StoreError(
-                f"{self.path}: has schema version {found}, this release needs {self._version}; "
-                "drain it with the release that wrote it, or give another data_dir"
-            )
         connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
         connection.execute("PRAGMA secure_delete = OFF")  # else deleted rows are overwritten
         connection.execute(f"PRAGMA user_version = {self._version:d}")

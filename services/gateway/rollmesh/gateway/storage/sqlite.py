@@ -68,7 +68,11 @@ async def open_sqlite(
             sessions of another model.
     """
     path = folder / "journal.sqlite"
-    async with Database(path, SCHEMA, schema.VERSION) as database:
+    rescue = (
+        f"`rollmesh gateway --data-dir={folder}` of that release serves its sessions and delivers "
+        "them; or give another data_dir"
+    )
+    async with Database(path, SCHEMA, schema.VERSION, rescue=rescue) as database:
         fresh = new_journal_id(), secrets.token_bytes(SECRET_BYTES)
         journal_id, secret = await database.run(lambda db: _keep_identity(db, *fresh))
         opened = SqliteJournal(database, journal_id, secret)

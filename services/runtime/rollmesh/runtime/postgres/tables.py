@@ -9,6 +9,7 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import StoreAwayError, StoreError
 from rollmesh.runtime.postgres.connection import Address
 from rollmesh.runtime.postgres.lane import Lane
+from rollmesh.runtime.schemas import refusal
 from rollmesh.runtime.statements import Statements
 
 _log = logging.getLogger(__name__)
@@ -20,7 +21,9 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _PATIENCE_MS = 60_000
 
 
-async def prepare_database(lane: Lane, address: Address, tables: str, version: int) -> None:
+async def prepare_database(
+    lane: Lane, address: Address, tables: str, version: int, rescue: str
+) -> None:
     """Prepares the tables as soon as the server is there, which may start at the same time.
 
     Args:
@@ -28,6 +31,7 @@ async def prepare_database(lane: Lane, address: Address, tables: str, version: i
         address: The database and the schema of the tables.
         tables: Statements that create the tables.
         version: Their version.
+        rescue: What to do with tables of another version, for the error.
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
@@ -38,7 +42,7 @@ async def prepare_database(lane: Lane, address: Address, tables: str, version: i
     end_ms = clock.monotonic_ms() + _PATIENCE_MS
     while True:
         try:
-            return await lane.run(lambda db: prepare_tables(db, address, tables, version))
+            return await lane.run(lambda db: prepare_tables(db, address, tables, version, rescue))
         except StoreAwayError as error:
             if clock.monotonic_ms() >= end_ms:
                 raise
@@ -46,7 +50,9 @@ async def prepare_database(lane: Lane, address: Address, tables: str, version: i
         await asyncio.sleep(backoff.next_s())
 
 
-def prepare_tables(db: Statements, address: Address, tables: str, version: int) -> None:
+def prepare_tables(
+    db: Statements, address: Address, tables: str, version: int, rescue: str
+) -> None:
     """Checks the server's settings and the version of the tables, which are created if missing.
 
     Processes that start together do so one after another.
@@ -56,6 +62,7 @@ def prepare_tables(db: Statements, address: Address, tables: str, version: int) 
         address: The database and the schema of the tables.
         tables: Statements that create the tables.
         version: Their version.
+        rescue: What to do with tables of another version, for the error.
 
     Raises:
         ConfigError: The server may lose or garble what it stores.
@@ -78,8 +85,5 @@ def prepare_tables(db: Statements, address: Address, tables: str, version: int) 
         db.run("INSERT INTO version VALUES (?1)", version)
     found = db.value("SELECT version FROM version")
     if found != version:
-        raise StoreError(
-            f"the PostgreSQL database at {address.name} holds a store of version {found}, this "
-            f"release needs {version}; drain it with the release that wrote it, or give another "
-            "database"
-        )
+        where = f"{address.setting}: the schema {address.schema} of {address.name}"
+        raise StoreError(refusal(where, int(found), version, rescue))

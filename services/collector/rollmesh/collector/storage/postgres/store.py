@@ -46,6 +46,10 @@ _MOST_BYTES = 512 * 1024 * 1024
 _LOCK = 0x726F6C6C6D657368
 _WRITING = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})"
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_RESCUE = (
+    "`rollmesh collector --store=postgresql://...` of that release delivers its sessions, and "
+    "`rollmesh collector export --to FILE` saves them; or give another database"
+)
 
 
 class PostgresStore(SqlStore):
@@ -272,7 +276,7 @@ async def open_store(
         Lane(address, _WRITING, "writer") as writer,
         Lane(address, _READING, "reader") as reader,
     ):
-        await prepare_database(writer, address, SCHEMA, VERSION)
+        await prepare_database(writer, address, SCHEMA, VERSION, _RESCUE)
         store = PostgresStore(writer, reader, retention)
         store.store_id = await store.write(sql_reads.store_id)
         await store.enter()

@@ -153,7 +153,11 @@ async def open_store(folder: Path, retention: Retention) -> AsyncIterator[Sqlite
         StoreError: The store cannot be opened, or was written by another version.
     """
     path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
-    async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
+    rescue = (
+        f"`rollmesh collector --data-dir={folder}` of that release delivers its sessions, and "
+        "`rollmesh collector export --to FILE` saves them; or give another data_dir"
+    )
+    async with Database(path, SCHEMA, VERSION, PAGE_BYTES, rescue=rescue) as database:
         await database.run(
             lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
         )
