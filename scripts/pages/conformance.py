@@ -30,10 +30,12 @@ Anthropic's Messages.
 
 ```sh
 pip install 'dist/rollmesh-0.1.0-py3-none-any.whl[conformance]'
-rollmesh conformance --base-url http://127.0.0.1:8000/v1 --key KEY --junit report.xml
+rollmesh conformance --base-url http://127.0.0.1:8000/v1 --key-file key --junit report.xml
 ```
 
 - `--base-url` is what OpenAI's clients take: paths such as `/chat/completions` are added to it.
+- `--key-file` has the key in its first line; without it, `ROLLMESH_CONFORMANCE_KEY` has it. It is
+  no flag, because `ps` shows flags to everybody.
 - `--protocols chat,responses,messages` names the protocols that must be served. Without it, a
   protocol that the server does not serve is one skipped row.
 - `--model` names the model; the default is the first one listed. `--context-tokens` is its

@@ -1,6 +1,7 @@
 """The kit against a mesh: everything that agents rely on holds."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,11 +32,12 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, vision_dir: Path) -> As
         yield mesh
 
 
-async def conformance(*flags: object) -> tuple[int, str, str]:
+async def conformance(*flags: object, key: str = "") -> tuple[int, str, str]:
     """Exit code, output and errors of the command."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollmesh.cli", "conformance", *map(str, flags),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "ROLLMESH_CONFORMANCE_KEY": key},
     )  # fmt: skip
     output, errors = await process.communicate()
     return process.returncode or 0, output.decode(), errors.decode()
@@ -46,8 +48,8 @@ async def test_a_mesh_passes_all_checks(mesh: Mesh, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     async with mesh.client() as client, client.session() as session:
         code, output, errors = await conformance(
-            "--base-url", session.keyless_url, "--key", session.api_key, "--junit", report,
-            "--context-tokens", CONTEXT,
+            "--base-url", session.keyless_url, "--junit", report, "--context-tokens", CONTEXT,
+            key=session.api_key,
         )  # fmt: skip
     assert code == 0, output + errors
     suite = ET.parse(report).getroot()[0]  # noqa: S314 - our own file

@@ -19,7 +19,7 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh collector delete|export|inspect|replay [flags]
        rollmesh gateway dead-letters list|retry|drop [flags]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
-       rollmesh conformance --base-url URL --key KEY
+       rollmesh conformance --base-url URL --key-file FILE
                                        checks any server as agents would use it
        rollmesh config check FILE      says everything that is wrong with a mesh file
        rollmesh config show [SERVICE] [--config FILE]

@@ -1,9 +1,15 @@
-"""`rollmesh conformance --base-url URL --key KEY`: checks a server as agents would use it."""
+"""`rollmesh conformance --base-url URL`: checks a server as agents would use it.
+
+The key is the first line of `--key-file`, or else the variable ROLLMESH_CONFORMANCE_KEY. It is no
+flag, because `ps` shows flags to everybody.
+"""
 
 import argparse
 import asyncio
 import json
+import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,14 +34,34 @@ def main() -> int:
         parser.error(f"--base-url: {given.base_url!r} is no URL; give one as http://HOST/v1")
     if not given.timeout_s >= _LEAST_TIMEOUT_S:
         parser.error(f"--timeout-s: is {given.timeout_s}; give at least {_LEAST_TIMEOUT_S:g}")
-    return asyncio.run(_check(given, named))
+    try:
+        key = _key(given.key_file, os.environ)
+    except (OSError, ValueError) as error:
+        parser.error(f"--key-file: {error}")
+    return asyncio.run(_check(given, named, key))
+
+
+def _key(file: Path | None, environ: Mapping[str, str]) -> str:
+    """Returns the key that is sent; empty for none.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no text, or its first line is empty.
+    """
+    if file is None:
+        return environ.get("ROLLMESH_CONFORMANCE_KEY", "")
+    key = file.read_text("utf-8").partition("\n")[0].strip()
+    if not key:
+        raise ValueError(f"{file} has no key in its first line")
+    return key
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rollmesh conformance", description=__doc__)
     add = parser.add_argument
     add("--base-url", required=True, help="as OpenAI's clients take it: http://HOST/v1")
-    add("--key", default="", help="sent as bearer token; Messages also as x-api-key")
+    add("--key-file", type=Path, help="file with the key, sent as bearer token, by Messages also "
+        "as x-api-key; without it, ROLLMESH_CONFORMANCE_KEY has the key")  # fmt: skip
     add("--model", default="", help="the first that the server lists, where it is not given")
     add("--protocols", default="", help="some of chat,responses,messages, which must be served; "
         "without it, those that are served are checked")  # fmt: skip
@@ -46,13 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _check(given: argparse.Namespace, named: list[str]) -> int:
-    headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
+async def _check(given: argparse.Namespace, named: list[str], key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     base_url = given.base_url.rstrip("/")
     async with httpx2.AsyncClient(
         base_url=base_url, headers=headers, timeout=given.timeout_s
     ) as client:
-        server = Server(client, given.model or "policy", given.context_tokens, given.key)
+        server = Server(client, given.model or "policy", given.context_tokens, key)
         try:
             await _learn(server, given.model)
         except httpx2.HTTPError as error:

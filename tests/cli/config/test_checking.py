@@ -172,6 +172,18 @@ def test_tokens_that_others_may_read_or_that_are_missing_are_named(in_folder: Pa
     assert "chmod 0600" in found[names(found).index("router.tokens_dir")]
 
 
+def test_a_file_with_a_password_that_others_may_read_is_named(in_folder: Path) -> None:
+    text = with_model("[collector]\nstore = 'postgresql://user:hunter2@host/mesh'\n")
+    Path("mesh.toml").touch(mode=0o600)
+    assert problems(text, files=True) == []
+    Path("mesh.toml").chmod(0o644)
+    (found,) = problems(text, files=True)
+    assert found.startswith("collector.store: ")
+    assert "chmod 0600 mesh.toml" in found
+    assert "hunter2" not in found
+    assert problems(text) == []
+
+
 def test_certificates_are_read_as_services_read_them(in_folder: Path) -> None:
     make_tokens(in_folder / "var/mesh/tokens")
     write_private(in_folder / "certs", make_certificates([], datetime.now(UTC), 1))

@@ -111,11 +111,13 @@ async def test_a_late_engine_gets_from_one_router_what_was_pushed_to_the_other(p
         await engine.until_taken(2)
 
 
+@pytest.mark.parametrize("advertised", [False, True])
 async def test_a_router_whose_own_address_is_among_its_peers_does_not_ask_itself(
-    pair: Pair,
+    pair: Pair, *, advertised: bool
 ) -> None:
     own = pair.addresses[0]
-    router = await pair.start(0, peers=own, advertise=own, metrics_port=0)
+    advertise = own if advertised else ""
+    router = await pair.start(0, peers=own, advertise=advertise, metrics_port=0)
     async with noting_engine(own, "a"):
         assert await pair.push(0, 1, FIRST) == 1
     called = await router.samples("rollmesh_rpcs_total")

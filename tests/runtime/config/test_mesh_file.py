@@ -153,6 +153,14 @@ def test_callers_of_the_router_find_it_where_the_file_says_that_it_listens(
     assert started(tmp_path, text, "engine")["router"] == routers
 
 
+def test_routers_are_peers_of_those_that_the_file_says(tmp_path: Path) -> None:
+    text = "[mesh]\nrouter = 'a:7100,b:7100'"
+    assert started(tmp_path, text, "router")["peers"] == "a:7100,b:7100"
+    text = "[mesh]\nrouters = 2"
+    assert started(tmp_path, text, "router")["peers"] == "127.0.0.1:7100,127.0.0.1:7101"
+    assert started(tmp_path, "[mesh]", "router")["peers"] == ""
+
+
 def test_a_collector_finds_the_scorer_of_the_file(tmp_path: Path) -> None:
     text = "[scorer]\nfunction = 'a:b'\nworkers = 4"
     found = started(tmp_path, text, "collector")

@@ -1,11 +1,12 @@
 """Passwords and tokens in settings: refused as flags, masked where they are printed."""
 
 import json
+from typing import Any
 
 import pytest
 
 from rollmesh.engine.config import EngineConfig
-from rollmesh.runtime.config import ConfigError, has_secret, masked, parse_config
+from rollmesh.runtime.config import ConfigError, fill, has_secret, masked, parse_config
 
 SECRETS = [
     "postgresql://user:hunter2@host:5432/mesh",
@@ -54,6 +55,15 @@ def test_what_surrounds_a_secret_stays_readable() -> None:
     url = "postgresql://user:hunter2@host:5432/mesh?sslmode=require"
     assert masked(url) == "postgresql://user:***@host:5432/mesh?sslmode=require"
     assert masked("host=a password='x y' user=b") == "host=a password=*** user=b"
+
+
+@pytest.mark.parametrize(
+    "value", ['{"hf_token": "hunter2"', '{"hf_token": "hunter2', ["postgresql://user:hunter2@host"]]
+)
+def test_an_error_about_a_value_does_not_show_its_secret(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^vllm: is .*\*\*\*") as caught:
+        fill(EngineConfig, {"vllm": value})
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_token_for_vllm_is_no_flag() -> None:

@@ -12,7 +12,7 @@ from rollmesh.cli.config.checks import (
     check_sizes,
     listeners_of,
 )
-from rollmesh.cli.config.files import check_files
+from rollmesh.cli.config.files import check_files, check_private
 from rollmesh.cli.config.members import Member, members, own_problems
 from rollmesh.cli.services import environment
 from rollmesh.cli.up.plan import plan_mesh
@@ -20,6 +20,7 @@ from rollmesh.runtime.config import (
     SERVICES,
     ConfigError,
     Tables,
+    has_secret,
     mesh_config,
     mesh_problems,
     read_file,
@@ -70,6 +71,7 @@ def check_mesh(
     for one in found:
         problems += _check_exposed(one)
     if files:
+        problems += check_private(path, [one for member in found for one in _secrets(member, path)])
         absent = _absent_tokens(tables, notes)
         for one in found:
             problems += check_files(one, absent)
@@ -114,6 +116,15 @@ def _check_exposed(member: Member) -> list[str]:
     except ConfigError as error:
         return [f"{member.service}.{error}"]
     return []
+
+
+def _secrets(member: Member, path: Path) -> list[str]:
+    """Returns the settings that have a secret in the file."""
+    return [
+        one.shown
+        for one in member.given.values()
+        if one.source.startswith(f"{path} ") and has_secret(one.value)
+    ]
 
 
 def _absent_tokens(tables: Tables, notes: list[str]) -> Path | None:

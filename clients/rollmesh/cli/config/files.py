@@ -1,7 +1,7 @@
 """The files that settings name: whether a service could use them on this machine."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,20 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
         yield f"engine.script: {config.script} cannot be read"
     if hasattr(config, "data_dir"):
         yield from _check_folder(f"{service}.data_dir", config.data_dir)
+
+
+def check_private(path: Path, secrets: Sequence[str]) -> Iterator[str]:
+    """Yields that others may read a mesh file with secrets.
+
+    Args:
+        path: The mesh file.
+        secrets: The settings in it that have a secret.
+    """
+    if secrets and path.stat().st_mode & 0o077:
+        yield (
+            f"{secrets[0]}: has a password or a token, and others may read {path}; run: chmod 0600 "
+            f"{path}, or give it by the environment"
+        )
 
 
 def _check_https(config: Any) -> Iterator[str]:

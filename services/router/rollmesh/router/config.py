@@ -19,7 +19,8 @@ class RouterConfig(ServerConfig):
     """Folder where accepted weights are kept, by model, for engines that join later."""
     peers: str = ""
     """host:port of the other routers, separated by commas; all of them keep the same weights. The
-    router's own `advertise` may be among them, so that all routers can be given the same list."""
+    router's own address may be among them (`advertise`, or `host` and `port`), so that all routers
+    can be given the same list."""
     control_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a control call to one engine, milliseconds."""
     gather_ms: Annotated[int, Bounds(0)] = 2_000

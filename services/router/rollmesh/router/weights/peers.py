@@ -42,7 +42,8 @@ class Peers:
         self._models = models
         self._config = config
         self._adopted = adopted
-        self._addresses = [one for one in addresses_of(config.peers) if one != config.advertise]
+        own = {config.advertise, f"{config.host}:{config.port}"}
+        self._addresses = [one for one in addresses_of(config.peers) if one not in own]
 
     async def keep_equal(self) -> None:
         """Asks the peers every second, until it is cancelled."""

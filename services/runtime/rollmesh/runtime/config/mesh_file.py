@@ -229,8 +229,11 @@ def shared_settings(
     settings: dict[str, Any] = {"host": mesh.host}
     if service in _STORING:
         settings["data_dir"] = str(mesh.data_dir / service)
-    if service not in {"router", "scorer"}:
-        settings["router"] = routers or _routers(tables, mesh)
+    routers = routers or _routers(tables, mesh)
+    if service == "router" and "," in routers:
+        settings["peers"] = routers  # a router leaves itself out
+    elif service not in {"router", "scorer"}:
+        settings["router"] = routers
     if service == "collector" and "scorer" in tables:
         settings |= _scoring(tables["scorer"], scorer or _address(tables, "scorer", SCORER_PORT))
     if tokens is not None and service != "sidecar":

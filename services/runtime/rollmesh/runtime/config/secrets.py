@@ -8,6 +8,10 @@ from typing import Any
 _PASSWORD = re.compile(r"://[^/?#\s@]*:[^/?#\s@]+@|\bpassword\s*=", re.IGNORECASE)
 _OF_URL = re.compile(r"(://[^/?#\s@:]*:)\S*@")
 _OF_PARAMETER = re.compile(r"(\bpassword\s*=\s*)(?:'(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
+_OF_JSON = re.compile(
+    r"""(["'][^"']*(?:token|password|secret|api_key)["']\s*:\s*)(["'])(?:(?!\2).)+\2?""",
+    re.IGNORECASE,
+)
 _SECRET_KEY = re.compile(r"(?:token|password|secret|api_key)$", re.IGNORECASE)
 _MASK = "***"
 
@@ -30,7 +34,13 @@ def masked(value: Any) -> Any:
     if isinstance(value, str):
         if has_secret(table := _table(value)):
             return json.dumps(masked(table))
-        return _OF_PARAMETER.sub(rf"\g<1>{_MASK}", _OF_URL.sub(rf"\g<1>{_MASK}@", value))
+        for pattern, mask in (
+            (_OF_URL, rf"\g<1>{_MASK}@"),
+            (_OF_PARAMETER, rf"\g<1>{_MASK}"),
+            (_OF_JSON, rf"\g<1>{_MASK}"),
+        ):
+            value = pattern.sub(mask, value)
+        return value
     if isinstance(value, Mapping):
         return {
             key: _MASK if _is_secret(key, one) and isinstance(one, str) else masked(one)

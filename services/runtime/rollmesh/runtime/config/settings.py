@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from rollmesh.runtime.config.secrets import masked
+
 _Config = TypeVar("_Config")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
@@ -238,12 +240,13 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
     converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool, dict: _to_table}
+    problem = f"{name}: is {masked(repr(masked(value))):.200}; give {_WORDS[kind]}"
     if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}: is {value!r:.200}; give {_WORDS[kind]}")
+        raise ConfigError(problem)
     try:
         return converters.get(kind, kind)(value)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name}: is {value!r:.200}; give {_WORDS[kind]}") from error
+        raise ConfigError(problem) from error
 
 
 def _to_bool(value: Any) -> bool:
