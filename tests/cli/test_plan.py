@@ -70,6 +70,7 @@ def test_no_file_is_a_mesh_of_defaults() -> None:
         pytest.param("engine = 2", "engine", id="no-table"),
         pytest.param("[mesh]\nengine = 2", "mesh.engine", id="unknown-key"),
         pytest.param("[model]\nname = 'a'", "model", id="one-model-table"),
+        pytest.param("model = []", "model", id="no-model"),
         pytest.param("[[model]]\nengines = 2", "model.name", id="model-without-a-name"),
         pytest.param("[[model]]\nname = 'a'\n" * 2, "model.name", id="model-named-twice"),
         pytest.param("[[model]]\nname = 'a'\nengines = 0", "model.engines", id="no-engines"),

@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
+from rollmesh.cli.certs.making import make_certificates
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.runtime.access.making import write_private
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
@@ -168,6 +171,21 @@ async def test_a_scorer_of_the_file_rewards_sessions_that_have_no_reward(
         async with client.subscribe("trainer", unit="session") as sessions:
             (scored,) = (await anext(sessions)).sessions
     assert scored.reward == len(scored.trajectories[0].token_ids)
+
+
+async def test_a_mesh_with_certificates_says_how_a_trainer_gets_in(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    write_private(tmp_path / "certs", make_certificates([], datetime.now(UTC), 1))
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
+    config = config.replace("[mesh]", f'[mesh]\ncertificates_dir = "{tmp_path / "certs"}"')
+    async with running_mesh(tmp_path, config) as mesh:
+        async with Client(mesh.addresses) as client, client.session() as session:
+            assert session.session_id
+        plain = replace(mesh.addresses, tls_ca_file="")
+        async with Client(plain) as client:
+            with pytest.raises(RollmeshError):
+                await client.replicas()
 
 
 async def test_a_service_that_cannot_start_ends_the_mesh_with_its_reason(

@@ -1,11 +1,14 @@
 """`rollmesh config check`: every problem in one go, each with its table, and no false alarm."""
 
+import json
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rollmesh.cli.certs.making import make_certificates
 from rollmesh.cli.config.checking import check_mesh
@@ -159,6 +162,15 @@ def test_tokens_that_are_not_made_yet_are_a_note_and_no_problem(in_folder: Path)
     assert [note.partition(" ")[0] for note in found.notes] == ["var/mesh/tokens"]
 
 
+def test_what_is_reached_in_plain_text_is_noted() -> None:
+    text = "[mesh]\nhost = '0.0.0.0'\n{}[sidecar]\nhost = '127.0.0.1'"
+    for certificates, noted in (("", 4), ("certificates_dir = 'c'\n", 0)):
+        Path("mesh.toml").write_text(text.format(certificates))
+        found = check_mesh(Path("mesh.toml"), installed(), {}, files=False)
+        assert found.problems == []
+        assert len(found.notes) == noted
+
+
 def test_tokens_that_others_may_read_or_that_are_missing_are_named(in_folder: Path) -> None:
     make_tokens(in_folder / "var/mesh/tokens")
     assert problems(with_model(""), files=True) == []
@@ -212,6 +224,48 @@ def test_folders_that_cannot_be_are_named(in_folder: Path) -> None:
         "gateway.model_path",
         "router.data_dir",
     ]
+
+
+_NAMES = ("mesh", "model", *SERVICES, "nonsense")
+_SETTINGS = ("host", "port", "model", "name", "router", "engines", "workers", "vllm", "store", "x")
+_SCALARS = st.one_of(
+    st.integers(-2, 2**40),
+    st.booleans(),
+    st.sampled_from(("", "a", "0", "-1", "sqlite", "127.0.0.1", "a:b", "[", "\n")),
+)
+_TABLES = st.dictionaries(
+    st.sampled_from((*_SETTINGS, "engine", "gateway")),
+    st.recursive(
+        _SCALARS,
+        lambda one: (
+            st.lists(one, max_size=2) | st.dictionaries(st.sampled_from(_SETTINGS), one, max_size=3)
+        ),
+        max_leaves=5,
+    ),
+    max_size=6,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(_NAMES), _SCALARS | _TABLES | st.lists(_TABLES, max_size=3), max_size=6
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_file_says_what_is_wrong_is_said_and_nothing_is_raised(
+    in_folder: Path, tables: dict[str, Any]
+) -> None:
+    text = "".join(f"{name} = {toml(value)}\n" for name, value in tables.items())
+    found = problems(text, files=True)
+    assert all(": " in problem for problem in found)
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
 
 
 @pytest.mark.parametrize(

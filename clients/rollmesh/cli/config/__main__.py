@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ def main() -> int:
 
 
 def _check(path: Path, *, files: bool) -> int:
+    logging.disable(logging.WARNING)  # what services warn of at their start is a note here
     found = check_mesh(path, installed(), os.environ, files=files)
     for note in found.notes:
         print(f"note: {note}")

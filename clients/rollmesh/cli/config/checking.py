@@ -1,5 +1,6 @@
 """`rollmesh config check`: every problem of a mesh file in one go."""
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,16 @@ from rollmesh.runtime.config import (
     SERVICES,
     ConfigError,
     Tables,
+    examine,
     has_secret,
     mesh_config,
     mesh_problems,
     read_file,
-    resolve,
 )
 from rollmesh.runtime.rpc.listening import bind_host
 from rollmesh.runtime.rpc.locks import LOCK, check_exposed
+
+_LISTENING = {"--host": "host", "--port": "port", "--metrics-port": "metrics_port"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def check_mesh(
     problems += _check_ports(tables, classes, environ)
     problems += [*check_calls(found), *check_sizes(found)]
     for one in found:
-        problems += _check_exposed(one)
+        problems += _check_exposed(one, notes)
     if files:
         problems += check_private(path, [one for member in found for one in _secrets(member, path)])
         absent = _absent_tokens(tables, notes)
@@ -93,17 +96,20 @@ def _check_ports(
         cls = classes.get(spec.service)
         if cls is None:
             continue
-        flags = list(spec.flags)
-        if services.count(spec.service) == 1:  # started by itself it takes its default port
-            flags = [flag for flag in flags if flag != "--port=0"]
-        config = resolve(cls, spec.service, flags, spec.variables).config
-        if config is not None:
+        flags = (flag.partition("=") for flag in spec.flags)
+        values = {_LISTENING[name]: text for name, _, text in flags if name in _LISTENING}
+        if services.count(spec.service) == 1 and values["port"] == "0":
+            del values["port"]  # started by itself it takes its default port
+        if (config := examine(cls, values)[0]) is not None:
             listeners += listeners_of(spec.service, spec.name, config)
     return list(check_ports(listeners))
 
 
-def _check_exposed(member: Member) -> list[str]:
-    """Returns why a service would refuse to listen where its settings say."""
+def _check_exposed(member: Member, notes: list[str]) -> list[str]:
+    """Returns why a service would refuse to listen where its settings say.
+
+    Notes a service to which tokens would travel in plain text.
+    """
     config = member.config
     shows = bool(config.token_file or config.tls_certificate_file)
     if member.service == "sidecar":
@@ -112,9 +118,15 @@ def _check_exposed(member: Member) -> list[str]:
         asks = config.tls_certificate_file and config.tls_ca_file and config.tls_client_certificates
         remedy, locked = LOCK, bool(config.tokens_dir or asks)
     try:
-        check_exposed(config, bind_host(config), remedy, locked=locked)
+        host = bind_host(config)
+        check_exposed(config, host, remedy, locked=locked)
     except ConfigError as error:
         return [f"{member.service}.{error}"]
+    serves_tls, remedy = config.tls_certificate_file, "certificates_dir under [mesh] sets TLS"
+    if member.service == "sidecar":
+        serves_tls, remedy = config.https_certificate_file, "https_certificate_file sets HTTPS"
+    if not serves_tls and not ipaddress.ip_address(host.strip("[]")).is_loopback:
+        notes.append(f"{member.service}.host: {config.host} is reached in plain text; {remedy}")
     return []
 
 

@@ -48,7 +48,7 @@ def read_models(tables: object, default: ModelConfig) -> tuple[list[MeshModel], 
         tables: The value of `model` in a mesh file.
         default: What a table omits; its name is not used.
     """
-    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         return [], ["model: is not a list of tables; write [[model]] for each model"]
     models: list[MeshModel] = []
     problems: list[str] = []
