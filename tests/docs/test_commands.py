@@ -90,8 +90,19 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             assert wheel.rstrip("]").partition("[")[2] in project["optional-dependencies"]
         case ["docker", "compose" | "cp", *_]:
             pass  # tests/docker runs it
+        case ["kubectl", verb, *rest]:
+            check_kubectl(verb, rest)
         case _:
             pytest.fail(f"{where}: nothing tests {words}")
+
+
+def check_kubectl(verb: str, words: list[str]) -> None:
+    """What is applied is in the repository, where tests/kubernetes renders and runs it."""
+    assert verb in {"apply", "create", "get"}
+    if verb == "apply":
+        flag, folder = words
+        assert flag == "-k"
+        assert (ROOT / folder / "kustomization.yaml").exists()
 
 
 def check_rollmesh(where: str, words: list[str]) -> None:

@@ -1,0 +1,65 @@
+"""The manifests of deploy/kubernetes, as `kubectl kustomize` renders them."""
+
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+
+ENVIRONMENT = ROOT / ".venv-kube"
+MANIFESTS = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (MANIFESTS / "overlays").iterdir())
+ROLLED = ("StatefulSet", "Deployment")
+"""Kinds whose pods are replaced one by one."""
+Manifest = dict[str, Any]
+
+
+def tool(name: str, *arguments: str | Path) -> str:
+    """Runs a program of the environment; returns what it prints on standard output."""
+    assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-kube/.ready`"
+    command = [str(ENVIRONMENT / "bin" / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def rendered(folder: Path) -> list[Manifest]:
+    """Returns the objects of a kustomization."""
+    return parsed(tool("kubectl", "kustomize", folder))
+
+
+def parsed(text: str) -> list[Manifest]:
+    """Returns the objects of a file."""
+    yaml = pytest.importorskip("yaml", reason="reads the manifests")
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+@cache
+def overlay(name: str) -> list[Manifest]:
+    """Returns the objects of an overlay."""
+    return rendered(MANIFESTS / "overlays" / name)
+
+
+def of_kind(objects: list[Manifest], *kinds: str) -> dict[str, Manifest]:
+    """Returns the objects of some kinds by their names."""
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] in kinds}
+
+
+def templates(objects: list[Manifest]) -> dict[str, Manifest]:
+    """Returns the template of every pod, by what makes the pod."""
+    found = {
+        name: one["spec"]["template"] for name, one in of_kind(objects, *ROLLED, "Job").items()
+    }
+    for name, one in of_kind(objects, "LeaderWorkerSet").items():
+        group = one["spec"]["leaderWorkerTemplate"]
+        found |= {f"{name} leader": group["leaderTemplate"]}
+        found |= {f"{name} worker": group["workerTemplate"]}
+    return found
+
+
+def containers(template: Manifest) -> list[Manifest]:
+    """Returns the containers of a pod, those of its start first."""
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
