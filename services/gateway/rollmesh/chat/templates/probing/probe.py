@@ -9,6 +9,7 @@ without that pair.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cache
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.probing import conversations as probes
 from rollmesh.chat.templates.probing.questions import Questions
+from rollmesh.chat.templates.probing.remembered import RememberedTemplate
 from rollmesh.chat.templates.profile import (
     REWRITING,
     Finding,
@@ -78,7 +80,16 @@ def probe(
     Raises:
         TemplateRefusedError: It cannot be continued exactly; the message describes the difference.
     """
-    options = make_context(b"", options_json)
+    remembered = RememberedTemplate(template)
+    try:
+        return _probe(remembered, tokenizer, make_context(b"", options_json), image)
+    finally:
+        remembered.forget()
+
+
+def _probe(
+    template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext, image: str
+) -> Probed:
     rule = SystemRule(joins_first=must_join(template, options))
     try:
         plain = _Probe(template, tokenizer, options, rule)
@@ -107,6 +118,7 @@ class _Probe:
             template = RuledTemplate(template, rule)
         self._template = template
         self._tokenizer = tokenizer
+        self._encode = cache(tokenizer.encode)
         self._rule = rule
         self._cutter = cutter = Cutter(template, tokenizer, options)
         self._bare = options
@@ -359,8 +371,8 @@ class _Probe:
     ) -> tuple[_Outcome, str]:
         texts = self._cutter.texts(groups, 0, context)
         texts.append(self._cutter.generation_prompt(place(groups, len(groups))))
-        ids = np.concatenate([self._tokenizer.encode(text) for text in texts])
-        if not np.array_equal(ids, self._tokenizer.encode("".join(texts))):
+        ids = np.concatenate([self._encode(text) for text in texts])
+        if not np.array_equal(ids, self._encode("".join(texts))):
             return (
                 _Outcome.REFUSED,
                 "its text and that of its neighbours cannot be tokenized separately",
