@@ -23,6 +23,8 @@ _GROUPS = (
     ("tests/agents/test_vllm_agents.py", "vllm"),
     ("tests/vision/", "vllm"),
     ("tests/examples/", "vllm"),
+    ("tests/kubernetes/test_multi_node.py", "vllm"),
+    ("tests/kubernetes/", None),
     ("tests/trainers/", "ray"),
     ("tests/client/runners/test_ray_tasks.py", "ray"),
     ("tests/docs/", "docs"),  # these use the default ports
