@@ -46,7 +46,7 @@ _WITH_TORCH = (
     "vision",
 )
 collect_ignore = [] if find_spec("torch") else list(_WITH_TORCH)
-pytest_plugins = ["tests.progress", "tests.schedule"]
+pytest_plugins = ["tests.garbage", "tests.progress", "tests.schedule"]
 
 
 @pytest.fixture(scope="session")

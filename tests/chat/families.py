@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -24,11 +24,13 @@ from rollmesh.chat.messages import Message
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate
-from rollmesh.chat.templates.mistral import MistralTemplate, MistralTokenizer
 from rollmesh.chat.templates.profile import Finding
 from rollmesh.chat.templates.system_messages import SystemRule
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.paths import package_folder
+
+if TYPE_CHECKING:
+    from rollmesh.chat.templates.mistral import MistralTokenizer
 
 FOLDER = package_folder("trl") / "chat_templates"
 MISTRAL = package_folder("mistral_common") / "data"
@@ -214,7 +216,12 @@ def mistral_file(name: str, folder: Path) -> Path:
 
 
 @cache
-def load_mistral(name: str) -> tuple[Continuation, MistralTokenizer]:
+def load_mistral(name: str) -> "tuple[Continuation, MistralTokenizer]":
+    from rollmesh.chat.templates.mistral import (  # noqa: PLC0415 - it is large
+        MistralTemplate,
+        MistralTokenizer,
+    )
+
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = MistralTokenizer(mistral_file(name, Path(folder)))
     return Continuation(MistralTemplate(tokenizer), tokenizer), tokenizer

@@ -1,5 +1,7 @@
 """Images through a whole mesh of real processes, by the published clients of each protocol."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 from abc import ABC, abstractmethod
@@ -11,13 +13,13 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic, BadRequestError
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2, trajectory_pb2
 from tests.chat.images.pictures import data_url, picture
+from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -131,8 +133,8 @@ class Messages(Agent):
         self._call = next((one.id for one in answer.content if one.type == "tool_use"), "")
 
 
-def anthropic_of(mesh: Mesh, session: Session) -> AsyncAnthropic:
-    client = AsyncAnthropic(
+def anthropic_of(mesh: Mesh, session: Session) -> anthropic.AsyncAnthropic:
+    client = anthropic.AsyncAnthropic(
         base_url=session.base_url.removesuffix("/v1"), api_key="static", max_retries=0
     )
     mesh.stack.push_async_callback(client.close)
@@ -232,7 +234,7 @@ async def test_a_broken_image_is_named_as_the_client_sent_it(seeing: Mesh) -> No
         for protocol, error in (
             ("chat", openai.BadRequestError),
             ("responses", openai.BadRequestError),
-            ("messages", BadRequestError),
+            ("messages", anthropic.BadRequestError),
         ):
             agent = agent_of(seeing, session, protocol)
             await agent.ask(CAT, "compute")

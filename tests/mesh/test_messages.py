@@ -1,18 +1,19 @@
 """The published anthropic package against a whole mesh of real processes."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anthropic
 import httpx2
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
+from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.models import make_tokenizer_dir
 from tests.paths import package_folder
@@ -58,20 +59,20 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Me
 
 
 @asynccontextmanager
-async def asking(session: Session, **settings: Any) -> AsyncIterator[AsyncAnthropic]:
+async def asking(session: Session, **settings: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
     """The published client, unmodified, pointed at a session."""
     base_url = session.base_url.removesuffix("/v1")
     settings = {"max_retries": 0, "timeout": 30, **settings}
-    async with AsyncAnthropic(base_url=base_url, api_key="static", **settings) as agent:
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="static", **settings) as agent:
         yield agent
 
 
-async def ask(agent: AsyncAnthropic, *messages: Any, **fields: Any) -> Any:
+async def ask(agent: anthropic.AsyncAnthropic, *messages: Any, **fields: Any) -> Any:
     fields = {"model": "policy", "max_tokens": 200, **fields}
     return await agent.messages.create(messages=list(messages), **fields)
 
 
-async def streamed(agent: AsyncAnthropic, *messages: Any, **fields: Any) -> Any:
+async def streamed(agent: anthropic.AsyncAnthropic, *messages: Any, **fields: Any) -> Any:
     fields = {"model": "policy", "max_tokens": 200, **fields}
     async with agent.messages.stream(messages=list(messages), **fields) as stream:
         return await stream.get_final_message()
@@ -273,7 +274,9 @@ async def test_errors_are_what_the_sdk_expects(thinking: Mesh) -> None:
             with pytest.raises(anthropic.ConflictError):
                 await ask(agent, user("plain"))
         nobody = f"http://{thinking.addresses.sidecar}"
-        async with AsyncAnthropic(base_url=nobody, api_key="none", max_retries=0) as agent:
+        async with anthropic.AsyncAnthropic(
+            base_url=nobody, api_key="none", max_retries=0
+        ) as agent:
             with pytest.raises(anthropic.AuthenticationError):
                 await ask(agent, user("plain"))
 

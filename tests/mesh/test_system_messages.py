@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 
 from examples.demo.audit import Audit
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.chat import families
+from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh, write_script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,7 +38,7 @@ async def test_reminders_are_served_and_nothing_drifts(mesh: Mesh, *, stream: bo
     async with mesh.client() as client:
         async with (
             client.session() as session,
-            AsyncAnthropic(
+            anthropic.AsyncAnthropic(
                 base_url=session.base_url.removesuffix("/v1"), api_key="any", max_retries=0
             ) as agent,
         ):

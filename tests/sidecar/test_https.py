@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import orjson
 import pytest
@@ -17,6 +16,7 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.https import Certificate
 from rollmesh.sidecar.metrics import REFUSED
+from tests.lazily import anthropic
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,

@@ -1,23 +1,24 @@
 """Errors of the server itself, before any endpoint: in the form of the protocol that was asked."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import anthropic
 import httpx2
 import openai
 import orjson
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import REFUSED
 from rollmesh.sidecar.paths import protocol_of
+from tests.lazily import anthropic
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,
@@ -38,7 +39,7 @@ class Clients:
     """The official SDKs, pointed at one sidecar."""
 
     openai: AsyncOpenAI
-    anthropic: AsyncAnthropic
+    anthropic: anthropic.AsyncAnthropic
 
     async def chat(self, content: str = "Hi", **more: Any) -> Any:
         messages: list[Any] = [{"role": "user", "content": content}]
@@ -75,7 +76,7 @@ async def clients_of(url: str, max_retries: int = 0) -> AsyncIterator[Clients]:
     settings: Any = {"api_key": KEY, "max_retries": max_retries}
     async with (
         AsyncOpenAI(base_url=f"{url}/v1", **settings) as one,
-        AsyncAnthropic(base_url=url, **settings) as other,
+        anthropic.AsyncAnthropic(base_url=url, **settings) as other,
     ):
         yield Clients(one, other)
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import orjson
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
-from anthropic.types.beta import message_create_params as beta_params
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.parameters import REFUSED, SERVED, UNUSED
@@ -32,6 +30,14 @@ def test_a_parameter_has_one_place() -> None:
 
 
 def test_every_parameter_of_the_anthropic_sdk_is_in_the_table() -> None:
+    from anthropic.types import (  # noqa: PLC0415 - it is large
+        message_count_tokens_params,
+        message_create_params,
+    )
+    from anthropic.types.beta import (  # noqa: PLC0415
+        message_create_params as beta_params,
+    )
+
     fields: set[str] = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)
     for module in (message_create_params, beta_params):
         fields |= fields_of_sdk(module, "MessageCreateParams")
