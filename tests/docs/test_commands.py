@@ -26,7 +26,7 @@ from tests.paths import ROOT
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
 """What a block may be. `text` is shown and not run."""
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-_VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)}
+_VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | {"https_proxy"}
 _MODULES = {
     "up": "rollmesh.cli.up",
     "conformance": "rollmesh.conformance",

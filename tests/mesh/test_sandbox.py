@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client
+from rollmesh.v1 import router_pb2
 from tests.locks import Locks
 from tests.mesh.sandbox import PORT, ROUTER, Proxy
 from tests.meshes import delivered, scripted_mesh
@@ -73,13 +74,13 @@ async def test_an_agent_without_a_network_is_served_and_its_tokens_reach_the_tra
         ):
             async with client.session() as session:
                 said = await turn(process, session.base_url)
+                kinds = {one.hello.kind for one in (await client.replicas()).replicas}
                 proxy.cut()
                 again = await turn(process, session.base_url)
-                kinds = {one.hello.kind for one in (await client.replicas()).replicas}
             result = await delivered(client, session)
         assert [one["content"] for one in (said, again)] == ["The answer is 42."] * 2
         assert result.turns == 2
         assert all(one.loss_mask.any() for one in result.trajectories)
         assert proxy.asked == {ROUTER, mesh.address("gateway")}
-        assert "SIDECAR" not in {str(kind) for kind in kinds}
-        assert again["mib"] < 160
+        assert kinds == {router_pb2.REPLICA_KIND_ENGINE, router_pb2.REPLICA_KIND_GATEWAY}
+        assert again["mib"] < 100
