@@ -99,3 +99,10 @@ async def test_a_port_that_is_taken_is_an_exit_code_and_a_line() -> None:
     assert second.returncode == 2
     assert b"port" in errors
     assert b"Traceback" not in errors
+
+
+async def test_it_does_without_numpy() -> None:
+    """Its image has none, and beside an agent each MiB counts."""
+    check = "import sys, rollmesh.sidecar.__main__; sys.exit('numpy' in sys.modules)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", check)
+    assert await process.wait() == 0
