@@ -60,6 +60,19 @@ def test_tokens_are_changed_while_the_server_runs(
     assert not tokens.roles(OTHER)
 
 
+def test_tokens_change_when_kubernetes_swaps_the_folder_of_a_secret(tmp_path: Path) -> None:
+    write_private(tmp_path / "..first", {"accepted/engine": ONE.encode()})
+    (tmp_path / "..data").symlink_to("..first")
+    (tmp_path / "accepted").symlink_to("..data/accepted")
+    tokens = AcceptedTokens(tmp_path / "accepted")
+    assert tokens.roles(ONE) == {Role.ENGINE}
+    write_private(tmp_path / "..second", {"accepted/engine": OTHER.encode()})
+    (tmp_path / "..next").symlink_to("..second")
+    (tmp_path / "..next").replace(tmp_path / "..data")
+    assert tokens.roles(OTHER) == {Role.ENGINE}
+    assert not tokens.roles(ONE)
+
+
 def test_a_caller_presents_the_first_token_of_its_file(tmp_path: Path) -> None:
     write_private(tmp_path, {"file": f"\n# new\n{ONE}\n{OTHER}\n".encode()})
     token = PresentedToken(tmp_path / "file")
