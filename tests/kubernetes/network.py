@@ -3,13 +3,13 @@
 import asyncio
 import ipaddress
 import itertools
-import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PIECE = 64 * 1024
+_MOST_NETWORKS = 250
 
 
 def run(*command: str) -> str:
@@ -27,8 +27,7 @@ class Network:
     """
 
     def __init__(self, folder: Path) -> None:
-        number = os.getpid() % 250 + 1
-        self._name = f"rollmesh{number}"
+        number, self._name = _free_name()
         self._addresses = ipaddress.ip_network(f"10.213.{number}.0/24").hosts()
         self.host = str(next(self._addresses))
         """Address of this machine."""
@@ -37,7 +36,6 @@ class Network:
         self.hosts_file = folder / "hosts"
         """What pods have as /etc/hosts: names of Services and pods."""
         self.hosts_file.write_text("")
-        run("ip", "netns", "add", self._name)
         self._inside("link", "add", "bridge", "type", "bridge")
         self._inside("link", "set", "bridge", "up")
         self._connect(self._name)
@@ -103,6 +101,16 @@ class Network:
     def close(self) -> None:
         for name in sorted(self._made, reverse=True):
             self.remove(name)
+
+
+def _free_name() -> tuple[int, str]:
+    """Makes the namespace of a network that no other process has; returns its number and name."""
+    for number in range(1, _MOST_NETWORKS):
+        name = f"rollmesh{number}"
+        with suppress(OSError):
+            run("ip", "netns", "add", name)
+            return number, name
+    raise OSError("`ip netns` makes no namespace, or has those of too many runs")
 
 
 @contextmanager

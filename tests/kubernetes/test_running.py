@@ -60,9 +60,8 @@ tokens_per_second = 100
 def can_have_pods() -> bool:
     """Whether this user may make namespaces and a bridge."""
     try:
-        run("ip", "link", "add", "rollmeshtry", "type", "bridge")
-        run("ip", "link", "delete", "rollmeshtry")
-        run("unshare", "--mount", "--pid", "--fork", "true")
+        alone = ("unshare", "--net", "--mount", "--pid", "--fork")
+        run(*alone, "ip", "link", "add", "bridge", "type", "bridge")
     except OSError:
         return False
     return os.geteuid() == 0
