@@ -1,4 +1,4 @@
-"""Every parameter of the two APIs has a place in the table, and the table is what happens."""
+"""What the parameters of the protocol do; `tests/sidecar/test_parameters` has its whole table."""
 
 from typing import Any
 
@@ -9,8 +9,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.parameters import REFUSED, SERVED, UNUSED
 from rollmesh.sidecar.anthropic_messages.requests import read_request
 from rollmesh.v1 import gateway_pb2
-from tests.paths import ROOT
-from tests.sidecar.parameters import documented, fields_of_sdk, fields_of_vllm, ignored
+from tests.sidecar.parameters import fields_of_sdk
 
 ASK: dict[str, Any] = {
     "model": "m",
@@ -18,15 +17,10 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hi"}],
 }
 TABLE = SERVED | REFUSED.keys() | UNUSED.keys()
-DOCUMENT = ROOT / "docs" / "messages.md"
 
 
 def read(**more: Any) -> gateway_pb2.ChatRequest:
     return read_request(ASK | more, "rmk-1-key")
-
-
-def test_a_parameter_has_one_place() -> None:
-    assert len(TABLE) == len(SERVED) + len(REFUSED) + len(UNUSED)
 
 
 def test_every_parameter_of_the_anthropic_sdk_is_in_the_table() -> None:
@@ -43,33 +37,6 @@ def test_every_parameter_of_the_anthropic_sdk_is_in_the_table() -> None:
         fields |= fields_of_sdk(module, "MessageCreateParams")
     assert len(fields) > 20
     assert fields <= TABLE
-
-
-@pytest.mark.vllm
-def test_every_parameter_of_vllm_is_in_the_table() -> None:
-    fields = fields_of_vllm("entrypoints/anthropic/protocol.py", "AnthropicMessagesRequest")
-    assert len(fields) > 15
-    assert fields <= TABLE
-
-
-def test_the_document_has_the_table() -> None:
-    assert documented(DOCUMENT) >= TABLE
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_not_served_is_refused_with_its_reason(name: str) -> None:
-    with pytest.raises(InvalidFieldError) as caught:
-        read(**{name: 1})
-    assert caught.value.field == name
-    assert REFUSED[name] in caught.value.message
-    assert read(**{name: None}) == read(**{name: []}) == read()
-
-
-@pytest.mark.parametrize("name", sorted(UNUSED))
-def test_what_changes_nothing_is_accepted_and_counted(name: str) -> None:
-    before = ignored(name)
-    assert read(**{name: 1}) == read()
-    assert ignored(name) == before + 1
 
 
 @pytest.mark.parametrize(

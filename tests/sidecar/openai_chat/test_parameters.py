@@ -1,4 +1,4 @@
-"""Every parameter of the two APIs has a place in the table, and the table is what happens."""
+"""What the parameters of the protocol do; `tests/sidecar/test_parameters` has its whole table."""
 
 from typing import Any
 
@@ -11,18 +11,10 @@ from rollmesh.sidecar.openai_chat.parameters import REFUSED, SERVED, UNUSED
 from rollmesh.sidecar.openai_chat.requests import read_request, wants_usage
 from rollmesh.sidecar.turns.values import parse_body
 from rollmesh.v1 import gateway_pb2
-from tests.paths import ROOT
-from tests.sidecar.parameters import documented, fields_of_sdk, fields_of_vllm, ignored
+from tests.sidecar.parameters import fields_of_sdk
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 TABLE = SERVED | REFUSED.keys() | UNUSED.keys()
-DOCUMENT = ROOT / "docs" / "openai.md"
-VALUES: dict[str, Any] = {
-    "add_generation_prompt": False,
-    "include_reasoning": False,
-    "spaces_between_special_tokens": False,
-}
-"""What asks for something, where 1 does not."""
 
 
 def read(**more: Any) -> gateway_pb2.ChatRequest:
@@ -31,48 +23,10 @@ def read(**more: Any) -> gateway_pb2.ChatRequest:
     return read_request(body)
 
 
-def test_a_parameter_has_one_place() -> None:
-    assert len(TABLE) == len(SERVED) + len(REFUSED) + len(UNUSED)
-
-
 def test_every_parameter_of_the_openai_sdk_is_in_the_table() -> None:
     fields = fields_of_sdk(completion_create_params, "CompletionCreateParams")
     assert len(fields) > 30
     assert fields <= TABLE
-
-
-@pytest.mark.vllm
-def test_every_parameter_of_vllm_is_in_the_table() -> None:
-    fields = fields_of_vllm(
-        "entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest"
-    )
-    assert len(fields) > 60
-    assert fields <= TABLE
-
-
-def test_the_document_has_the_table() -> None:
-    assert documented(DOCUMENT) >= TABLE
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_not_served_is_refused_with_its_reason(name: str) -> None:
-    with pytest.raises(InvalidFieldError) as caught:
-        read(**{name: VALUES.get(name, 1)})
-    assert caught.value.field == name
-    assert REFUSED[name] in caught.value.message
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_asks_for_nothing_is_not_refused(name: str) -> None:
-    neutral = not VALUES[name] if name in VALUES else False
-    assert read(**{name: neutral}) == read(**{name: None}) == read()
-
-
-@pytest.mark.parametrize("name", sorted(UNUSED))
-def test_what_changes_nothing_is_accepted_and_counted(name: str) -> None:
-    before = ignored(name)
-    assert read(**{name: 1}) == read()
-    assert ignored(name) == before + 1
 
 
 def test_documents_and_efforts_are_options_of_the_template() -> None:
