@@ -1,4 +1,4 @@
-"""docker-compose.yml: no service that others reach is open."""
+"""docker-compose.yml: no service that others reach is open, and none may do more than it needs."""
 
 from typing import Any
 
@@ -12,6 +12,9 @@ SERVICES = {
     "engine": "engine", "engine-gpu": "engine", "sidecar": "sidecar", "sidecar-host": "sidecar",
     "scorer": "scorer",
 }  # fmt: skip
+
+TOOLS = ("prometheus", "grafana")
+NO_MORE = "no-new-privileges:true"
 
 
 @pytest.fixture(scope="module")
@@ -33,4 +36,24 @@ def test_every_service_is_locked(services: dict[str, Any], name: str) -> None:
 
 
 def test_they_are_all(services: dict[str, Any]) -> None:
-    assert set(services) == {*SERVICES, "tokens", "policy", "postgres"}
+    others = {"tokens", "policy", "postgres", *TOOLS}
+    assert set(services) == {*SERVICES, *others}
+
+
+def test_what_is_hardened_and_what_has_a_port_of_the_host(services: dict[str, Any]) -> None:
+    for name in (*SERVICES, *TOOLS, "tokens", "policy"):
+        service = services[name]
+        assert service["read_only"], name
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], [NO_MORE]), name
+    ports = [port for service in services.values() for port in service.get("ports", ())]
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_under_tls_every_service_shows_its_certificate_and_asks_for_one() -> None:
+    over = yaml.safe_load((ROOT / "docker" / "tls.yml").read_text())["services"]
+    assert set(over) == {*SERVICES, "tokens"}
+    for name, kind in SERVICES.items():
+        found, prefix = over[name]["environment"], f"ROLLMESH_{kind.upper()}_"
+        assert found[f"{prefix}TLS_CERTIFICATE_FILE"] == f"/locks/{kind}.crt"
+        assert found[f"{prefix}TLS_KEY_FILE"] == f"/locks/{kind}.key"
+        assert found[f"{prefix}TLS_CA_FILE"] == "/locks/ca.crt"
