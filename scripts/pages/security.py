@@ -1,4 +1,4 @@
-"""Writes the table of roles into docs/security.md, between its two marks.
+"""Writes the tables of roles and of routes into docs/security.md, between its two marks.
 
 python -m scripts.pages.security
 """
@@ -6,20 +6,21 @@ python -m scripts.pages.security
 from pathlib import Path
 
 from rollmesh.runtime.access.roles import MEANING, OPEN, TABLE, Role
+from rollmesh.sidecar import routes
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 _BEGIN, _END = "<!-- roles: generated -->\n", "<!-- roles: end -->\n"
 
 
 def page(text: str) -> str:
-    """Returns the page with the table as it is in the code.
+    """Returns the page with the tables as they are in the code.
 
     Args:
         text: The page as it is.
     """
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n{_roles()}\n{_methods()}\n{_END}{after}"
+    return f"{before}{_BEGIN}\n{_roles()}\n{_methods()}\n{_routes()}\n{_END}{after}"
 
 
 def _roles() -> str:
@@ -30,6 +31,11 @@ def _roles() -> str:
 def _methods() -> str:
     head = f"| method | {' | '.join(Role)} |\n|---|{':-:|' * len(Role)}\n"
     return head + "".join(_row(method, roles) for method, roles in TABLE.items())
+
+
+def _routes() -> str:
+    head = "| route of the sidecar | opens with |\n|---|---|\n"
+    return head + "".join(f"| `{name}` | {opens} |\n" for name, opens in routes.TABLE.items())
 
 
 def _row(method: str, roles: frozenset[Role]) -> str:

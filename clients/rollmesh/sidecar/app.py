@@ -1,7 +1,9 @@
 """The sidecar's routes: chat completions, models, health."""
 
 import uuid
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,6 +27,7 @@ from rollmesh.sidecar.openai_chat.protocol import ChatCompletions
 from rollmesh.sidecar.openai_responses.protocol import Responses
 from rollmesh.sidecar.openai_responses.stored import StoredResponses
 from rollmesh.sidecar.paths import protocol_of
+from rollmesh.sidecar.routes import TABLE, prefixes
 from rollmesh.sidecar.turns.endpoint import TurnEndpoint
 from rollmesh.sidecar.turns.fetching import ImageFetcher
 
@@ -59,21 +62,24 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     messages = TurnEndpoint(Messages(), gateways, images, config)
     count_tokens = TurnEndpoint(CountTokens(), gateways, images, config)
     responses = TurnEndpoint(Responses(), gateways, images, config)
-    stored, routes = StoredResponses(gateways, images), []
-    roots = dict.fromkeys(("", config.path_prefix))  # a proxy may strip the prefix or keep it
-    for prefix in (f"{root}{rest}" for root in roots for rest in ("", "/sessions/{session}")):
-        routes += [
-            Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
-            Route(f"{prefix}/v1/messages", messages, methods=["POST"]),
-            Route(f"{prefix}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-            Route(f"{prefix}/v1/responses", responses, methods=["POST"]),
-            Route(f"{prefix}/v1/responses/input_tokens", stored.count_tokens, methods=["POST"]),
-            Route(f"{prefix}/v1/responses/{{response}}", stored.retrieve, methods=["GET"]),
-            Route(f"{prefix}/v1/responses/{{response}}", stored.delete, methods=["DELETE"]),
-            Route(f"{prefix}/v1/models", models),
-            Route(f"{prefix}/v1/models/{{model:path}}", model),
-            Route(f"{prefix}/healthz", health),
-        ]
+    stored = StoredResponses(gateways, images)
+    endpoints: dict[str, Callable[..., Any]] = {
+        "POST /v1/chat/completions": chat,
+        "POST /v1/messages": messages,
+        "POST /v1/messages/count_tokens": count_tokens,
+        "POST /v1/responses": responses,
+        "POST /v1/responses/input_tokens": stored.count_tokens,
+        "GET /v1/responses/{response}": stored.retrieve,
+        "DELETE /v1/responses/{response}": stored.delete,
+        "GET /v1/models": models,
+        "GET /v1/models/{model:path}": model,
+        "GET /healthz": health,
+    }
+    routes = [
+        Route(f"{prefix}{path}", endpoints[f"{method} {path}"], methods=[method])
+        for prefix in prefixes(config.path_prefix)
+        for method, path in (name.split(" ") for name in TABLE)
+    ]
     refuse = partial(_refuse, config.path_prefix)
     handlers = {
         HTTPException: partial(_refuse_path, config.path_prefix),
