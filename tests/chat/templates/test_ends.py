@@ -137,6 +137,21 @@ def test_an_answer_that_is_asked_for_right_after_another_is_compared_with_it(
     assert continuation.compare(node.path(), [], TOOLS, [opening], list).at == at
 
 
+REASONED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' and message.reasoning_content %}"
+    "{{ message.reasoning_content }}<|im_end|>{% endif %}{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_whose_reasoning_ends_as_its_answers_do_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TemplateRefusedError, match="inside answers"):
+        Continuation(ChatTemplate(REASONED, {}), tokenizer)
+    source = REASONED.replace("reasoning_content }}<|im_end|>", "reasoning_content }}")
+    assert Continuation(ChatTemplate(source, {}), tokenizer).stop_ids
+
+
 HEADED = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
