@@ -55,6 +55,15 @@ def joined(
     return np.concatenate([*parts, continuation.generation_prompt(groups, context)])
 
 
+def test_two_answers_in_a_row_are_divided_as_they_are_printed(continuation: Continuation) -> None:
+    said = [Message("assistant", text) for text in ("One.", "Two.")]
+    groups = group_messages((Message("user", "a"), *said, Message("user", "b")))
+    reprinted = continuation.reprint([], groups, RenderContext(), list)
+    assert reprinted is not None
+    parts = [ids.tolist() for ids in continuation.token_ids(groups, 0, RenderContext())]
+    assert [ids.tolist() for ids in reprinted[0]] == parts
+
+
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
 @example(  # text that looks like the marks by which renders are cut
     messages=(

@@ -169,10 +169,8 @@ def test_a_conversation_with_images_is_printed_as_it_is_held(name: str) -> None:
     differs = 2 if name == "smolvlm" else None  # an append-only template compares answers only
     assert continuation.compare(path, groups[2:], BARE, [*longer, added[1]], list).at == differs
     reprinted = continuation.reprint(path[:1], groups, BARE, list)
-    if reprinted is not None:
-        assert np.concatenate([parts[0], *reprinted[0]]).tolist() == (
-            np.concatenate(parts).tolist()
-        )
+    assert reprinted is not None
+    assert np.concatenate([parts[0], *reprinted[0]]).tolist() == np.concatenate(parts).tolist()
 
 
 def test_the_same_words_with_another_image_are_another_message() -> None:
