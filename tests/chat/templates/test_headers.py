@@ -59,9 +59,8 @@ def following(continuation: Continuation, node: Node, answer: Message, then: Mes
     return [int(id_) for id_ in np.concatenate(ids)]
 
 
-def test_a_model_stops_at_the_header_of_every_other_role(
-    glm: families.Family, continuation: Continuation
-) -> None:
+def test_a_model_stops_at_the_header_of_every_other_role(glm: families.Family) -> None:
+    continuation = Continuation(glm.template, glm.tokenizer)
     headers = {USER, OBSERVATION, "<|system|>"}
     assert set(continuation.stop_ids) == {glm.tokenizer.special_id(text) for text in headers}
     assert continuation.profile.headers["assistant"] == "<|assistant|>"
