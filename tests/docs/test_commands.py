@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
-from rollmesh.cli.up.plan import plan_mesh
 from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
 from rollmesh.gateway.commands import DEAD_LETTERS
+from rollmesh.launch.plan import plan_mesh
 from rollmesh.router.commands import FORGET
 from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.config import SERVICES, read_mesh

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.up.plan import plan_mesh
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.service import EngineService
+from rollmesh.launch.plan import plan_mesh
 from rollmesh.runtime.config import ConfigError, parse_config, read_mesh
 from rollmesh.runtime.errors import EngineStartError
 from tests.processes import run_refused

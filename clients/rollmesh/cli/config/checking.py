@@ -16,7 +16,7 @@ from rollmesh.cli.config.checks import (
 from rollmesh.cli.config.files import check_files, check_private
 from rollmesh.cli.config.members import Member, members, own_problems
 from rollmesh.cli.services import environment
-from rollmesh.cli.up.plan import plan_mesh
+from rollmesh.launch.plan import plan_mesh
 from rollmesh.runtime.config import (
     SERVICES,
     ConfigError,

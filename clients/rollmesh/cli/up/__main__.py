@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rollmesh.cli.config.members import own_problems
 from rollmesh.cli.services import environment, installed
-from rollmesh.cli.up.plan import plan_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
+from rollmesh.launch.locks import mesh_tokens
+from rollmesh.launch.plan import plan_mesh, visible_gpus
 from rollmesh.runtime import owner_only
-from rollmesh.runtime.access.making import make_tokens
 from rollmesh.runtime.config import ConfigError, MeshConfig, mesh_config, read_mesh
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
@@ -33,7 +33,7 @@ def main() -> int:
         if problems := own_problems(tables, str(options.config), installed()):
             print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
             return 2
-        tokens = _tokens(mesh_config(tables))
+        tokens = mesh_tokens(mesh_config(tables))
         with closing(free_ports()) as ports:
             specs = plan_mesh(tables, ports.__next__, tokens, environment(os.environ))
         environments = {
@@ -50,24 +50,6 @@ def main() -> int:
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)
     return 1 if failure else 0
-
-
-def _tokens(mesh: MeshConfig) -> Path | None:
-    """Returns the folder of the mesh's tokens, which are made if there are none.
-
-    Raises:
-        ConfigError: They cannot be written.
-    """
-    if mesh.tokens_path is None:
-        return None
-    folder = mesh.tokens_path.resolve()
-    if not (folder / "accepted").exists():
-        try:
-            make_tokens(folder)
-        except OSError as error:
-            name = "locks_dir" if mesh.locks_dir else "data_dir"
-            raise ConfigError(f"mesh.{name}: {error}") from error
-    return folder
 
 
 def _shown(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:

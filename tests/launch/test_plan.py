@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.up.plan import ProcessSpec, Restarts, plan_mesh, visible_gpus
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
+from rollmesh.launch.child import Restarts
+from rollmesh.launch.plan import ProcessSpec, plan_mesh, visible_gpus
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError, mesh_config, parse_config, read_mesh

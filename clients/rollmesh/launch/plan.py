@@ -1,16 +1,15 @@
-"""The processes of a mesh on one machine, planned from a mesh file or from defaults.
+"""The processes of a mesh, planned from a mesh file or from defaults.
 
-`rollmesh.runtime.config.mesh_file` says what the file means. A free port is chosen for each process
-whose table names none.
+`rollmesh.runtime.config.mesh_file` says what the file means. `plan_mesh` plans for one
+machine; other places plan with `processes` and `spec_of`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import (
     ConfigError,
     MeshConfig,
@@ -29,7 +28,7 @@ _Environment = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class Process:
     """A process of the plan, before its settings are known."""
 
     name: str
@@ -40,6 +39,16 @@ class _Process:
     """The settings that the environment or the file has for it."""
     model: MeshModel | None = None
     gpus: tuple[int, ...] = ()
+
+    @property
+    def port(self) -> int:
+        """Port of its table, counted up for further processes; 0 if the table names none.
+
+        Raises:
+            ConfigError: It is no integer.
+        """
+        first = _number(self, "port", 0)
+        return first + self.number if first else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +87,47 @@ def plan_mesh(
         ConfigError: Names the setting and what is wrong with it.
     """
     mesh = mesh_config(tables)
-    processes = list(_processes(tables, mesh, environment or {}))
+    planned = processes(tables, environment)
     address = {
-        one.name: f"{one.table.get('host', mesh.host)}:{_port(one, free_port)}" for one in processes
+        one.name: f"{one.table.get('host', mesh.host)}:{one.port or free_port()}" for one in planned
     }
-    routers = [address[one.name] for one in processes if one.service == "router"]
-    return [_spec(one, tables, address, routers, tokens) for one in processes]
+    routers = [address[one.name] for one in planned if one.service == "router"]
+    scorer = address.get("scorer", "")
+    return [spec_of(one, tables, address[one.name], routers, scorer, tokens) for one in planned]
 
 
-def _spec(
-    one: _Process,
+def spec_of(
+    one: Process,
     tables: Tables,
-    address: Mapping[str, str],
-    routers: list[str],
+    address: str,
+    routers: Sequence[str],
+    scorer: str,
     tokens: Path | None,
 ) -> ProcessSpec:
+    """Returns how a process is started.
+
+    Args:
+        one: The process.
+        tables: What `read_mesh` returned.
+        address: host:port on which it listens; port 0 takes a free one.
+        routers: Addresses of all routers, the preferred one first.
+        scorer: Address of the scorer; empty if there is none.
+        tokens: Folder with the tokens that lock the process; None leaves it open.
+
+    Raises:
+        ConfigError: Names the setting and what is wrong with it.
+    """
     settings = shared_settings(
         tables,
         one.service,
         one.model,
         routers=",".join(routers),
-        scorer=address.get("scorer", ""),
+        scorer=scorer,
         tokens=tokens,
     )
     if one.service == "router" and len(routers) > 1:
-        settings["peers"] = ",".join(other for other in routers if other != address[one.name])
-    settings |= {**one.table, "port": address[one.name].rpartition(":")[2]}
+        settings["peers"] = ",".join(other for other in routers if other != address)
+    settings |= {**one.table, "port": address.rpartition(":")[2]}
     metrics_port = _number(one, "metrics_port", -1)
     if metrics_port > 0:
         settings["metrics_port"] = metrics_port + one.number
@@ -119,13 +143,23 @@ def _spec(
         f"ROLLMESH_{one.service}_{name}".upper(): str(_flag(value))
         for name, value in secret.items()
     }
-    return ProcessSpec(
-        one.name, one.service, address[one.name], flags, one.gpus, grace_ms, variables
-    )
+    return ProcessSpec(one.name, one.service, address, flags, one.gpus, grace_ms, variables)
 
 
-def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> Iterator[_Process]:
-    """Yields the processes in the order in which they start."""
+def processes(tables: Tables, environment: _Environment | None = None) -> list[Process]:
+    """Returns the processes of a mesh in the order in which they start.
+
+    Args:
+        tables: What `read_mesh` returned.
+        environment: Settings that the environment gives, by service; they win over the file.
+
+    Raises:
+        ConfigError: Names the setting and what is wrong with it.
+    """
+    return list(_processes(tables, mesh_config(tables), environment or {}))
+
+
+def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> Iterator[Process]:
     models = mesh_models(tables)
 
     def table(service: str) -> Table:
@@ -133,22 +167,22 @@ def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> I
 
     for at in range(mesh.routers):
         name = f"router-{at}" if at else "router"
-        yield _Process(name, "router", at, table("router"))
+        yield Process(name, "router", at, table("router"))
     yield from _of_models("engine", tables, models, environment)
     if "scorer" in tables:
-        yield _Process("scorer", "scorer", 0, table("scorer"))
+        yield Process("scorer", "scorer", 0, table("scorer"))
     for at in range(_collectors(mesh, table("collector"))):
         name = f"collector-{at}" if at else "collector"
-        yield _Process(name, "collector", at, table("collector"))
+        yield Process(name, "collector", at, table("collector"))
     yield from _of_models("gateway", tables, models, environment)
     for at in range(mesh.sidecars):
         name = f"sidecar-{at}" if at else "sidecar"
-        yield _Process(name, "sidecar", at, table("sidecar"))
+        yield Process(name, "sidecar", at, table("sidecar"))
 
 
 def _of_models(
     service: str, tables: Tables, models: list[MeshModel], environment: _Environment
-) -> Iterator[_Process]:
+) -> Iterator[Process]:
     """Yields the engines or the gateways of each model."""
     number = first_gpu = 0
     over = environment.get(service, {})
@@ -158,7 +192,7 @@ def _of_models(
         count = model.config.engines if service == "engine" else model.config.gateways
         gpus = model.config.gpus_per_engine if service == "engine" else 0
         for at in range(count):
-            yield _Process(
+            yield Process(
                 f"{service}-{model.infix}{at}",
                 service,
                 at if "port" in own and "port" not in over else number,
@@ -207,7 +241,7 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[at] for at in spec.gpus)}
 
 
-def _number(process: _Process, name: str, default: int) -> int:
+def _number(process: Process, name: str, default: int) -> int:
     value = process.table.get(name, default)
     if isinstance(value, str) and value.removeprefix("-").isdecimal():  # of the environment
         value = int(value)
@@ -216,41 +250,9 @@ def _number(process: _Process, name: str, default: int) -> int:
     return value
 
 
-def _port(process: _Process, free_port: Callable[[], int]) -> int:
-    """Returns the port of a process: its table's, counted up for further ones."""
-    first = _number(process, "port", 0)
-    return first + process.number if first else free_port()
-
-
 def _flags(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"--{name.replace('_', '-')}={_flag(value)}" for name, value in settings.items())
 
 
 def _flag(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
-
-
-@dataclass(slots=True)
-class Restarts:
-    """When to restart a process that died: at once the first time, then with backoff.
-
-    A process that was up for `STEADY_MS` starts over.
-    """
-
-    STEADY_MS: ClassVar[int] = 30_000
-
-    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 10.0))
-    _restarted: bool = field(default=False, init=False)
-
-    def died(self, up_ms: int) -> int:
-        """Returns how long to wait before the restart, milliseconds.
-
-        Args:
-            up_ms: How long the process was up, milliseconds.
-        """
-        again = self._restarted and up_ms < self.STEADY_MS
-        self._restarted = True
-        if again:
-            return int(self.backoff.next_s() * 1000)
-        self.backoff.reset()
-        return 0
