@@ -27,6 +27,7 @@ _GROUPS = (
     ("tests/kubernetes/", None),
     ("tests/trainers/", "ray"),
     ("tests/client/runners/test_ray_tasks.py", "ray"),
+    ("tests/ray/", "ray"),
     ("tests/docs/", "docs"),  # these use the default ports
     ("tests/agents/", "agents"),
     ("tests/chat/templates/", "templates"),  # these share what probing a template found

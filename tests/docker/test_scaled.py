@@ -3,26 +3,23 @@
 import asyncio
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from examples.demo.audit import Audit
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.client import Client, Session
+from rollmesh.client import Client
 from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests.audited import RULES, agents_go_on
 from tests.docker.compose import Project, scaled_project
 from tests.meshes import write_script
 from tests.models import make_tokenizer_dir
-from tests.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 COUNTS = {"engine": 2, "gateway": 3, "collector": 2, "sidecar": 2}
-SESSIONS, TURNS = 9, 6
+SESSIONS = 9
 _PAUSES = 10
 RETRIES = 20
 """Of an agent whose sidecar is lost; anything else is waited for by the sidecar."""
@@ -36,31 +33,10 @@ def docker(*words: str) -> None:
 def scaled(docker_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """Several of each service, with scripted engines."""
     model = make_tokenizer_dir(tmp_path_factory.mktemp("model"), context=8192)
-    rules = [("first", "The answer is 42."), ("next", "I am not sure. " * 4)]
-    write_script(model / "script.json", Tokenizer(model), rules)
+    write_script(model / "script.json", Tokenizer(model), RULES)
     model.chmod(0o755)  # another user reads it
     with scaled_project(model, COUNTS) as running:
         yield running
-
-
-class Agent:
-    """Asks, and goes on with each answer."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.answers: list[str] = []
-
-    async def run(self) -> None:
-        messages: list[Any] = []
-        async with AsyncOpenAI(
-            base_url=self.session.base_url, api_key=self.session.api_key, max_retries=RETRIES
-        ) as openai:
-            for _ in range(TURNS):
-                said = "next" if messages else "first"
-                messages.append({"role": "user", "content": said})
-                reply = await openai.chat.completions.create(model="policy", messages=messages)
-                self.answers.append(reply.id)
-                messages.append(reply.choices[0].message)
 
 
 async def replicas(project: Project) -> list[router_pb2.Replica]:
@@ -72,19 +48,6 @@ async def replicas(project: Project) -> list[router_pb2.Replica]:
             response = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=60)
             return list(response.replicas)
     return []
-
-
-async def deliver(client: Client, agents: list[Agent]) -> Audit:
-    """Reads as a trainer until all sessions have come."""
-    audit = Audit(answered={id_ for agent in agents for id_ in agent.answers})
-    missing = {agent.session.session_id for agent in agents}
-    async with client.subscribe("audit", unit="session") as deliveries, asyncio.timeout(300):
-        while missing:
-            delivery = await anext(deliveries)
-            await deliveries.acknowledge(delivery)
-            audit.received(delivery.sessions)
-            missing -= {session.session_id for session in delivery.sessions}
-    return audit
 
 
 def freeze(container: str) -> None:
@@ -164,20 +127,7 @@ async def test_every_container_is_a_member_of_its_own(scaled: Project) -> None:
 async def test_agents_go_on_and_each_answer_is_trained_once(
     scaled: Project, happens: Callable[[Project], Callable[[], None]]
 ) -> None:
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(scaled.addresses()))
-        sessions = [await client.open_session(client.session_request()) for _ in range(SESSIONS)]
-        agents = [Agent(session) for session in sessions]
-        async with asyncio.timeout(600), asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(agent.run()) for agent in agents]
-            await until(lambda: all(len(agent.answers) >= 1 for agent in agents), 300)
-            assert not any(task.done() for task in running)
-            undo = await asyncio.to_thread(happens, scaled)
-        for agent in agents:
-            await client.close_session(agent.session)
-        audit = await deliver(client, agents)
-        assert (audit.lost, audit.duplicated, audit.drift_tokens) == (0, 0, 0)
-        assert len(audit.answered) == SESSIONS * TURNS
-        assert audit.trained.keys() >= audit.answered
+    async with Client(scaled.addresses()) as client, agents_go_on(client, SESSIONS):
+        undo = await asyncio.to_thread(happens, scaled)
     await asyncio.to_thread(undo)
     await asyncio.to_thread(scaled.wait_healthy)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from importlib import metadata, util
 
 _USAGE = """usage: rollmesh up [--config mesh.toml]
+       rollmesh ray up --config mesh.toml
+       rollmesh ray status|scale|targets|down
+                                       a mesh on a Ray cluster
        rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
        rollmesh scorer module:function [flags]
                                        serves a reward function to collectors
@@ -58,6 +61,11 @@ _COMMANDS = {
         "rollmesh.cli.up",
         "mesh",
         (*_GATEWAY, "safetensors", "psycopg", "starlette", "orjson"),
+    ),
+    ("ray",): _Command(
+        "rollmesh.cli.ray",
+        "ray",
+        ("ray", *_GATEWAY, "safetensors", "psycopg", "starlette", "orjson"),
     ),
 }
 """Each command runs as `python -m` of its module."""

@@ -19,6 +19,8 @@ from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _KILL_AFTER_GRACE_MS = 5_000
+_BAD_SETTING = 2
+"""Exit code of a service with a setting that it refuses."""
 
 
 class EndedEarlyError(Exception):
@@ -69,7 +71,7 @@ class Child:
             code = await self._run_once(write, stderr)
             if self._stopping:
                 return
-            if not self.ready.is_set() and not patient:
+            if not self.ready.is_set() and (not patient or code == _BAD_SETTING):
                 raise EndedEarlyError(self.spec.name, code)
             delay = restarts.died(clock.monotonic_ms() - started)
             _log.warning(

@@ -22,3 +22,15 @@ def mesh_tokens(mesh: MeshConfig) -> Path | None:
             name = "locks_dir" if mesh.locks_dir else "data_dir"
             raise ConfigError(f"mesh.{name}: {error}") from error
     return folder
+
+
+def trainer_files(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:
+    """Returns the files with which a trainer gets in, by their names in `MeshAddresses`."""
+    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
+    if mesh.certificates_dir:
+        folder = Path(mesh.certificates_dir).resolve()
+        shown["tls_ca_file"] = str(folder / "ca.crt")
+        shown["tls_certificate_file"] = str(folder / "trainer.crt")
+        shown["tls_key_file"] = str(folder / "trainer.key")
+        shown["tls_server_name"] = mesh.tls_server_name
+    return shown

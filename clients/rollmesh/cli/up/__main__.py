@@ -10,10 +10,10 @@ from pathlib import Path
 from rollmesh.cli.config.members import own_problems
 from rollmesh.cli.services import environment, installed
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
-from rollmesh.launch.locks import mesh_tokens
+from rollmesh.launch.locks import mesh_tokens, trainer_files
 from rollmesh.launch.plan import plan_mesh, visible_gpus
 from rollmesh.runtime import owner_only
-from rollmesh.runtime.config import ConfigError, MeshConfig, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError, mesh_config, read_mesh
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
 
@@ -44,24 +44,12 @@ def main() -> int:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2
     log_dir = mesh_config(tables).data_dir / "logs"
-    shown = _shown(mesh_config(tables), tokens)
+    shown = trainer_files(mesh_config(tables), tokens)
     supervisor = Supervisor(specs, environments, log_dir, options.start_timeout, shown)
     failure = asyncio.run(_supervise(supervisor))
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)
     return 1 if failure else 0
-
-
-def _shown(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:
-    """Returns the files with which a trainer gets in."""
-    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
-    if mesh.certificates_dir:
-        folder = Path(mesh.certificates_dir).resolve()
-        shown["tls_ca_file"] = str(folder / "ca.crt")
-        shown["tls_certificate_file"] = str(folder / "trainer.crt")
-        shown["tls_key_file"] = str(folder / "trainer.key")
-        shown["tls_server_name"] = mesh.tls_server_name
-    return shown
 
 
 async def _supervise(supervisor: Supervisor) -> str:

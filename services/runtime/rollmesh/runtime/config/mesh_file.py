@@ -127,7 +127,7 @@ def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:
 
 def mesh_problems(tables: Tables, *further: str) -> list[str]:
     """Returns what is wrong with the tables of a mesh, their services' settings aside."""
-    known = sorted({"mesh", "model", *SERVICES, *further})
+    known = sorted({"mesh", "model", "ray", *SERVICES, *further})
     problems: list[str] = []
     for name, table in tables.items():
         if name not in known:

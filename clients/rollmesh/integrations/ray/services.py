@@ -1,0 +1,181 @@
+"""The actor that runs one service of a mesh as a process beside it."""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollmesh.launch.child import Child, EndedEarlyError
+from rollmesh.launch.plan import Process, spec_of
+from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.owner_only import UMASK
+
+_log = logging.getLogger(__name__)
+_TAIL_LINES = 20
+_STOP_S = 20.0
+"""Longest wait for the end of a process beyond its grace period."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One service of a mesh."""
+
+    name: str
+    """`engine-0`; also its id in the mesh."""
+    service: str
+    node_id: str = ""
+    """Ray's id of its node; empty while it is being placed."""
+    address: str = ""
+    """host:port; empty until it is ready."""
+    metrics: str = ""
+    """host:port of its Prometheus endpoint; empty if it has none."""
+    pid: int = 0
+    """Process id on its node; 0 while none runs."""
+    starts: int = 0
+    """How often its actor started it."""
+    problem: str = ""
+    """Why it is not ready, as far as it is known."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been ready."""
+        return bool(self.address)
+
+
+class ServiceActor:
+    """Runs a service as a process of its own, and starts it again when it dies.
+
+    A process, because a service needs its own event loop, its own signals and a start that Ray's
+    worker has not prepared; and because an agent that is killed must take nothing with it. If the
+    actor dies, the process sees its standard input end, and stops; Ray then starts the actor again
+    from the same arguments.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        tables: Mapping[str, Any],
+        address: str,
+        routers: list[str],
+        scorer: str,
+        tokens: Mapping[str, bytes],
+    ) -> None:
+        """Starts the service.
+
+        Args:
+            process: What runs.
+            tables: The tables of the mesh.
+            address: host:port to listen on; empty means this node and a free port.
+            routers: Addresses of all routers.
+            scorer: Address of the scorer; empty if there is none.
+            tokens: Contents of the token files that it needs, by paths; none leave it open.
+        """
+        os.umask(UMASK)
+        self._name, self._service = process.name, process.service
+        self._node_id = ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address()
+        self._host = f"[{host}]" if ":" in host else host
+        self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-")
+        folder = Path(self._folder.name)
+        if tokens:
+            write_private(folder, tokens)
+        own = {"host": host, **process.table}
+        if int(own.get("metrics_port", -1)) > 0:
+            own["metrics_port"] = 0  # several services share a node
+        spec = spec_of(
+            _with_table(process, own),
+            tables,
+            address or f"{self._host}:{process.port}",
+            routers,
+            scorer,
+            folder if tokens else None,
+        )
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._problem = ""
+        # Ray sets CUDA_VISIBLE_DEVICES there.
+        self._child = Child(spec, {**os.environ, **spec.variables})  # noqa: TID251
+        self._loop = asyncio.new_event_loop()
+        self._ended = threading.Event()
+        threading.Thread(target=self._keep, name=process.name, daemon=True).start()
+
+    def status(self) -> Status:
+        """Returns what is known of the service."""
+        said, process = self._child.said, self._child.process
+        running = process is not None and process.returncode is None
+        metrics = said.get("metrics_port") or 0
+        return Status(
+            name=self._name,
+            service=self._service,
+            node_id=self._node_id,
+            address=f"{self._host}:{said['port']}" if said else "",
+            metrics=f"{self._host}:{metrics}" if metrics > 0 else "",
+            pid=process.pid if running and process else 0,
+            starts=self._child.starts,
+            problem=self._problem or ("" if said else "\n".join(self._tail)),
+        )
+
+    def stop(self) -> None:
+        """Stops the service in order; returns when its process has ended."""
+        if not self._ended.is_set():  # else its loop runs no more
+            asyncio.run_coroutine_threadsafe(self._child.stop(), self._loop)
+            self._ended.wait(self._child.spec.grace_ms / 1000 + _STOP_S)
+
+    def _keep(self) -> None:
+        """Runs the process until it is stopped; its lines go where this worker's go."""
+        reading, writing = os.pipe()
+        errors = threading.Thread(target=self._copy, args=(reading,), daemon=True)
+        errors.start()
+        try:
+            with os.fdopen(writing, "wb") as stderr:
+                self._loop.run_until_complete(
+                    self._child.keep(self._print, stderr, patient=True),
+                )
+        except EndedEarlyError as error:
+            errors.join(5)
+            said = [line for line in self._tail if line.startswith("rollmesh ")]
+            self._problem = f"{error}: {said[-1]}" if said else str(error)
+            _log.error("%s", self._problem)
+        finally:
+            self._ended.set()
+
+    def _print(self, line: bytes) -> None:
+        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, line)
+
+    def _copy(self, reading: int) -> None:
+        with os.fdopen(reading, "rb") as lines:
+            for line in lines:
+                self._tail.append(line.decode(errors="replace").rstrip())
+                os.write(2, line)
+
+
+class Directory:
+    """What a driver needs to find a mesh; it never changes, so it may be started again."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        """Takes `tables`, `routers`, `scorer` and `tokens`."""
+        self._entries = dict(entries)
+
+    def entries(self) -> dict[str, Any]:
+        """Returns them."""
+        return self._entries
+
+
+def _with_table(process: Process, table: Mapping[str, Any]) -> Process:
+    return Process(
+        process.name, process.service, process.number, table, process.model, process.gpus
+    )
+
+
+def problems(statuses: list[Status]) -> str:
+    """Returns why services are not ready, one line for each."""
+    late = [one for one in statuses if not one.ready]
+    return "; ".join(f"{one.name}: {one.problem or 'not placed or starting'}" for one in late)
