@@ -7,10 +7,12 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx2
 from openai import AsyncOpenAI
 
+from rollmesh.runtime.access.making import write_private
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,
@@ -89,6 +91,20 @@ async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
         assert (await http.post(path, json=body)).status_code == 200
         metrics = await http.get(f"http://127.0.0.1:{ports['metrics_port']}/metrics")
     assert 'rollmesh_sidecar_ignored_parameters_total{name="store"} 1.0' in metrics.text
+
+
+async def test_the_metrics_endpoint_asks_for_the_token_of_its_file(tmp_path: Path) -> None:
+    write_private(tmp_path, {"scraper": b"s" * 32})
+    flags = ("--metrics-port", "0", "--metrics-token-file", str(tmp_path / "scraper"))
+    async with (
+        asyncio.timeout(200),
+        started("--port", "0", *flags) as process,
+        httpx2.AsyncClient(timeout=60) as http,
+    ):
+        port = json.loads((await ready(process)).removeprefix("READY "))["metrics_port"]
+        path, token = f"http://127.0.0.1:{port}/metrics", {"authorization": f"Bearer {'s' * 32}"}
+        found = [await http.get(path), await http.get(path, headers=token)]
+    assert [one.status_code for one in found] == [401, 200]
 
 
 async def test_a_port_that_is_taken_is_an_exit_code_and_a_line() -> None:

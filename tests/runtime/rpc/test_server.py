@@ -4,13 +4,16 @@ import asyncio
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rollmesh.runtime.access.making import write_private
 from rollmesh.runtime.errors import OverloadedError, RemoteError, StartingError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context
@@ -198,6 +201,14 @@ async def test_the_metrics_endpoint_counts_rpcs() -> None:
     method = 'method="/rollmesh.test.Counted/unary_unary"'
     assert f'rollmesh_rpcs_total{{code="OK",{method}}} 2.0' in text
     assert f"rollmesh_rpc_seconds_count{{{method}}} 2.0" in text
+
+
+async def test_the_metrics_endpoint_asks_for_the_token_of_its_file(tmp_path: Path) -> None:
+    write_private(tmp_path, {"scraper": b"s" * 32})
+    settings = {"metrics_port": 0, "metrics_token_file": str(tmp_path / "scraper")}
+    async with served(ScriptedService(), **settings) as (_, bound):
+        with pytest.raises(HTTPError, match="401"):
+            await asyncio.to_thread(metrics_at, bound.metrics_port)
 
 
 async def test_metrics_are_off_unless_asked_for() -> None:

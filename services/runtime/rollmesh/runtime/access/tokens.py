@@ -56,7 +56,7 @@ class AcceptedTokens:
             if role is None:
                 known = ", ".join(Role)
                 raise ConfigError(f"tokens_dir: {path}: is not a role; name it one of {known}")
-            found += ((digest, role) for digest in _digests(path))
+            found += ((digest, role) for digest in _digests("tokens_dir", path))
         if not found:
             raise ConfigError(
                 f"tokens_dir: {self._folder} has no token; `rollmesh tokens DIR` makes some"
@@ -64,6 +64,38 @@ class AcceptedTokens:
         if len(found) > _MOST_TOKENS:  # each call is compared with all
             raise ConfigError(f"tokens_dir: {self._folder} has more than {_MOST_TOKENS} tokens")
         return tuple(found)
+
+
+class TokensOfFile:
+    """The tokens of one file, as digests; each opens the same."""
+
+    def __init__(self, setting: str, path: Path) -> None:
+        """Reads the tokens.
+
+        Args:
+            setting: Name of the setting in errors.
+            path: The file, with a token or its digest on each line.
+
+        Raises:
+            ConfigError: The file cannot be read, is readable by others, or has no token.
+        """
+        self._setting, self._path = setting, path
+        self._digests = Reloaded(self._read, lambda: (path,))
+
+    def has(self, token: str) -> bool:
+        """Returns whether a token is one of them."""
+        digest = sha256(token.encode(errors="replace")).digest()
+        # Every digest is compared, each in constant time: no answer tells how close a guess was.
+        same = [hmac.compare_digest(accepted, digest) for accepted in self._digests.get()]
+        return any(same)
+
+    def _read(self) -> tuple[bytes, ...]:
+        found = tuple(_digests(self._setting, self._path))
+        if not found:
+            raise ConfigError(f"{self._setting}: {self._path} has no token")
+        if len(found) > _MOST_TOKENS:  # each request is compared with all
+            raise ConfigError(f"{self._setting}: {self._path} has more than {_MOST_TOKENS} tokens")
+        return found
 
 
 class PresentedToken:
@@ -122,14 +154,14 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _digests(path: Path) -> Iterator[bytes]:
-    for number, line in _lines("tokens_dir", path):
+def _digests(setting: str, path: Path) -> Iterator[bytes]:
+    for number, line in _lines(setting, path):
         if digest := _DIGEST.fullmatch(line):
             yield bytes.fromhex(digest[1])
         elif _TOKEN.fullmatch(line):
             yield sha256(line.encode()).digest()
         else:
-            raise ConfigError(_malformed("tokens_dir", path, number))
+            raise ConfigError(_malformed(setting, path, number))
 
 
 def _lines(setting: str, path: Path) -> Iterator[tuple[int, str]]:

@@ -29,6 +29,10 @@ class ListeningConfig(CallerConfig):
     """Port to listen on; 0 takes a free one."""
     metrics_port: Annotated[int, Bounds(-1, _MOST_PORT)] = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 disables it."""
+    metrics_token_file: str = ""
+    """File with the tokens that may read the Prometheus endpoint: a token or its digest
+    (`sha256:HEX`) on each line. It is read again when it changes. Others must not be able to read
+    it (mode 0600). Empty lets everybody who reaches the port."""
     grace_ms: Annotated[int, Bounds(0)] = GRACE_MS
     """Time for running calls to finish on shutdown, milliseconds."""
     log_level: Annotated[str, OneOf(LEVELS)] = "info"

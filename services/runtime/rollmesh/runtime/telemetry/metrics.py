@@ -1,13 +1,9 @@
-"""Prometheus metrics of every service, and the endpoint that serves them."""
+"""Prometheus metrics of every service."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram
 
-from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.in_flight import BytesInFlight
 
 RPCS = Counter("rollmesh_rpcs_total", "RPCs answered, by method and gRPC code.", ["method", "code"])
@@ -20,7 +16,8 @@ RPC_SECONDS = Histogram(
 
 REFUSED_CALLS = Counter(
     "rollmesh_refused_calls_total",
-    "Calls refused for their caller, by reason: no_token, unknown_token or wrong_role.",
+    "Calls refused for their caller, by reason: no_token, unknown_token, wrong_role, or "
+    "metrics for a scrape.",
     ["reason"],
 )
 BYTES_IN_FLIGHT = Gauge(
@@ -45,29 +42,3 @@ def count_refused(reason: str) -> None:
 def watch_bytes(in_flight: BytesInFlight) -> None:
     """Makes the gauge read a limit."""
     BYTES_IN_FLIGHT.set_function(lambda: in_flight.held)
-
-
-@contextmanager
-def metrics_endpoint(host: str, port: int | None) -> Iterator[int | None]:
-    """Serves `/metrics` while the block runs; yields the port, or None if it is turned off.
-
-    Args:
-        host: Address to listen on.
-        port: Port; 0 takes a free one, None turns the endpoint off.
-
-    Raises:
-        ConfigError: The port is taken.
-    """
-    if port is None:
-        yield None
-        return
-    try:
-        server, thread = start_http_server(port, addr=host)
-    except OSError as error:
-        raise ConfigError(f"metrics_port: {host}:{port}: {error}") from error
-    try:
-        yield server.server_port if isinstance(server, WSGIServer) else port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -1,0 +1,190 @@
+"""The Prometheus endpoint: `/metrics` over HTTP, in threads of its own."""
+
+import io
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedIOBase
+from pathlib import Path
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+
+from rollmesh.runtime.access.tokens import TokensOfFile, token_of
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.telemetry.metrics import count_refused
+
+_MOST_CONNECTIONS = 16
+"""Connections at a time, each with a thread."""
+_LEAST_S = 0.25
+"""Time that each has; afterwards the oldest is closed if a new one waits."""
+_MOST_HEAD_BYTES = 16 * 1024
+_LONGEST_S = 10.0
+"""Time for a request and its answer together; Prometheus gives up after as long by default."""
+_App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+@contextmanager
+def metrics_endpoint(
+    host: str, port: int | None, tokens: TokensOfFile | None = None
+) -> Iterator[int | None]:
+    """Serves `/metrics` while the block runs; yields the port, or None if it is turned off.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 takes a free one, None turns the endpoint off.
+        tokens: Bearer tokens that are answered; None answers everybody.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    if port is None:
+        yield None
+        return
+    try:
+        server = _Server(host, port, _guarded(make_wsgi_app(), tokens))
+    except OSError as error:
+        raise ConfigError(f"metrics_port: {host}:{port}: {error}") from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def tokens_of(path: str) -> TokensOfFile | None:
+    """Returns the tokens of the setting `metrics_token_file`; None if it is empty.
+
+    Raises:
+        ConfigError: The file cannot be read, is readable by others, or has no token.
+    """
+    return TokensOfFile("metrics_token_file", Path(path)) if path else None
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers a bounded number of connections, each once and for a bounded time."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, app: _App) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(app)
+
+    def server_bind(self) -> None:
+        """Binds; `HTTPServer` would ask the resolver for the name of the address too."""
+        TCPServer.server_bind(self)
+        host, self.server_port = self.socket.getsockname()[:2]
+        self.server_name = str(host)
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begins to answer a connection, at the cost of the oldest if all are slow."""
+        if not self._free.acquire(blocking=False) and not self._make_room():
+            self.shutdown_request(request)
+            return
+        self._open[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread could be started
+            self._closed(request)
+            self.shutdown_request(request)
+
+    def _make_room(self) -> bool:
+        """Waits until the oldest connection has had its time, then closes it."""
+        oldest, since = next(iter(self._open.copy().items()), (None, 0.0))
+        if self._free.acquire(timeout=max(0.0, since + _LEAST_S - time.monotonic())):
+            return True
+        if oldest is not None:
+            _hang_up(oldest)
+        return self._free.acquire(timeout=_LEAST_S)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers a connection; ends it after the longest time, whatever its client does."""
+        ending = threading.Timer(_LONGEST_S, _hang_up, (request,))
+        ending.daemon = True
+        ending.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            ending.cancel()
+            self._closed(request)
+
+    def _closed(self, request: Any) -> None:
+        self._open.pop(request, None)
+        self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a client that left or was cut off: it would fill the log."""
+
+
+class _Head(io.RawIOBase):
+    """The first bytes of a stream, as if it ended after them."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream = stream
+        self._left = _MOST_HEAD_BYTES
+
+    def readable(self) -> bool:
+        """Returns that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads what has arrived."""
+        found = self._stream.read1(min(self._left, memoryview(buffer).nbytes))
+        self._left -= len(found)
+        memoryview(buffer)[: len(found)] = found
+        return len(found)
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request."""
+
+    def setup(self) -> None:
+        """Bounds what is read of a request."""
+        super().setup()
+        self.rfile = io.BufferedReader(_Head(self.rfile))
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Says nothing of a request: scrapes would fill the log."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _guarded(app: _App, tokens: TokensOfFile | None) -> _App:
+    """Returns an application that answers `/metrics`, to callers with one of the tokens."""
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/metrics":
+            return _refuse(start, "404 Not Found", "only /metrics is served\n")
+        if tokens is not None and not tokens.has(
+            token_of([("authorization", environ.get("HTTP_AUTHORIZATION", ""))]) or ""
+        ):
+            count_refused("metrics")
+            text = "authorization: give a bearer token of metrics_token_file\n"
+            return _refuse(start, "401 Unauthorized", text, ("WWW-Authenticate", "Bearer"))
+        return app(environ, start)
+
+    return answer
+
+
+def _refuse(
+    start: Callable[..., Any], status: str, text: str, *headers: tuple[str, str]
+) -> Iterable[bytes]:
+    start(status, [("Content-Type", "text/plain"), *headers])
+    return [text.encode()]

@@ -1,0 +1,132 @@
+"""The Prometheus endpoint under its attacks, over raw sockets."""
+
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.telemetry import endpoint
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tokens_of
+
+TOKEN, NEXT = "a" * 32, "b" * 32
+MOST = 16
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with metrics_endpoint("127.0.0.1", 0) as bound:
+        assert bound is not None
+        yield bound
+
+
+def scrape(port: int, token: str = "", path: str = "/metrics") -> int:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    with closing(connection):
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        assert (b"rollmesh_rpcs_total" in answer.read()) == (answer.status == 200)
+        return answer.status
+
+
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(sent)
+    return client
+
+
+def ended(client: socket.socket) -> None:
+    """Reads until the server closes the connection."""
+    with suppress(ConnectionResetError):
+        while client.recv(65_536):
+            pass
+
+
+def test_only_the_path_of_metrics_is_served(port: int) -> None:
+    assert scrape(port) == 200
+    assert scrape(port, path="/") == scrape(port, path="/metrics/..") == 404
+
+
+def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
+    digest = f"sha256:{hashlib.sha256(NEXT.encode()).hexdigest()}\n"
+    write_private(tmp_path, {"scrapers": f"# Prometheus\n{TOKEN}\n{digest}".encode()})
+    tokens = tokens_of(str(tmp_path / "scrapers"))
+    with metrics_endpoint("127.0.0.1", 0, tokens) as port:
+        assert port is not None
+        assert [scrape(port, token) for token in ("", "guess", TOKEN, NEXT)] == [401, 401, 200, 200]
+        assert scrape(port, digest.strip()) == 401
+
+
+def test_a_file_that_others_may_read_or_without_a_token_is_refused(tmp_path: Path) -> None:
+    write_private(tmp_path, {"open": TOKEN.encode(), "empty": b"# none\n"})
+    (tmp_path / "open").chmod(0o644)
+    for name in ("open", "empty", "absent"):
+        with pytest.raises(ConfigError, match="metrics_token_file"):
+            tokens_of(str(tmp_path / name))
+    assert tokens_of("") is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"", id="silent"),
+        pytest.param(b"GET /met", id="half a line"),
+        pytest.param(b"GET /metrics HTTP/1.1\r\nX: ", id="half a head"),
+    ],
+)
+def test_slow_clients_leave_room_for_a_scrape(port: int, sent: bytes) -> None:
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connected(port, sent)) for _ in range(3 * MOST)]
+        assert scrape(port) == 200
+        assert threading.active_count() < 3 * MOST
+        assert slow[0].recv(1) == b""  # the oldest was closed
+
+
+def test_a_client_that_does_not_read_ends_for_another(port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(2 * MOST):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert scrape(port) == 200
+
+
+def test_a_head_without_end_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_LONGEST_S", 1000)
+    line = b"X: " + b"x" * 995 + b"\r\n"
+    with connected(port, b"GET /metrics HTTP/1.1\r\n" + line * 17) as client:
+        ended(client)
+    assert scrape(port) == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nX: "])
+def test_a_request_ends_after_its_time(
+    port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(endpoint, "_LONGEST_S", 0.1)
+    with connected(port, sent) as client:
+        ended(client)
+
+
+def test_a_flood_leaves_no_connection_and_no_thread(port: int) -> None:
+    before = threading.active_count()
+    for _ in range(200):
+        connected(port).close()
+    assert scrape(port) == 200
+    assert threading.active_count() <= before + 2 * MOST
+
+
+def test_rubbish_is_no_end(port: int) -> None:
+    for sent in (os.urandom(4096), b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"\r\n" * 100):
+        with connected(port, sent) as client:
+            client.shutdown(socket.SHUT_WR)
+            ended(client)
+    assert scrape(port) == 200
