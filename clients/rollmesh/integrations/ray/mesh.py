@@ -1,8 +1,10 @@
 """A mesh on a Ray cluster, for trainers and operators."""
 
 import logging
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ class Mesh:
         if not ray.is_initialized():
             raise MeshError("Ray is not connected; call ray.init() first")
         self.name = name
-        self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._private: Path | None = None
         try:
             directory = self._actor(_DIRECTORY)
         except ValueError:
@@ -99,9 +101,10 @@ class Mesh:
     def addresses(self) -> MeshAddresses:
         """Where the SDK finds the mesh, with a trainer's token; files are this object's."""
         if self._private is None:
-            self._private = tempfile.TemporaryDirectory(prefix="rollmesh-")
-            write_private(Path(self._private.name), self._tokens)
-        tokens = Path(self._private.name) if self._tokens else None
+            self._private = Path(tempfile.mkdtemp(prefix="rollmesh-"))
+            weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
+            write_private(self._private, self._tokens)
+        tokens = self._private if self._tokens else None
         files = trainer_files(mesh_config(self._tables), tokens)
         return MeshAddresses(router=",".join(self._routers), **files)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -84,8 +85,7 @@ class ServiceActor:
         self._node_id = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
         self._host = f"[{host}]" if ":" in host else host
-        self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-")
-        folder = Path(self._folder.name)
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="rollmesh-"))
         if tokens:
             write_private(folder, tokens)
         own = {"host": host, **process.table}
@@ -128,6 +128,7 @@ class ServiceActor:
         if not self._ended.is_set():  # else its loop runs no more
             asyncio.run_coroutine_threadsafe(self._child.stop(), self._loop)
             self._ended.wait(self._child.spec.grace_ms / 1000 + _STOP_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep(self) -> None:
         """Runs the process until it is stopped; its lines go where this worker's go."""
