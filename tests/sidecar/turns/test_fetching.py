@@ -1,16 +1,20 @@
 """Images that are given by URL: from named hosts only, and never from private addresses."""
 
 import asyncio
+import json
+from functools import partial
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from rollmesh.runtime.errors import InvalidImageError, UnsupportedPartError
+from rollmesh.sidecar import app
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.turns.fetching import is_public
+from rollmesh.sidecar.turns.fetching import ImageFetcher, is_public
 from tests.sidecar.image_hosts import asking, fetcher, hosted
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
+from tests.waiting import until
 
 
 async def test_an_image_is_fetched_once_for_a_session() -> None:
@@ -140,6 +144,25 @@ async def test_an_image_that_cannot_be_fetched_is_a_400_that_names_its_part() ->
                     model="policy", messages=[{"role": "user", "content": [image]}]
                 )
     assert caught.value.param == "messages[0].content[0].image_url.url"
+
+
+async def test_a_client_that_leaves_ends_the_fetch_of_its_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "ImageFetcher", partial(ImageFetcher, allowed=lambda _: True))
+    async with hosted() as host, serving(ScriptedGateway()) as gateway:
+        host.hold, host.other = True, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"
+        limits: dict[str, Any] = {"image_timeout_ms": 600_000, "request_images_timeout_ms": 600_000}
+        config = SidecarConfig(gateway=gateway, image_hosts=host.name, **limits)
+        async with sidecar_of(config) as url:
+            image: Any = {"type": "image_url", "image_url": {"url": f"{host.url}/a"}}
+            body = json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode()
+            _, leaving = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            head = f"POST /sessions/{KEY}/v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+            leaving.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            await until(lambda: host.asked == ["/a"])
+            leaving.close()
+            await until(host.connections[0].is_closing)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import uuid
-from contextlib import aclosing
+from collections.abc import Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -70,7 +72,7 @@ class TurnEndpoint:
             head.mark(call.chat)
             await call.complete(self._gateways)
             if b"image" in body:
-                await self._images.fill(call.chat)
+                await _while_present(receive, self._images.fill(call.chat))
             model = await self._gateways.model_of(head.session_id, call.model)
         except ClientDisconnect:
             return
@@ -78,11 +80,8 @@ class TurnEndpoint:
             await self._refuse(typed(error), send, request_id)
             return
         answer = self._stream if call.streams else self._answer
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(answer(call, model, send, request_id))
-            leaving = group.create_task(_cancel_when_gone(receive, task))
-            await asyncio.wait([task])
-            leaving.cancel()
+        with suppress(ClientDisconnect):
+            await _while_present(receive, answer(call, model, send, request_id))
 
     async def _read_call(self, body: bytes, head: Head) -> TurnCall:
         """Reads a request; a large one in a thread, so that it does not block the event loop."""
@@ -213,6 +212,21 @@ async def _read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def _while_present(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does work on a request whose body was read.
+
+    Raises:
+        ClientDisconnect: The client left; the work is cancelled.
+    """
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        leaving = group.create_task(_cancel_when_gone(receive, task))
+        await asyncio.wait([task])
+        leaving.cancel()
+    if task.cancelled():
+        raise ClientDisconnect
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
