@@ -21,8 +21,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Database]:
     found: list[Database] = []
 
     class Noted(Database):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
             found.append(self)
 
     monkeypatch.setattr(sqlite_store, "Database", Noted)
