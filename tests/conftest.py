@@ -42,7 +42,7 @@ _WITH_TORCH = (
     "engine/vllm",
     "examples",
     "gpu",
-    "ray/test_mesh.py",
+    "ray",
     "trainers",
     "vision",
 )
