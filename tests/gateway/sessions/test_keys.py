@@ -152,7 +152,9 @@ async def test_no_key_is_in_the_journal_not_even_that_of_a_close_that_waits(
     assert session_id.encode() in stored
     assert b"rmk-" not in stored
     for key in (first, second):
-        assert key.rpartition("-")[2].encode() not in stored
+        secret = key.removeprefix(f"rmk-{session_id}-")
+        assert len(secret) == 43
+        assert secret.encode() not in stored
 
 
 async def test_a_forgotten_close_leaves_no_revision(mesh: LiveMesh) -> None:
