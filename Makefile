@@ -141,7 +141,7 @@ test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent
 WHOLE = cli docker docs faults kubernetes mesh
 # A third of the remaining time: commands as processes, conversations in every template, hostile clients.
 EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral chat/templates/test_probe \
-  conformance/test_against_rollmesh gateway/turns/test_prompt sidecar/test_attacks sidecar/turns/test_bodies
+  conformance/test_against_rollmesh gateway/turns/test_prompt sidecar/http/test_attacks sidecar/turns/test_bodies
 
 CORE ?=
 MUTATION ?=

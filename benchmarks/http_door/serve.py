@@ -70,7 +70,7 @@ def _bounded(port: int) -> None:
     import uvloop  # noqa: PLC0415
 
     from rollmesh.sidecar.config import SidecarConfig  # noqa: PLC0415
-    from rollmesh.sidecar.server import HttpServer  # noqa: PLC0415
+    from rollmesh.sidecar.http.server import HttpServer  # noqa: PLC0415
 
     limit_ms = _LIMIT_S * 1000
     config = SidecarConfig(

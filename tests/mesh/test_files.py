@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.mesh.test_openai import ask, user
+from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import delivered, scripted_mesh
 
 WRITTEN = {"journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "journal.sqlite.lock"}

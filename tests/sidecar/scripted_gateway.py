@@ -13,7 +13,7 @@ from rollmesh.runtime.errors import AnswerUnknownError, SessionUnknownError
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.server import HttpServer
+from rollmesh.sidecar.http.server import HttpServer
 from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 Events: TypeAlias = AsyncIterator[gateway_pb2.StreamChatResponse]

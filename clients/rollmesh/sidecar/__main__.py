@@ -26,7 +26,7 @@ from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.sidecar.advertising import advertised
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.server import HttpServer
+from rollmesh.sidecar.http.server import HttpServer
 from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from rollmesh.chat.tokenizer import Tokenizer
-from tests.mesh.test_openai import ask, streamed, user
+from tests.mesh.protocols.test_openai import ask, streamed, user
 from tests.meshes import Mesh, delivered
 
 PARAMETERS = {

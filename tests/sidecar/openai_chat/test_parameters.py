@@ -7,9 +7,9 @@ import pytest
 from openai.types.chat import completion_create_params
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.values import parse_body
 from rollmesh.sidecar.openai_chat.parameters import REFUSED, SERVED, UNUSED
 from rollmesh.sidecar.openai_chat.requests import read_request, wants_usage
-from rollmesh.sidecar.turns.values import parse_body
 from rollmesh.v1 import gateway_pb2
 from tests.sidecar.parameters import fields_of_sdk
 

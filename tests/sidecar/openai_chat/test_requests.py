@@ -8,13 +8,13 @@ from prometheus_client import REGISTRY
 
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.values import parse_body
 from rollmesh.sidecar.openai_chat.requests import (
     read_request,
     read_shown,
     wants_stream,
     wants_usage,
 )
-from rollmesh.sidecar.turns.values import parse_body
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

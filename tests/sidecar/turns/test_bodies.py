@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.values import parse_body
+from rollmesh.sidecar.fields.values import parse_body
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway
 
 PATHS = ("chat/completions", "responses", "responses/input_tokens", "messages",

@@ -66,7 +66,7 @@ def _check_https(config: Any) -> Iterator[str]:
         missing = "https_key_file" if certificate else "https_certificate_file"
         yield f"sidecar.{missing}: is empty; a certificate and its key go together"
     elif certificate:
-        https = import_module("rollmesh.sidecar.https")
+        https = import_module("rollmesh.sidecar.http.https")
         yield from _said("sidecar", lambda: https.Certificate(certificate, key))
 
 

@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
-from rollmesh.sidecar.turns.ignored import count_ignored
+from rollmesh.sidecar.fields.ignored import count_ignored
+from rollmesh.sidecar.fields.values import excerpt, string
 from rollmesh.sidecar.turns.images import image_of_base64, image_of_url
-from rollmesh.sidecar.turns.values import excerpt, string
 from rollmesh.v1 import chat_pb2
 
 Reader: TypeAlias = Callable[[dict[str, Any], str], chat_pb2.ContentPart | None]

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.values import to_json
+from rollmesh.sidecar.fields.values import to_json
 
 INVALID = "INVALID_JSON"
 """Key under which arguments that are no JSON object are passed on, as Anthropic's guide advises."""

@@ -12,9 +12,9 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.blocks import Reader
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
 from rollmesh.sidecar.anthropic_messages.tools import read_tool
-from rollmesh.sidecar.turns.ignored import count_ignored
-from rollmesh.sidecar.turns.tools import list_tools
-from rollmesh.sidecar.turns.values import excerpt, string, to_json
+from rollmesh.sidecar.fields.ignored import count_ignored
+from rollmesh.sidecar.fields.tools import list_tools
+from rollmesh.sidecar.fields.values import excerpt, string, to_json
 from rollmesh.v1 import chat_pb2
 
 

@@ -18,10 +18,10 @@ from rollmesh.sidecar.anthropic_messages.calls import read_arguments
 from rollmesh.sidecar.anthropic_messages.changes import ToolChanges
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
 from rollmesh.sidecar.anthropic_messages.system import read_system
-from rollmesh.sidecar.turns.ignored import count_ignored
+from rollmesh.sidecar.fields.ignored import count_ignored
+from rollmesh.sidecar.fields.values import excerpt, string
 from rollmesh.sidecar.turns.images import joined
 from rollmesh.sidecar.turns.seals import sealed_answer
-from rollmesh.sidecar.turns.values import excerpt, string
 from rollmesh.v1 import chat_pb2
 
 _MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`

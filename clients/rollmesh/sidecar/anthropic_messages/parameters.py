@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.ignored import count_ignored
+from rollmesh.sidecar.fields.ignored import count_ignored
 
 SERVED = frozenset(
     {

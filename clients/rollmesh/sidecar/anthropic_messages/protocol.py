@@ -11,11 +11,11 @@ from rollmesh.sidecar.anthropic_messages.responses import thinking_block, whole_
 from rollmesh.sidecar.anthropic_messages.streams import KEEP_ALIVE, MessageStream
 from rollmesh.sidecar.anthropic_messages.thinking import read_thinking
 from rollmesh.sidecar.errors import HttpError
+from rollmesh.sidecar.fields.values import flag, parse_body, read_model
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.turns.heads import Head
 from rollmesh.sidecar.turns.protocol import Protocol, TurnCall
 from rollmesh.sidecar.turns.seals import seal
-from rollmesh.sidecar.turns.values import flag, parse_body, read_model
 from rollmesh.v1 import gateway_pb2
 
 

@@ -12,7 +12,7 @@ from rollmesh.sidecar.anthropic_messages.thinking import (
     read_thinking,
 )
 from rollmesh.sidecar.anthropic_messages.tools import read_tool_choice, read_tools
-from rollmesh.sidecar.turns.sampling import read_sampling, read_stop
+from rollmesh.sidecar.fields.sampling import read_sampling, read_stop
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")

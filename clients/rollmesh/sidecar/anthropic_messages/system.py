@@ -11,7 +11,7 @@ from rollmesh.sidecar.anthropic_messages.blocks import (
     read_text,
 )
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
-from rollmesh.sidecar.turns.ignored import count_ignored
+from rollmesh.sidecar.fields.ignored import count_ignored
 from rollmesh.sidecar.turns.images import joined
 from rollmesh.v1 import chat_pb2
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
-from rollmesh.sidecar.turns.formats import read_schema
-from rollmesh.sidecar.turns.ignored import count_ignored
-from rollmesh.sidecar.turns.template_options import read_template_options
-from rollmesh.sidecar.turns.values import excerpt
+from rollmesh.sidecar.fields.formats import read_schema
+from rollmesh.sidecar.fields.ignored import count_ignored
+from rollmesh.sidecar.fields.template_options import read_template_options
+from rollmesh.sidecar.fields.values import excerpt
 from rollmesh.v1 import gateway_pb2
 
 _KINDS = {"enabled": True, "adaptive": True, "disabled": False}

@@ -4,9 +4,9 @@ from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.anthropic_messages.parameters import COUNTED
-from rollmesh.sidecar.turns.ignored import count_ignored
-from rollmesh.sidecar.turns.tools import list_tools
-from rollmesh.sidecar.turns.values import excerpt, flag, string, to_json
+from rollmesh.sidecar.fields.ignored import count_ignored
+from rollmesh.sidecar.fields.tools import list_tools
+from rollmesh.sidecar.fields.values import excerpt, flag, string, to_json
 from rollmesh.v1 import gateway_pb2
 
 _CHOICES = {

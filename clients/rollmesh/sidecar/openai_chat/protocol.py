@@ -3,6 +3,7 @@
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.errors import HttpError, error_event, to_http
+from rollmesh.sidecar.fields.values import parse_body, read_model
 from rollmesh.sidecar.openai_chat.requests import (
     read_request,
     read_shown,
@@ -13,7 +14,6 @@ from rollmesh.sidecar.openai_chat.responses import KEEP_ALIVE, ChunkWriter, whol
 from rollmesh.sidecar.openai_chat.sampled import Shown
 from rollmesh.sidecar.turns.heads import Head
 from rollmesh.sidecar.turns.protocol import Protocol, TurnCall
-from rollmesh.sidecar.turns.values import parse_body, read_model
 from rollmesh.v1 import gateway_pb2
 
 

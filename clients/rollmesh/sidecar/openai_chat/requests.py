@@ -3,14 +3,14 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.formats import read_format
+from rollmesh.sidecar.fields.sampling import read_sampling, read_stop
+from rollmesh.sidecar.fields.template_options import read_template_options
+from rollmesh.sidecar.fields.values import excerpt, flag, integer
 from rollmesh.sidecar.openai_chat.messages import read_messages
 from rollmesh.sidecar.openai_chat.parameters import check_parameters
 from rollmesh.sidecar.openai_chat.sampled import Shown
 from rollmesh.sidecar.openai_chat.tools import read_tool_choice, read_tools
-from rollmesh.sidecar.turns.formats import read_format
-from rollmesh.sidecar.turns.sampling import read_sampling, read_stop
-from rollmesh.sidecar.turns.template_options import read_template_options
-from rollmesh.sidecar.turns.values import excerpt, flag, integer
 from rollmesh.v1 import gateway_pb2
 
 _MAX_TOP_LOGPROBS = 20

@@ -3,8 +3,8 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.tools import list_tools
-from rollmesh.sidecar.turns.values import string, to_json
+from rollmesh.sidecar.fields.tools import list_tools
+from rollmesh.sidecar.fields.values import string, to_json
 from rollmesh.v1 import gateway_pb2
 
 _TOOL_CHOICES = {

@@ -3,8 +3,8 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.values import excerpt, string
 from rollmesh.sidecar.turns.images import image_of_url, joined
-from rollmesh.sidecar.turns.values import excerpt, string
 from rollmesh.v1 import chat_pb2
 
 _TEXTS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.values import excerpt, string
 from rollmesh.sidecar.openai_responses import ids
 from rollmesh.sidecar.openai_responses.contents import read_content, read_text, text_parts
 from rollmesh.sidecar.openai_responses.tools import (
@@ -18,7 +19,6 @@ from rollmesh.sidecar.openai_responses.tools import (
     shown_name,
 )
 from rollmesh.sidecar.turns.seals import sealed_answer
-from rollmesh.sidecar.turns.values import excerpt, string
 from rollmesh.v1 import chat_pb2
 
 _MAX_ITEMS = 60_000

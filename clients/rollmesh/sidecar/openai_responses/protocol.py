@@ -5,6 +5,7 @@ from typing import Any
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError, RollmeshError
 from rollmesh.sidecar.errors import HttpError, PreviousResponseUnknownError, to_http
+from rollmesh.sidecar.fields.values import flag, parse_body, read_model, string
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_responses import ids
 from rollmesh.sidecar.openai_responses.items import read_input
@@ -20,7 +21,6 @@ from rollmesh.sidecar.openai_responses.streams import KEEP_ALIVE, ResponseStream
 from rollmesh.sidecar.openai_responses.tools import read_tools
 from rollmesh.sidecar.turns.heads import Head
 from rollmesh.sidecar.turns.protocol import Protocol, TurnCall
-from rollmesh.sidecar.turns.values import flag, parse_body, read_model, string
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
 _PREVIOUS = "previous_response_id"

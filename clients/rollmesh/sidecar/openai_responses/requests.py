@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.formats import read_format
+from rollmesh.sidecar.fields.sampling import read_sampling, read_stop
+from rollmesh.sidecar.fields.template_options import read_template_options
+from rollmesh.sidecar.fields.values import flag, string, to_json
 from rollmesh.sidecar.openai_responses.contents import text_parts
 from rollmesh.sidecar.openai_responses.parameters import check_parameters
 from rollmesh.sidecar.openai_responses.tools import Toolbox, read_tool_choice
-from rollmesh.sidecar.turns.formats import read_format
-from rollmesh.sidecar.turns.sampling import read_sampling, read_stop
-from rollmesh.sidecar.turns.template_options import read_template_options
-from rollmesh.sidecar.turns.values import flag, string, to_json
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.errors import as_response, typed
+from rollmesh.sidecar.fields.values import parse_body
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_responses import ids
 from rollmesh.sidecar.openai_responses.outputs import Items
@@ -22,7 +23,6 @@ from rollmesh.sidecar.openai_responses.responses import ResponseWriter
 from rollmesh.sidecar.openai_responses.tools import given_tools, toolbox_of
 from rollmesh.sidecar.turns.fetching import ImageFetcher
 from rollmesh.sidecar.turns.heads import Head, read_head
-from rollmesh.sidecar.turns.values import parse_body
 
 _FIELD, _ID_HEADER = "response_id", b"x-request-id"
 

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.fields.tools import check_number, list_tools
+from rollmesh.sidecar.fields.values import excerpt, string, to_json
 from rollmesh.sidecar.openai_responses.parameters import count_dropped_tool
-from rollmesh.sidecar.turns.tools import check_number, list_tools
-from rollmesh.sidecar.turns.values import excerpt, string, to_json
 from rollmesh.v1 import gateway_pb2
 
 _SEPARATOR = "__"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmesh.runtime.codec.data_urls import read_base64, read_data_url
 from rollmesh.runtime.errors import InvalidImageError
-from rollmesh.sidecar.turns.values import string
+from rollmesh.sidecar.fields.values import string
 from rollmesh.v1 import chat_pb2
 
 _HTTP = re.compile("https?://", re.ASCII | re.IGNORECASE)

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from rollmesh.client import SessionResult
-from tests.mesh.replays import Replay, called, check
+from tests.mesh.protocols.replays import Replay, called, check
 from tests.meshes import Mesh, delivered
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

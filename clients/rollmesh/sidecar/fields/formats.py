@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.values import flag, string, to_json
+from rollmesh.sidecar.fields.values import flag, string, to_json
 from rollmesh.v1 import gateway_pb2
 
 _MAX_SCHEMA_BYTES = 64 * 1024

@@ -8,12 +8,7 @@ import orjson
 import pytest
 
 from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
-from tests.sidecar.scripted_gateway import (
-    ScriptedGateway,
-    done,
-    waiting,
-)
-from tests.sidecar.wires import (
+from tests.sidecar.http.wires import (
     BODY,
     CHAT,
     CHUNKED,
@@ -22,6 +17,11 @@ from tests.sidecar.wires import (
     repeated,
     served,
     wired,
+)
+from tests.sidecar.scripted_gateway import (
+    ScriptedGateway,
+    done,
+    waiting,
 )
 from tests.waiting import until
 

@@ -4,6 +4,7 @@ import orjson
 import pytest
 
 from rollmesh.runtime.codec.content import text_of
+from tests.sidecar.http.wires import BODY, CHAT, CHUNKED, HEALTH, served, wired
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,
@@ -11,7 +12,6 @@ from tests.sidecar.scripted_gateway import (
     done,
     text,
 )
-from tests.sidecar.wires import BODY, CHAT, CHUNKED, HEALTH, served, wired
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from rollmesh.runtime.access import files
 from rollmesh.runtime.config import ConfigError
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.https import Certificate
+from rollmesh.sidecar.http.https import Certificate
 from rollmesh.sidecar.metrics import REFUSED
 from tests.lazily import anthropic
 from tests.sidecar.scripted_gateway import (

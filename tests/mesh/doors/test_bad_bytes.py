@@ -18,7 +18,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, engine_pb2, gateway_pb2, router_pb2
 from tests.collector.collectors import SESSION, create_or_update
-from tests.mesh.test_openai import ask, user
+from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
 
 TIMEOUT_S = 120

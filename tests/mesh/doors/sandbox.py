@@ -1,7 +1,7 @@
 """A sandbox: a network of its own, from which one socket leads to an HTTP proxy, and nothing else.
 
-It is `unshare --net` around `python -m tests.mesh.sandbox SOCKET TOKEN_FILE`, which runs a sidecar
-and, for each base URL on its standard input, one turn of an agent.
+It is `unshare --net` around `python -m tests.mesh.doors.sandbox SOCKET TOKEN_FILE`, which runs a
+sidecar and, for each base URL on its standard input, one turn of an agent.
 """
 
 import array

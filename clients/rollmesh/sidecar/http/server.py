@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.http_protocol import bounded
-from rollmesh.sidecar.https import Certificate, Handshake, bounded_https
+from rollmesh.sidecar.http.https import Certificate, Handshake, bounded_https
+from rollmesh.sidecar.http.protocol import bounded
 from rollmesh.sidecar.paths import protocol_of
 
 _LAST_WORD_S = 1.0

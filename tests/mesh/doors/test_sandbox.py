@@ -17,7 +17,7 @@ import pytest
 from rollmesh.client import Client
 from rollmesh.v1 import router_pb2
 from tests.locks import Locks
-from tests.mesh.sandbox import PORT, ROUTER, Proxy
+from tests.mesh.doors.sandbox import PORT, ROUTER, Proxy
 from tests.meshes import delivered, scripted_mesh
 from tests.paths import ROOT
 
@@ -35,7 +35,7 @@ def no_network() -> str:
 @asynccontextmanager
 async def sandbox(path: Path, token_file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *UNSHARE, sys.executable, "-m", "tests.mesh.sandbox", path, token_file,
+        *UNSHARE, sys.executable, "-m", "tests.mesh.doors.sandbox", path, token_file,
         cwd=ROOT, stdin=PIPE, stdout=PIPE,
     )  # fmt: skip
     try:

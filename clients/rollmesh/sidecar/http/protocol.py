@@ -21,7 +21,6 @@ from rollmesh.runtime.errors import OverloadedError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.telemetry.metrics import watch_bytes
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.connections import Places, address_of
 from rollmesh.sidecar.errors import (
     BodyTooLargeError,
     HeadersTooLargeError,
@@ -31,6 +30,7 @@ from rollmesh.sidecar.errors import (
     TooManyConnectionsError,
     UrlTooLongError,
 )
+from rollmesh.sidecar.http.connections import Places, address_of
 from rollmesh.sidecar.metrics import REFUSED
 from rollmesh.sidecar.turns.protocol import Protocol
 

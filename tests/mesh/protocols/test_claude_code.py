@@ -8,7 +8,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from tests.mesh.replays import Replay, called, check
+from tests.mesh.protocols.replays import Replay, called, check
 from tests.meshes import Mesh, delivered, scripted_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.sidecar.connections import Places, address_of
+from rollmesh.sidecar.http.connections import Places, address_of
 
 
 @pytest.mark.parametrize(

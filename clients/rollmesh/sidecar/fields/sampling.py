@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.values import flag, integer, number
+from rollmesh.sidecar.fields.values import flag, integer, number
 from rollmesh.v1 import sampling_pb2
 
 _FLOATS = {

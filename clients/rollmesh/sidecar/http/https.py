@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 from rollmesh.runtime.access.files import Reloaded, read_secret
 from rollmesh.runtime.config import ConfigError
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.connections import address_of
-from rollmesh.sidecar.http_protocol import BoundedProtocol, ProtocolOf, bounded
+from rollmesh.sidecar.http.connections import address_of
+from rollmesh.sidecar.http.protocol import BoundedProtocol, ProtocolOf, bounded
 from rollmesh.sidecar.metrics import REFUSED
 
 _log = logging.getLogger(__name__)

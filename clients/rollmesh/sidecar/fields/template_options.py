@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.turns.values import string, to_json
+from rollmesh.sidecar.fields.values import string, to_json
 
 # The gateway or transformers passes these to every template.
 _TEMPLATE_ARGUMENTS = {
