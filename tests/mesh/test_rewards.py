@@ -37,11 +37,11 @@ AGENT = """
 import json, os, sys
 from openai import OpenAI
 sample = json.load(sys.stdin)
-if sample.get("mark"):
-    open(sample["mark"], "a").write(f"{os.getpid()}\\n")
 answer = OpenAI(max_retries=0).chat.completions.create(
     model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": sample["ask"]}]
 )
+if sample.get("mark"):
+    open(sample["mark"], "a").write(f"{os.getpid()}\\n")
 while sample.get("mark") and not os.path.exists(sample["go"]):
     import time; time.sleep(0.01)
 print(json.dumps({"reward": 1.0, "turn_rewards": {answer.id: 0.5}}))
