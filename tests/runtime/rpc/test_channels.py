@@ -1,14 +1,63 @@
 """Streams between services."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
 from rollmesh.runtime.errors import RemoteError, StaleVersionError
-from rollmesh.runtime.rpc.channels import drained_on_refusal, open_channel, stub_of
+from rollmesh.runtime.rpc.channels import drained_on_refusal, open_channel, stub_of, typed_errors
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import router_pb2_grpc, server_pb2_grpc
+
+_EMPTY = grpc.aio.Metadata()
+_AWAY = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, _EMPTY, _EMPTY, details="refused")
+
+
+async def ended(error: Exception | None) -> None:
+    """A call that ends while it is cancelled, which is when grpc swallows the cancellation."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        if error is not None:
+            raise error from None
+
+
+@pytest.mark.parametrize(
+    "error", [pytest.param(_AWAY, id="failed"), pytest.param(None, id="answered")]
+)
+async def test_a_task_that_is_cancelled_while_its_call_ends_is_cancelled(
+    error: Exception | None,
+) -> None:
+    cleanups: list[str] = []
+
+    async def work() -> None:
+        try:
+            with typed_errors():
+                await ended(error)
+        finally:
+            try:  # the cancellation has arrived: a call of the cleanup fails as any call does
+                with typed_errors():
+                    raise _AWAY
+            except RemoteError as refused:
+                cleanups.append(refused.code)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleanups == ["UNAVAILABLE"]
+
+
+async def test_a_limit_of_time_is_one_though_the_call_fails_at_its_end() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            with typed_errors():
+                await ended(_AWAY)
+    with pytest.raises(RemoteError), typed_errors():  # the task is as it was
+        raise _AWAY
 
 
 async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:
@@ -47,8 +96,7 @@ async def test_a_channel_has_one_stub_of_each_service() -> None:
 def test_a_connection_that_is_lost_while_a_stream_is_sent_is_unavailable(
     details: str, code: str
 ) -> None:
-    empty = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, details=details)
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, _EMPTY, _EMPTY, details=details)
     typed = from_rpc_error(error)
     assert isinstance(typed, RemoteError)
     assert typed.code == code

@@ -158,13 +158,23 @@ def request_metadata() -> tuple[tuple[str, str], ...]:
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raises a failed call inside the block as its typed error."""
+    """Raises a failed call inside the block as its typed error.
+
+    A cancellation of the task stays one: if a call ends while it is being cancelled, grpc swallows
+    the cancellation and returns or raises as if there had been none.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
     try:
         yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except _UndecodableAnswer as error:
+    except (grpc.RpcError, _UndecodableAnswer) as error:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        if isinstance(error, grpc.RpcError):
+            raise from_rpc_error(error) from error
         raise RemoteError(str(error), "INTERNAL") from None
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 @contextlib.contextmanager
