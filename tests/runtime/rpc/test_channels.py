@@ -52,10 +52,13 @@ async def test_a_task_that_is_cancelled_while_its_call_ends_is_cancelled(
 
 
 async def test_a_limit_of_time_is_one_though_the_call_fails_at_its_end() -> None:
-    with pytest.raises(TimeoutError):
+    async def call() -> None:
         async with asyncio.timeout(0.01):
             with typed_errors():
                 await ended(_AWAY)
+
+    with pytest.raises(TimeoutError):
+        await call()
     with pytest.raises(RemoteError), typed_errors():  # the task is as it was
         raise _AWAY
 
