@@ -14,6 +14,7 @@ def running_queue() -> Iterator[None]:
     """Starts Ray and the queue, with places for the actors beyond the machine's cores."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
         ray.init(
+            address="local",  # not one that runs on this machine already
             num_cpus=8,
             include_dashboard=False,
             log_to_driver=False,
