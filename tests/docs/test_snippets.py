@@ -24,6 +24,7 @@ from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
 from tests.models import make_tokenizer_dir
+from tests.ray.test_joining import SNIPPET as ON_RAY
 from tests.trainers.test_transfer_queue import SNIPPET as WITH_A_QUEUE
 
 GROUP = 8
@@ -229,5 +230,5 @@ async def test_a_snippet_calls_what_there_is(block: Block, tmp_path: Path) -> No
 
 
 def test_every_snippet_is_tested() -> None:
-    tested = {*WITH_MESH, *ALONE, WITH_A_QUEUE}
+    tested = {*WITH_MESH, *ALONE, ON_RAY, WITH_A_QUEUE}
     assert {block.name for block in blocks("python")} == tested

@@ -215,6 +215,7 @@ async def test_another_driver_finds_the_mesh_by_its_name(cluster: Cluster, mesh:
     for one in mesh.status():
         assert f"{one.name} " in output
         assert one.address in output
+    assert "a node is declared dead 5 s after it crashed, 55 s after it fell silent" in output
     code, output, errors = await command(cluster, "targets")
     assert code == 0, errors
     assert {one["labels"]["process"] for one in json.loads(output)} == {"gateway-0", "gateway-1"}

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from rollmesh.integrations.ray.placement import (
+    HEALTH,
     Home,
+    Losses,
     Node,
     further,
     pattern,
@@ -27,7 +29,7 @@ def test_what_has_a_file_stays_at_the_disk_and_the_others_spread() -> None:
     found = homes({**FLEET, "scorer": {"function": "a:b"}})
     at_disk = {name for name, home in found.items() if home is Home.DISK}
     assert at_disk == {"router", "router-1", "scorer", "collector"}
-    groups = {name for name, home in found.items() if home is Home.GROUP}
+    groups = {name for name, home in found.items() if home is Home.ANY}
     assert groups == {"engine-0", "engine-1"}
 
 
@@ -124,3 +126,8 @@ def test_the_processes_of_a_model_are_told_from_those_of_others() -> None:
 def test_a_model_must_be_one_of_several(model: str) -> None:
     with pytest.raises(ConfigError, match="give one of a, b"):
         pattern({"model": [{"name": "a"}, {"name": "b"}]}, "engine", model)
+
+
+def test_a_node_that_crashed_is_found_sooner_than_one_that_is_silent() -> None:
+    found = Losses(2, 1, HEALTH)
+    assert (found.crashed_s, found.silent_s) == (15, 65)

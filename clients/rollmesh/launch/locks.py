@@ -1,9 +1,14 @@
 """The tokens of a mesh."""
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollmesh.runtime.access.making import make_tokens
 from rollmesh.runtime.config import ConfigError, MeshConfig
+from rollmesh.runtime.owner_only import make_folder
 
 
 def mesh_tokens(mesh: MeshConfig) -> Path | None:
@@ -15,13 +20,26 @@ def mesh_tokens(mesh: MeshConfig) -> Path | None:
     if mesh.tokens_path is None:
         return None
     folder = mesh.tokens_path.resolve()
-    if not (folder / "accepted").exists():
-        try:
-            make_tokens(folder)
-        except OSError as error:
-            name = "locks_dir" if mesh.locks_dir else "data_dir"
-            raise ConfigError(f"mesh.{name}: {error}") from error
+    try:
+        with _alone_in(folder):
+            if not (folder / "accepted").exists():
+                make_tokens(folder)
+    except OSError as error:
+        name = "locks_dir" if mesh.locks_dir else "data_dir"
+        raise ConfigError(f"mesh.{name}: {error}") from error
     return folder
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Makes a folder, and keeps others that do so out: they find what was written first."""
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def trainer_files(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ import ray
 
 from rollmesh.cli.config.members import own_problems
 from rollmesh.cli.services import installed
-from rollmesh.integrations.ray import Mesh, MeshError
+from rollmesh.integrations.ray import Losses, Mesh, MeshError
 from rollmesh.launch.locks import mesh_tokens, trainer_files
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError, mesh_config, read_mesh
@@ -71,7 +71,8 @@ def _run(options: argparse.Namespace) -> int:
             try:
                 mesh.wait(options.timeout)
             except MeshError:
-                mesh.down()
+                if mesh.brought_up:
+                    mesh.down()
                 raise
             _show(mesh)
             config = mesh_config(read_mesh(options.config))
@@ -79,6 +80,7 @@ def _run(options: argparse.Namespace) -> int:
             print("UP", json.dumps(line))
         case "status":
             _show(mesh)
+            _show_losses(mesh.losses())
         case "scale":
             mesh.scale(
                 engines=options.engines,
@@ -102,6 +104,15 @@ def _show(mesh: Mesh) -> None:
         where = f"node {one.node_id[:8]}" if one.node_id else "not placed"
         state = one.address or one.problem or "starting"
         print(f"{one.name:<{width}}  {where}  {state}  starts {one.starts}")
+
+
+def _show_losses(found: Losses) -> None:
+    settings = ", ".join(f"{name}={value}" for name, value in found.settings.items())
+    print(
+        f"Ray: {found.alive} nodes alive, {found.dead} dead; a node is declared dead "
+        f"{found.crashed_s:g} s after it crashed, {found.silent_s:g} s after it fell silent "
+        f"({settings})"
+    )
 
 
 if __name__ == "__main__":

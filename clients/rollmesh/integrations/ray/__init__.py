@@ -5,7 +5,7 @@ May import `launch`, `client` and `runtime`; needs `rollmesh[mesh,ray]` on every
 """
 
 from rollmesh.integrations.ray.mesh import Mesh, MeshError
-from rollmesh.integrations.ray.placement import RayConfig
+from rollmesh.integrations.ray.placement import Losses, RayConfig
 from rollmesh.integrations.ray.services import Status
 
-__all__ = ["Mesh", "MeshError", "RayConfig", "Status"]
+__all__ = ["Losses", "Mesh", "MeshError", "RayConfig", "Status"]

@@ -1,13 +1,14 @@
 """What the cluster says of itself."""
 
+import os
 import socket
 from contextlib import ExitStack
-from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray._private.state import state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollmesh.integrations.ray.placement import Node
+from rollmesh.integrations.ray.placement import HEAD, HEALTH, Losses, Node
 from rollmesh.runtime.config import ConfigError
 
 
@@ -35,6 +36,30 @@ def node_of(resource: str) -> str:
     return str(found[0])
 
 
+def losses(timeout_s: float) -> Losses:
+    """Returns how Ray finds out that nodes are lost."""
+    alive = [bool(one["Alive"]) for one in ray.nodes()]
+    head = NodeAffinitySchedulingStrategy(node_of(HEAD), soft=False)
+    asked = ray.remote(_health_variables).options(scheduling_strategy=head, num_cpus=0)
+    chosen = ray.get(asked.remote(), timeout=timeout_s) | state.get_system_config()
+    settings = {name: int(chosen.get(name, default)) for name, default in HEALTH.items()}
+    return Losses(sum(alive), len(alive) - sum(alive), settings)
+
+
+def _health_variables() -> dict[str, str]:
+    """Returns what the environment of the head node's Ray says, which its workers have too."""
+    known = {name: os.environ.get(f"RAY_{name}") for name in HEALTH}  # noqa: TID251
+    return {name: value for name, value in known.items() if value}
+
+
+def addresses_at(node_id: str, ports: list[int], timeout_s: float) -> list[str]:
+    """Returns host:port of a node for each port, 0 standing for a free one."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    asked = ray.remote(free_addresses).options(scheduling_strategy=there, num_cpus=0)
+    found: list[str] = ray.get(asked.remote(ports), timeout=timeout_s)
+    return found
+
+
 def free_addresses(ports: list[int]) -> list[str]:
     """Returns host:port of the node on which it runs for each port, 0 standing for a free one."""
     host = ray.util.get_node_ip_address()
@@ -48,11 +73,3 @@ def _free_port(host: str, held: ExitStack) -> int:
     probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
     probe.bind((host, 0))
     return int(probe.getsockname()[1])
-
-
-def group_of(group_id: str) -> PlacementGroup:
-    """Returns the placement group of an id, whoever made it."""
-    from ray._raylet import PlacementGroupID  # noqa: PLC0415
-
-    made: Any = PlacementGroupID(bytes.fromhex(group_id))
-    return PlacementGroup(made)

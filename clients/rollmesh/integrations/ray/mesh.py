@@ -6,17 +6,13 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -24,9 +20,17 @@ from ray.util.scheduling_strategies import (
 
 from rollmesh.client.connections import MeshAddresses
 from rollmesh.integrations.ray import cluster
+from rollmesh.integrations.ray.directory import (
+    Directory,
+    Entries,
+    absolute_tables,
+    check_same,
+    entries_of,
+)
 from rollmesh.integrations.ray.placement import (
     HEAD,
     Home,
+    Losses,
     Place,
     further,
     pattern,
@@ -35,10 +39,16 @@ from rollmesh.integrations.ray.placement import (
     same_kind,
     spread,
 )
-from rollmesh.integrations.ray.services import Directory, ServiceActor, Status, problems
-from rollmesh.launch.locks import mesh_tokens, trainer_files
+from rollmesh.integrations.ray.services import (
+    ServiceActor,
+    Status,
+    answered,
+    problems,
+    service_of,
+)
+from rollmesh.launch.locks import trainer_files
 from rollmesh.runtime.access.making import write_private
-from rollmesh.runtime.config import ConfigError, Tables, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError, Tables, mesh_config
 from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -70,32 +80,33 @@ class Mesh:
 
         Call `ray.init` first.
 
+        Of several drivers that call this at the same time one brings it up, and the others join.
+
         Args:
             config: A mesh file or its tables; None only joins.
             name: Name of the mesh in the cluster.
 
         Raises:
-            ConfigError: A setting is wrong.
+            ConfigError: A setting is wrong, or the mesh runs with other settings.
             MeshError: There is no such mesh, and no file to bring one up.
         """
         if not ray.is_initialized():
             raise MeshError("Ray is not connected; call ray.init() first")
         self.name = name
+        self.brought_up = False
+        """Whether it was this object that brought the mesh up."""
         self._private: Path | None = None
+        tables = None if config is None else absolute_tables(config)
         try:
-            directory = self._actor(_DIRECTORY)
+            self._directory: Any = self._actor(_DIRECTORY)
         except ValueError:
-            if config is None:
+            if tables is None:
                 raise MeshError(
                     f"there is no mesh {name!r} in this cluster; give its file to bring it up"
                 ) from None
-            tables = read_mesh(Path(config)) if isinstance(config, Path | str) else config
-            directory = self._bring_up(_absolute(tables))
-        entries: Any = ray.get(directory.entries.remote(), timeout=_CALL_S)
-        self._tables: Tables = entries["tables"]
-        self._routers: list[str] = entries["routers"]
-        self._scorer: str = entries["scorer"]
-        self._tokens: dict[str, bytes] = entries["tokens"]
+            self._bring_up(tables)
+            return
+        self._join(tables)
 
     @property
     def addresses(self) -> MeshAddresses:
@@ -103,15 +114,15 @@ class Mesh:
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="rollmesh-"))
             weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
-            write_private(self._private, self._tokens)
-        tokens = self._private if self._tokens else None
-        files = trainer_files(mesh_config(self._tables), tokens)
-        return MeshAddresses(router=",".join(self._routers), **files)
+            write_private(self._private, self._entries.tokens)
+        tokens = self._private if self._entries.tokens else None
+        files = trainer_files(mesh_config(self._entries.tables), tokens)
+        return MeshAddresses(router=",".join(self._entries.routers), **files)
 
     @property
     def tokens(self) -> Mapping[str, bytes]:
         """Contents of the mesh's token files, by their paths; none if it is open."""
-        return self._tokens
+        return self._entries.tokens
 
     def wait(self, timeout_s: float = 300.0) -> list[Status]:
         """Waits until every service has been ready; returns their states.
@@ -124,17 +135,18 @@ class Mesh:
             found = self.status()
             if all(one.ready for one in found):
                 return found
-            if time.monotonic() > deadline or any(_failed(one) for one in found):
+            if time.monotonic() > deadline or any(one.failed for one in found):
                 raise MeshError(f"not ready: {problems(found)}")
             time.sleep(_POLL_S)
 
     def status(self) -> list[Status]:
         """Returns the state of every service; of one that is being placed, its name only."""
-        names = self._names()
-        asked = {name: self._actor(name).status.remote() for name in names}
+        started = self._has_started()  # before the names, which may grow
+        asked = {name: actor.status.remote() for name, actor in self._actors().items()}
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_S)
-        return [_answered(name, ref) for name, ref in asked.items()]
+        names = sorted({*asked} if started else {*asked, *self._entries.planned})
+        return [answered(name, asked.get(name)) for name in names]
 
     def scale(
         self,
@@ -167,13 +179,13 @@ class Mesh:
                 continue
             if count < 1:
                 raise ConfigError(f"{service}s: is {count}; give at least 1")
-            first = pattern(self._tables, service, model if service != "sidecar" else "")
+            first = pattern(self._entries.tables, service, model if service != "sidecar" else "")
             running = same_kind(first, self._names())
             if count < len(running):
                 self._stop(running[count:], timeout_s)
             self._start(
                 further(
-                    self._tables,
+                    self._entries.tables,
                     service,
                     model if service != "sidecar" else "",
                     running,
@@ -208,11 +220,11 @@ class Mesh:
             ConfigError: The model is not in the mesh.
             MeshError: An engine is not ready in time; it is left to become so.
         """
-        running = same_kind(pattern(self._tables, "engine", model), self._names())
-        added = further(self._tables, "engine", model, running, group.bundle_count)
+        running = same_kind(pattern(self._entries.tables, "engine", model), self._names())
+        added = further(self._entries.tables, "engine", model, running, group.bundle_count)
         for at, one in enumerate(added):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at)
-            self._create(Place(one.process, Home.GROUP, cpus, gpus), strategy)
+            self._create(Place(one.process, Home.ANY, cpus, gpus), strategy, restarts=0)
         self.wait(timeout_s)
         return [one.process.name for one in added]
 
@@ -228,6 +240,10 @@ class Mesh:
             if one.metrics
         ]
 
+    def losses(self) -> Losses:
+        """Returns how the cluster finds out that nodes are lost, which the mesh waits for."""
+        return cluster.losses(_CALL_S)
+
     def down(self, timeout_s: float = _STOP_S) -> None:
         """Stops the mesh, the agents' side first, and forgets its name.
 
@@ -236,48 +252,71 @@ class Mesh:
         """
         names = self._names()
         for service in _ORDER:
-            self._stop([name for name in names if _service(name) == service], timeout_s)
+            self._stop([name for name in names if service_of(name) == service], timeout_s)
         for name in (*self._names(), _DIRECTORY):
             self._kill(name)
-        for group in _groups(f"{self.name}/"):
-            remove_placement_group(group)
 
-    def _bring_up(self, tables: Tables) -> Any:
+    def _bring_up(self, tables: Tables) -> None:
         """Starts the directory, and then the services."""
         planned = places(tables)
-        config = ray_config(tables)
-        disk = cluster.node_of(config.disk or HEAD)
-        folder = mesh_tokens(mesh_config(tables))
-        tokens = {}
-        if folder is not None:
-            paths = [*folder.glob("*.token"), *folder.glob("accepted/*")]
-            tokens = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        disk = cluster.node_of(ray_config(tables).disk or HEAD)
         pinned = [one.process for one in planned if one.process.service in {"router", "scorer"}]
-        here = NodeAffinitySchedulingStrategy(disk, soft=False)
-        asked = ray.remote(cluster.free_addresses).options(scheduling_strategy=here, num_cpus=0)
-        found = ray.get(asked.remote([one.port for one in pinned]), timeout=_CALL_S)
+        found = cluster.addresses_at(disk, [one.port for one in pinned], _CALL_S)
         address = dict(zip((one.name for one in pinned), found, strict=True))
-        entries = {
-            "tables": tables,
-            "routers": [address[one.name] for one in pinned if one.service == "router"],
-            "scorer": address.get("scorer", ""),
-            "tokens": tokens,
-        }
-        self._tables, self._tokens = tables, tokens
-        self._routers, self._scorer = list(entries["routers"]), str(entries["scorer"])
-        directory = (
+        entries = entries_of(tables, [one.process for one in planned], address)
+        self._directory = (
             ray.remote(Directory)
-            .options(**self._named(_DIRECTORY), num_cpus=0, scheduling_strategy=here)
+            .options(
+                **self._named(_DIRECTORY),
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(disk, soft=False),
+                get_if_exists=True,  # another driver may have been quicker
+            )
             .remote(entries)
         )
-        self._start(planned, address)
+        self._join(tables)
+        if self._entries.maker != entries.maker:
+            return
+        self.brought_up = True
+        try:
+            self._start(planned, address)
+            self._ask(self._directory.note_start.remote())
+        except BaseException:
+            self.down()
+            raise
         _log.info("mesh brought up", extra=fields(mesh=self.name, services=len(planned)))
-        return directory
+
+    def _join(self, tables: Tables | None) -> None:
+        """Takes what the directory tells."""
+        entries: Entries = self._ask(self._directory.entries.remote())
+        if tables is not None:
+            check_same(tables, entries.tables, self.name)
+        self._entries = entries
+        self._started = False
+
+    def _has_started(self) -> bool:
+        """Returns whether the driver that brings the mesh up has asked for all services."""
+        if not self._started:
+            self._started = self._ask(self._directory.started.remote())
+        return self._started
+
+    def _ask(self, ref: Any) -> Any:
+        """Returns what the directory answers.
+
+        Raises:
+            MeshError: It does not.
+        """
+        try:
+            return ray.get(ref, timeout=_CALL_S)
+        except RayError as error:
+            raise MeshError(
+                f"the mesh {self.name!r} was taken down, or its directory does not answer: {error}"
+            ) from error
 
     def _start(self, wanted: Sequence[Place], address: Mapping[str, str] | None = None) -> None:
         """Starts services where they belong."""
         nodes = cluster.nodes()
-        disk = cluster.node_of(ray_config(self._tables).disk or HEAD)
+        disk = cluster.node_of(ray_config(self._entries.tables).disk or HEAD)
         at: dict[str, str] = {}
         for service in {one.process.service for one in wanted if one.home is Home.SPREAD}:
             taken = [one.node_id for one in self.status() if one.service == service]
@@ -287,58 +326,42 @@ class Mesh:
             at |= spread(kind, nodes, taken)
         for one in wanted:
             name = one.process.name
-            if one.home is Home.GROUP:
-                strategy: Any = self._own_group(one)
-            elif one.home is Home.DISK:
-                strategy = NodeAffinitySchedulingStrategy(disk, soft=False)
+            if one.home is Home.DISK:
+                strategy: Any = NodeAffinitySchedulingStrategy(disk, soft=False)
             elif name in at:
                 strategy = NodeAffinitySchedulingStrategy(at[name], soft=True)
             else:
-                strategy = "SPREAD"
+                strategy = "DEFAULT" if one.gpus else "SPREAD"  # the former leaves nodes empty
             self._create(one, strategy, (address or {}).get(name, ""))
 
-    def _own_group(self, one: Place) -> PlacementGroupSchedulingStrategy:
-        bundle = {"CPU": one.cpus, "GPU": one.gpus}
-        group = placement_group(
-            [{name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}],
-            strategy="STRICT_PACK",
-            name=f"{self.name}/{one.process.name}",
-            lifetime="detached",
-        )
-        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-
-    def _create(self, one: Place, strategy: Any, address: str = "") -> None:
-        service = one.process.service
+    def _create(self, one: Place, strategy: Any, address: str = "", restarts: int = -1) -> None:
+        entries, own = self._entries, f"{one.process.service}.token"
         tokens = {
             path: text
-            for path, text in self._tokens.items()
-            if path.startswith("accepted/") or path == f"{service}.token"
+            for path, text in entries.tokens.items()
+            if path.startswith("accepted/") or path == own
         }
         actor = ray.remote(ServiceActor).options(
-            **self._named(one.process.name),
+            **(self._named(one.process.name) | {"max_restarts": restarts}),
             num_cpus=one.cpus,
             num_gpus=one.gpus,
             scheduling_strategy=strategy,
             max_concurrency=4,
         )
-        actor.remote(one.process, self._tables, address, self._routers, self._scorer, tokens)
+        actor.remote(one.process, entries.tables, address, entries.routers, entries.scorer, tokens)
 
     def _stop(self, names: Sequence[str], timeout_s: float) -> None:
-        """Stops services in order, all at a time, and ends their actors and groups."""
+        """Stops services in order, all at a time, and ends their actors."""
         placed = {one.name for one in self.status() if one.node_id}
         stopping = [self._actor(name).stop.remote() for name in names if name in placed]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
         for name in names:
             self._kill(name)
-            for group in _groups(f"{self.name}/{name}", exact=True):
-                remove_placement_group(group)
 
     def _kill(self, name: str) -> None:
-        try:
+        with suppress(ValueError):
             ray.kill(self._actor(name), no_restart=True)
-        except ValueError:
-            return
 
     def _named(self, name: str) -> dict[str, Any]:
         return {
@@ -351,6 +374,14 @@ class Mesh:
     def _actor(self, name: str) -> Any:
         return ray.get_actor(f"{self.name}/{name}", namespace=_NAMESPACE)
 
+    def _actors(self) -> dict[str, Any]:
+        """Returns the actors of the services, by names, but those that end meanwhile."""
+        found = {}
+        for name in self._names():
+            with suppress(ValueError):
+                found[name] = self._actor(name)
+        return found
+
     def _names(self) -> list[str]:
         """Returns the names of the services, in no order that means anything."""
         known: Any = ray.util.list_named_actors(all_namespaces=True)
@@ -358,40 +389,3 @@ class Mesh:
         prefix = f"{self.name}/"
         names = [name.removeprefix(prefix) for name in own if name.startswith(prefix)]
         return sorted(name for name in names if name != _DIRECTORY)
-
-
-def _absolute(tables: Tables) -> Tables:
-    """Returns the tables with paths that mean the same in every process."""
-    mesh = mesh_config(tables)
-    own = {**tables.get("mesh", {}), "data_dir": str(mesh.data_dir.resolve())}
-    if mesh.model_path.exists():
-        own["model_path"] = str(mesh.model_path.resolve())
-    return {**tables, "mesh": own}
-
-
-def _answered(name: str, ref: Any) -> Status:
-    try:
-        status: Status = ray.get(ref, timeout=0)
-    except (GetTimeoutError, RayActorError):
-        return Status(name, _service(name))
-    except RayError as error:
-        return Status(name, _service(name), problem=str(error))
-    return status
-
-
-def _failed(one: Status) -> bool:
-    return not one.ready and "before it was ready" in one.problem
-
-
-def _service(name: str) -> str:
-    return name.partition("-")[0]
-
-
-def _groups(name: str, *, exact: bool = False) -> list[PlacementGroup]:
-    """Returns the placement groups of a mesh, wherever they were made."""
-    return [
-        cluster.group_of(group_id)
-        for group_id, one in placement_group_table().items()
-        if one["state"] != "REMOVED"
-        and (one["name"] == name if exact else one["name"].startswith(name))
-    ]

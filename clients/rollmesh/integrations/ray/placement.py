@@ -11,6 +11,12 @@ from rollmesh.runtime.config import Bounds, Config, ConfigError, Tables, fill
 
 HEAD = "node:__internal_head__"
 """Resource of Ray's head node."""
+HEALTH = {
+    "health_check_period_ms": 3_000,
+    "health_check_timeout_ms": 10_000,
+    "health_check_failure_threshold": 5,
+}
+"""Ray's defaults of the settings by which it declares a node dead."""
 _LEAST_CPUS = 0.001
 """Ray moves an actor that takes nothing to any node when it starts it again."""
 
@@ -43,8 +49,8 @@ class Home(StrEnum):
     """It runs on the node that has the disk, and nowhere else."""
     SPREAD = "spread"
     """It prefers a node with few of its kind, and goes to another when that is lost."""
-    GROUP = "group"
-    """It has a placement group of its own."""
+    ANY = "any"
+    """It goes wherever there are GPUs and CPUs for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,32 @@ class Node:
     node_id: str
     cpus: float
     """CPUs in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """How Ray finds out that nodes are lost."""
+
+    alive: int
+    """Nodes that are alive."""
+    dead: int
+    """Nodes that were declared dead, or left."""
+    settings: Mapping[str, int]
+    """Those of `HEALTH`, as they are in the cluster."""
+
+    @property
+    def crashed_s(self) -> float:
+        """Time until a node whose machine answers that nobody is there is dead, seconds."""
+        return self._checks_s(self.settings["health_check_period_ms"])
+
+    @property
+    def silent_s(self) -> float:
+        """Time until a node that does not answer is dead, seconds."""
+        period = self.settings["health_check_period_ms"]
+        return self._checks_s(period + self.settings["health_check_timeout_ms"])
+
+    def _checks_s(self, check_ms: int) -> float:
+        return check_ms * self.settings["health_check_failure_threshold"] / 1000
 
 
 def ray_config(tables: Tables) -> RayConfig:
@@ -95,7 +127,7 @@ def place(process: Process, config: RayConfig) -> Place:
     service = process.service
     cpus = float(getattr(config, f"{service}_cpus"))
     if service == "engine":
-        return Place(process, Home.GROUP, cpus, _gpus(process))
+        return Place(process, Home.ANY, cpus, _gpus(process))
     shared = str(process.table.get("store", "")).startswith("postgresql://")
     spreads = service in {"gateway", "sidecar"} or (service == "collector" and shared)
     if spreads:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rollmesh.launch.child import Child, EndedEarlyError
 from rollmesh.launch.plan import Process, spec_of
@@ -50,6 +51,11 @@ class Status:
     def ready(self) -> bool:
         """Whether it has been ready."""
         return bool(self.address)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended before it was ready, and is not started again."""
+        return not self.ready and "before it was ready" in self.problem
 
 
 class ServiceActor:
@@ -158,18 +164,6 @@ class ServiceActor:
                 os.write(2, line)
 
 
-class Directory:
-    """What a driver needs to find a mesh; it never changes, so it may be started again."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        """Takes `tables`, `routers`, `scorer` and `tokens`."""
-        self._entries = dict(entries)
-
-    def entries(self) -> dict[str, Any]:
-        """Returns them."""
-        return self._entries
-
-
 def _with_table(process: Process, table: Mapping[str, Any]) -> Process:
     return Process(
         process.name, process.service, process.number, table, process.model, process.gpus
@@ -180,3 +174,21 @@ def problems(statuses: list[Status]) -> str:
     """Returns why services are not ready, one line for each."""
     late = [one for one in statuses if not one.ready]
     return "; ".join(f"{one.name}: {one.problem or 'not placed or starting'}" for one in late)
+
+
+def answered(name: str, ref: Any | None) -> Status:
+    """Returns what an actor has answered by now; None stands for one that is not asked yet."""
+    if ref is None:
+        return Status(name, service_of(name))
+    try:
+        status: Status = ray.get(ref, timeout=0)
+    except (GetTimeoutError, RayActorError):
+        return Status(name, service_of(name))
+    except RayError as error:
+        return Status(name, service_of(name), problem=str(error))
+    return status
+
+
+def service_of(name: str) -> str:
+    """Returns the service of a process, such as `engine` of `engine-0`."""
+    return name.partition("-")[0]
