@@ -15,7 +15,10 @@ from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshErr
 from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.candidates import Plain
 
-MODELS = {"g1": pb.DispatchHello(), "g2": pb.DispatchHello(model="m", tokenizer_sha256="t")}
+GATEWAYS = {
+    "g1": pb.DispatchHello(gateway_id="g1"),
+    "g2": pb.DispatchHello(gateway_id="g2", model="m", tokenizer_sha256="t"),
+}
 
 
 @dataclass
@@ -67,6 +70,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.users: dict[str, str] = {}  # session -> stream
         self.groups: dict[str, str] = {}
         self.joined: list[tuple[str, str]] = []  # group, session: in the order of joining
+        self.reports: set[tuple[str, Place]] = set()  # stream, engine
+        self.faulty: set[Place] = set()
         self.count = 0
         self.now_ms = 1_000
 
@@ -106,7 +111,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def stream_opens(self, stream: str) -> None:
         if stream not in self.open:
             self.open.add(stream)
-            self.table.open_stream(stream, MODELS[stream])
+            self.table.open_stream(stream, GATEWAYS[stream])
 
     @rule(stream=streams)
     def stream_ends(self, stream: str) -> None:
@@ -114,6 +119,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.close_stream(stream)
         self.held = {key: one for key, one in self.held.items() if key[0] != stream}
         self.waiting = {key: one for key, one in self.waiting.items() if key[0] != stream}
+        self.reports = {one for one in self.reports if one[0] != stream}
         for session in [one for one, user in self.users.items() if user == stream]:
             self._drop_session(session)
         places = [*self.held.values(), *self.placed.values()]
@@ -218,6 +224,17 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.release(stream, lease, outcome, now_ms=self.now_ms)
         self._end_waits()
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def engine_is_reported(self, data: st.DataObject) -> None:
+        stream, lease = data.draw(st.sampled_from(sorted(self.held)))
+        engine = self.held[stream, lease]
+        assert self.table.report_fault(stream, lease, "it lies")
+        self.reports.add((stream, engine))
+        if sum(at == engine for _, at in self.reports) >= min(2, len(self.open)):
+            self.faulty.add(engine)
+        self._end_waits()
+
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def wait_is_cancelled(self, data: st.DataObject) -> None:
@@ -298,7 +315,9 @@ class LeaseMachine(RuleBasedStateMachine):
             for engine in self.table.engines.values()
             if not (engine.sleeping or engine.draining or engine in wait.excluded)
             and engine.circuit.state is not CircuitState.OPEN
-            and fits(engine, MODELS[wait.stream])
+            and engine not in self.faulty
+            and (wait.stream, engine) not in self.reports
+            and fits(engine, GATEWAYS[wait.stream])
         ]
 
     def _picked(self, wait: Wait) -> Engine | None:
@@ -334,6 +353,13 @@ class LeaseMachine(RuleBasedStateMachine):
         self.awaited.pop(name, None)
         self.held = _moved(self.held, name, engine)
         self.placed = _moved(self.placed, name, engine)
+        reporters = {stream for stream, at in self.reports if at == name}
+        self.reports -= {(stream, name) for stream in reporters}
+        if engine is not None:
+            self.reports |= {(stream, engine) for stream in reporters}
+        if name in self.faulty:
+            self.faulty.discard(name)
+            self.faulty |= set() if engine is None else {engine}
         self.overbooked |= set() if engine is None else {engine}
         for wait in self.waiting.values():
             wait.awaits = "" if wait.awaits == name else wait.awaits

@@ -153,13 +153,13 @@ def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
 def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
-    assert leases.take_out("g", "1", "it lies") is leases.engines[first]
+    assert leases.report_fault("g", "1", "it lies") is leases.engines[first]
     found = leases.fleet.exclusion(leases.engines[first])
     assert found
     assert (found.reason, "it lies" in found.explanation) == (pb.EXCLUSION_REASON_FAULT, True)
     assert granted(leases.acquire("g", "2", "s")) != first
-    assert leases.take_out("g", "unknown", "it lies") is None
-    assert leases.take_out("nobody", "1", "it lies") is None
+    assert leases.report_fault("g", "unknown", "it lies") is None
+    assert leases.report_fault("nobody", "1", "it lies") is None
     leases.add_engine(Engine(first, "x:1", "m", 8))
     assert leases.fleet.exclusion(leases.engines[first]) is None
 
@@ -259,7 +259,7 @@ def test_a_removed_engine_takes_its_sessions_and_leases_along_and_no_others() ->
     granted(leases.acquire("g", "1", "s1", group_id="x", excluded=["b", "c"]))
     granted(leases.acquire("g", "2", "s2", group_id="x", excluded=["a", "c"]))
     leases.remove_engine("a")
-    assert leases.take_out("g", "1", "it lies") is None
+    assert leases.report_fault("g", "1", "it lies") is None
     assert granted(leases.acquire("g", "3", "s1", group_id="x")) == "b"
     leases.add_engine(Engine("a", "a:1", "m", 8))
     for lease in "123":

@@ -147,7 +147,7 @@ def test_restated_leases_are_those_that_the_engine_reported() -> None:
 def test_an_awaited_engine_that_lied_stays_out_of_service() -> None:
     leases = table()
     leases.restate("g", holdings("b", "1"))
-    leases.take_out("g", "1", "it lies")
+    leases.report_fault("g", "1", "it lies")
     leases.add_engine(Engine("b", "b:1", "m", 8))
     exclusion = leases.fleet.exclusion(leases.engines["b"])
     assert exclusion is not None

@@ -188,8 +188,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Start engine and gateway with the same model directory.
     """
     ERROR_REASON_ENGINE_FAULT: _ErrorReason.ValueType  # 30
-    """INTERNAL. An engine gave an answer that cannot be right. Nothing of it was kept, and the engine
-    gets no leases until it registers again.
+    """INTERNAL. An engine gave an answer that cannot be right. Nothing of it was kept, and the gateway
+    gets no leases of it until it registers again.
 
     Look at the engine's log and at ListReplicas, and restart the engine.
     """
@@ -544,8 +544,8 @@ ERROR_REASON_ENGINE_MISMATCH: ErrorReason.ValueType  # 29
 Start engine and gateway with the same model directory.
 """
 ERROR_REASON_ENGINE_FAULT: ErrorReason.ValueType  # 30
-"""INTERNAL. An engine gave an answer that cannot be right. Nothing of it was kept, and the engine
-gets no leases until it registers again.
+"""INTERNAL. An engine gave an answer that cannot be right. Nothing of it was kept, and the gateway
+gets no leases of it until it registers again.
 
 Look at the engine's log and at ListReplicas, and restart the engine.
 """

@@ -122,7 +122,9 @@ class _ExclusionReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exclu
     EXCLUSION_REASON_UNSPECIFIED: _ExclusionReason.ValueType  # 0
     """The field is not set."""
     EXCLUSION_REASON_FAULT: _ExclusionReason.ValueType  # 1
-    """It gave an answer that cannot be right. It must register again, so restart it."""
+    """It gave an answer that cannot be right, to one gateway or to all, as the explanation says. It must
+    register again, so restart it.
+    """
     EXCLUSION_REASON_DRAINING: _ExclusionReason.ValueType  # 2
     """It is about to leave."""
     EXCLUSION_REASON_FENCED: _ExclusionReason.ValueType  # 3
@@ -142,7 +144,9 @@ class ExclusionReason(_ExclusionReason, metaclass=_ExclusionReasonEnumTypeWrappe
 EXCLUSION_REASON_UNSPECIFIED: ExclusionReason.ValueType  # 0
 """The field is not set."""
 EXCLUSION_REASON_FAULT: ExclusionReason.ValueType  # 1
-"""It gave an answer that cannot be right. It must register again, so restart it."""
+"""It gave an answer that cannot be right, to one gateway or to all, as the explanation says. It must
+register again, so restart it.
+"""
 EXCLUSION_REASON_DRAINING: ExclusionReason.ValueType  # 2
 """It is about to leave."""
 EXCLUSION_REASON_FENCED: ExclusionReason.ValueType  # 3
@@ -660,8 +664,9 @@ class ReleaseLease(_message.Message):
     lease_id: _builtins.str
     """Id of the lease."""
     engine_fault: _builtins.str
-    """Describes an answer of the engine that cannot be right, for people. If it is set, the engine gets
-    no leases until it registers again.
+    """Describes an answer of the engine that cannot be right, for people. If it is set, the gateway gets
+    no leases of this engine until it registers again, and no gateway does if two of them say so, or
+    the only one.
     """
     outcome: Global___LeaseOutcome.ValueType
     """What the turn says about the engine."""

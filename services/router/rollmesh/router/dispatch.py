@@ -238,11 +238,14 @@ class Dispatch:
     def _release(self, stream_id: str, release: router_pb2.ReleaseLease, now_ms: int) -> None:
         if release.engine_fault:
             fault = release.engine_fault[:_MAX_FAULT_CHARS]
-            engine = self._table.take_out(stream_id, release.lease_id, fault)
+            engine = self._table.report_fault(stream_id, release.lease_id, fault)
             if engine is not None:
                 metrics.FAULTS.inc()
                 _log.error(
-                    "engine out of service", extra=fields(engine=engine.engine_id, fault=fault)
+                    "engine out of service" if engine.fault else "engine reported by one gateway",
+                    extra=fields(
+                        engine=engine.engine_id, fault=fault, gateways=sorted(engine.reports)
+                    ),
                 )
         self._table.release(stream_id, release.lease_id, release.outcome, now_ms=now_ms)
 

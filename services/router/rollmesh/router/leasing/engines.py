@@ -46,6 +46,8 @@ class Engine:
     vocabulary_tokens: int = 0
     fault: str = ""
     """The impossible answer that took it out of service. Cleared when it registers again."""
+    reports: dict[str, str] = field(default_factory=dict)
+    """Gateways that reported an impossible answer of it, and the answer."""
     update_error: str = ""
     """Why its last weight update failed; empty if it succeeded."""
     circuit: Circuit = field(default_factory=Circuit)
@@ -105,6 +107,14 @@ def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
     if all(sizes) and sizes[0] != sizes[1]:
         return f"it has {sizes[0]} token ids, and gateway {gateway.gateway_id} has {sizes[1]}"
     return ""
+
+
+def why_distrusted(engine: Engine, gateway_id: str) -> str:
+    """Returns why one gateway cannot lease an engine that others can; empty if it can."""
+    fault = engine.reports.get(gateway_id, "")
+    return fault and (
+        f"it is out of service for gateway {gateway_id} until it registers again: {fault}"
+    )
 
 
 def fits(engine: Engine, gateway: router_pb2.DispatchHello) -> bool:

@@ -10,6 +10,7 @@ from rollmesh.router.leasing.engines import (
     fits,
     is_fenced,
     misfit,
+    why_distrusted,
     why_unfit,
     will_sample,
 )
@@ -201,6 +202,11 @@ class Fleet:
                 return router_pb2.Exclusion(
                     reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why
                 )
+        for gateway_id in engine.reports:
+            return router_pb2.Exclusion(
+                reason=router_pb2.EXCLUSION_REASON_FAULT,
+                explanation=why_distrusted(engine, gateway_id),
+            )
         return None
 
     def why_none(self, gateway: router_pb2.DispatchHello) -> str:
@@ -214,7 +220,13 @@ class Fleet:
 
     def _why_not(self, engine: Engine, gateway: router_pb2.DispatchHello) -> str:
         unfit = self._why_unfit(engine)
-        return unfit.explanation if unfit else misfit(engine, gateway) or "it failed this turn"
+        if unfit:
+            return unfit.explanation
+        return (
+            misfit(engine, gateway)
+            or why_distrusted(engine, gateway.gateway_id)
+            or "it failed this turn"
+        )
 
     def _why_unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
         return why_unfit(engine, *self._weights(engine))

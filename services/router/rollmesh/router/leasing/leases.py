@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rollmesh.router.leasing.awaited import AWAITED_MS, AwaitedEngines
 from rollmesh.router.leasing.circuit import CircuitLimits
+from rollmesh.router.leasing.distrust import Distrust
 from rollmesh.router.leasing.engines import Engine, Lease
 from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.placements import Placements
@@ -31,7 +32,6 @@ from rollmesh.v1 import router_pb2
 
 QUEUE_LIMIT = 16_384
 _MOST_ENDED = 256
-_NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
 
 
@@ -72,6 +72,7 @@ class LeaseTable:
         self._prefixes = Prefixes()
         self._placements = Placements(self.fleet.touch)
         self._queue = Waits(queue_limit, self.fleet)
+        self._distrust = Distrust(self.streams, self.fleet, self._queue)
         self._asked = itertools.count(1)
         self._picks = itertools.count(1)
 
@@ -110,7 +111,8 @@ class LeaseTable:
         """
         self.remove_engine(engine.engine_id)
         former = self._awaited.pop(engine.engine_id)
-        engine.fault = former.fault if former is not None else ""
+        if former is not None:
+            self._distrust.moved(former, engine)
         self.fleet.add(engine)
         if former is None:
             return
@@ -137,9 +139,12 @@ class LeaseTable:
         Raises:
             SupersededError: A later stream of the gateway's process is open.
         """
-        if (former := self.streams.former(gateway)) is not None:
+        former = self.streams.former(gateway)
+        stream = Stream(stream_id, gateway, self.fleet.join(gateway))
+        self.streams.open(stream)
+        self._distrust.opened(stream)
+        if former is not None:
             self.close_stream(former)
-        self.streams.open(Stream(stream_id, gateway, self.fleet.join(gateway)))
         return former
 
     def close_stream(self, stream_id: str) -> None:
@@ -151,6 +156,7 @@ class LeaseTable:
             self._queue.remove(request)
         for lease in stream.leases.values():
             self._free(lease)
+        self._distrust.closed(stream)
         self._placements.forget_stream(stream_id)
         self.fleet.leave(stream.pool)
         for engine_id in self._awaited.empty():
@@ -228,7 +234,7 @@ class LeaseTable:
             deadline_ms=now_ms + wait_ms,
             stream=stream,
             lease_id=lease_id,
-            choice=Choice(stream.pool, left_out),
+            choice=Choice(stream.pool, left_out, stream.distrusted),
             prefixes=prefixes if self._policy.prefix_margin is not None else (),
             last_ms=now_ms + max(wait_ms, suspended_ms),
         )
@@ -263,14 +269,18 @@ class LeaseTable:
         if self._free(lease, outcome, now_ms):
             self.fleet.circuit_changed(lease.engine)
 
-    def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
-        """Takes the engine of a lease out of service; returns None if the lease is not held."""
+    def report_fault(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
+        """Takes a gateway's report that the engine of a lease gave an impossible answer.
+
+        Returns:
+            The engine, which is out of service for that gateway at least; None if the lease is not
+            held.
+        """
         stream = self.streams.get(stream_id)
         lease = None if stream is None else stream.leases.get(lease_id)
-        if lease is None:
+        if stream is None or lease is None:
             return None
-        lease.engine.fault = fault
-        self.fleet.changed(lease.engine)
+        self._distrust.report(stream, lease.engine, fault)
         return lease.engine
 
     def forget(self, session_id: str) -> None:
@@ -346,7 +356,7 @@ class LeaseTable:
         try:
             result = self._grant(request)
             if result is None and not request.choice.fitting:
-                request.choice = Choice(stream.pool, _NONE)
+                request.choice = request.choice.with_excluded()
                 result = self._grant(request)
         except InvalidLeaseError as error:
             result = error
@@ -367,6 +377,7 @@ class LeaseTable:
 
     def _empty(self, engine: Engine) -> None:
         """Ends the leases of an engine that is gone, and leaves its sessions without one."""
+        self._distrust.gone(engine)
         self._placements.forget_engine(engine)
         self._prefixes.forget(engine)
         for lease in tuple(engine.held):

@@ -16,6 +16,7 @@ from rollmesh.v1 import router_pb2
 
 _FREED = 64  # releases that an estimate looks back on
 _UNKNOWN_MS, _LEAST_MS, _MOST_MS = 1_000, 100, 60_000
+NO_ENGINES: frozenset[Engine] = frozenset()
 
 Kind: TypeAlias = tuple[str, str, int]
 """Model, tokenizer and vocabulary of a gateway; gateways of one kind can lease the same engines."""
@@ -119,37 +120,49 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The engines that can serve a request: those of a pool, but not those that failed its turn.
+    """The engines that can serve a request: those of a pool, with two exceptions.
 
     These are the `Candidates` of a pick, and the `Slots` of a line of waiting requests.
     """
 
     pool: Pool
-    excluded: frozenset[Engine]
+    excluded: frozenset[Engine] = NO_ENGINES
+    """Engines that failed its turn."""
+    distrusted: frozenset[Engine] = NO_ENGINES
+    """Engines that its gateway reported for an impossible answer."""
 
     def __contains__(self, engine: object) -> bool:
         """Returns whether an engine can be leased now."""
-        if engine not in self.pool.engines or engine in self.excluded:
+        if engine not in self.pool.engines or engine in self.left_out:
             return False
         assert isinstance(engine, Engine)
-        return engine.has_slot and not (engine.paused and self.pool.ready(self.excluded))
+        return engine.has_slot and not (engine.paused and self.pool.ready(self.left_out))
+
+    @property
+    def left_out(self) -> frozenset[Engine]:
+        """The engines that cannot serve it."""
+        return self.excluded | self.distrusted if self.distrusted else self.excluded
 
     @property
     def fitting(self) -> int:
         """Number of engines that fit, full ones included."""
-        return len(self.pool.engines) - len(self.excluded & self.pool.engines)
+        return len(self.pool.engines) - len(self.left_out & self.pool.engines)
 
     @property
     def mean_sessions(self) -> float:
         """Mean number of sessions of the engines that fit, full ones included."""
-        left_out = self.excluded & self.pool.engines
+        left_out = self.left_out & self.pool.engines
         sessions = self.pool.sessions - sum(len(engine.sessions) for engine in left_out)
         return sessions / self.fitting
 
     def first(self) -> Engine | None:
         """Returns the engine with the lowest rank; None if none has a slot."""
-        return self.pool.first(self.excluded)
+        return self.pool.first(self.left_out)
 
     def any_free(self) -> bool:
         """Returns whether an engine can be leased now."""
         return self.first() is not None
+
+    def with_excluded(self) -> "Choice":
+        """Returns the choice that has the engines back that failed the turn."""
+        return Choice(self.pool, distrusted=self.distrusted)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollmesh.router.leasing.engines import Lease
-from rollmesh.router.leasing.pools import Choice, Pool
+from rollmesh.router.leasing.engines import Engine, Lease
+from rollmesh.router.leasing.pools import NO_ENGINES, Choice, Pool
 from rollmesh.router.leasing.queue import Waiting
 from rollmesh.runtime.errors import InvalidLeaseError, RollmeshError, SupersededError
 from rollmesh.v1 import router_pb2
@@ -34,6 +34,8 @@ class Stream:
     stream_id: str
     hello: router_pb2.DispatchHello
     pool: Pool
+    distrusted: frozenset[Engine] = NO_ENGINES
+    """Engines that the gateway reported for an impossible answer."""
     leases: dict[str, Lease] = field(default_factory=dict)
     waiting: dict[str, Request] = field(default_factory=dict)
 
@@ -87,6 +89,11 @@ class Streams(dict[str, Stream]):
     def of_gateway(self, gateway_id: str) -> list[str]:
         """Returns the ids of a gateway's streams."""
         return [id_ for id_, stream in self.items() if stream.hello.gateway_id == gateway_id]
+
+    @property
+    def gateways(self) -> set[str]:
+        """Ids of the gateways that have a stream."""
+        return {stream.hello.gateway_id for stream in self.values()}
 
     def of_model(self, model: str) -> list[str]:
         """Returns the ids of the streams that may lease engines of a model."""

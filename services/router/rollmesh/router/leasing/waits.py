@@ -5,13 +5,12 @@ from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.pools import Choice, Pool
 from rollmesh.router.leasing.queue import Line, Queue
-from rollmesh.router.leasing.streams import Request
+from rollmesh.router.leasing.streams import Request, Stream
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 
 _PATIENCE_MS = 200
 _NO_ENGINE_MS = 200
 _MOST_PROLONGED = 256
-_NONE: frozenset[Engine] = frozenset()
 
 
 class Waits(Queue[Choice | AwaitedSlots, Request]):
@@ -84,6 +83,13 @@ class Waits(Queue[Choice | AwaitedSlots, Request]):
             if slots == AwaitedSlots(awaited):
                 self._move(tuple(line))
 
+    def trust_changed(self, stream: Stream) -> None:
+        """Lets the requests of a stream wait for the engines that its gateway trusts now."""
+        for request in stream.waiting.values():
+            request.choice = Choice(stream.pool, request.choice.excluded, stream.distrusted)
+            if isinstance(self._slots[request], Choice):
+                self._move([request])
+
     def retry(self, now_ms: int) -> None:
         """Lets requests return to engines that failed their turn, if no others have come."""
         for line in self._in_vain():
@@ -91,7 +97,7 @@ class Waits(Queue[Choice | AwaitedSlots, Request]):
             for request in line:  # oldest first
                 if request.asked_ms + _PATIENCE_MS > now_ms:
                     break
-                request.choice = Choice(request.stream.pool, _NONE)
+                request.choice = request.choice.with_excluded()
                 due.append(request)
             self._move(due)
 

@@ -1,0 +1,125 @@
+"""What gateways report of engines: one is believed for itself, two for all."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.runtime.errors import NoEngineError
+from rollmesh.v1 import router_pb2 as pb
+from tests.router.leasing.tables import ended, granted, hello, table
+
+
+def two_gateways(*names: str, capacity: int = 8) -> LeaseTable:
+    leases = table(*names, capacity=capacity)
+    leases.open_stream("h", hello(name="h"))
+    return leases
+
+
+def report(leases: LeaseTable, stream: str, engine: str) -> None:
+    """One turn of a gateway on an engine, which gives it an impossible answer."""
+    others = [name for name in leases.engines if name != engine]
+    assert granted(leases.acquire(stream, "lie", "liar's", excluded=others)) == engine
+    assert leases.report_fault(stream, "lie", "it lies") is leases.engines[engine]
+    leases.release(stream, "lie")
+    leases.forget("liar's")
+
+
+def excluded(leases: LeaseTable, engine: str) -> str:
+    found = leases.fleet.exclusion(leases.engines[engine])
+    if found is None:
+        return ""
+    assert found.reason == pb.EXCLUSION_REASON_FAULT
+    return found.explanation
+
+
+def test_what_one_gateway_reports_takes_the_engine_from_it_alone() -> None:
+    leases = two_gateways("a", "b")
+    granted(leases.acquire("g", "1", "s", excluded=["b"]))
+    report(leases, "g", "a")
+    assert excluded(leases, "a") == (
+        "it is out of service for gateway g until it registers again: it lies"
+    )
+    assert granted(leases.acquire("g", "2", "s")) == "b"  # its session moves
+    assert granted(leases.acquire("h", "1", "t", excluded=["b"])) == "a"
+
+
+def test_what_two_gateways_report_is_out_of_service_for_all() -> None:
+    leases = two_gateways("a", "b")
+    report(leases, "g", "a")
+    report(leases, "h", "a")
+    leases.open_stream("i", hello(name="i"))
+    assert excluded(leases, "a") == "it is out of service until it registers again: it lies"
+    assert granted(leases.acquire("i", "1", "s")) == "b"
+    for stream in "gh":  # also without those who said so
+        leases.close_stream(stream)
+    assert granted(leases.acquire("i", "2", "t")) == "b"
+    leases.add_engine(Engine("a", "a:1", "m", 8))
+    assert granted(leases.acquire("i", "3", "u")) == "a"
+
+
+def test_a_gateway_that_reported_all_engines_is_told_so() -> None:
+    leases = two_gateways("a")
+    report(leases, "g", "a")
+    with pytest.raises(NoEngineError, match="a: it is out of service for gateway g until it"):
+        leases.acquire("g", "1", "s")
+    assert leases.acquire("g", "2", "s", wait_ms=1_000) is None
+    assert ended(leases, 999) == {}
+    assert ended(leases, 1_000) == {"2": "NO_ENGINE"}
+    assert leases.due_ms(1_000) is None
+
+
+def test_a_turn_that_has_failed_does_not_return_to_an_engine_that_was_reported() -> None:
+    leases = two_gateways("a", "b")
+    report(leases, "g", "a")
+    granted(leases.acquire("h", "1", "t", excluded=["a"]))  # b has more to do
+    assert leases.acquire("g", "1", "s", excluded=["a", "b"], wait_ms=1_000) is None
+    assert leases.due_ms(0) == 200
+    assert ended(leases, 200) == {"1": "b"}
+
+
+def test_a_request_that_waits_does_not_get_an_engine_that_is_reported_meanwhile() -> None:
+    leases = two_gateways("a", capacity=1)
+    granted(leases.acquire("g", "1", "s"))
+    assert leases.acquire("g", "2", "t", wait_ms=1_000) is None
+    assert leases.acquire("h", "1", "u", wait_ms=1_000) is None
+    leases.report_fault("g", "1", "it lies")
+    leases.release("g", "1")
+    assert ended(leases, 0) == {"1": "a"}
+    leases.release("h", "1")
+    assert ended(leases, 999) == {}
+    leases.add_engine(Engine("a", "a:1", "m", 1))  # it was restarted
+    assert ended(leases, 999) == {"2": "a"}
+
+
+def test_reports_stay_while_their_gateway_has_a_stream() -> None:
+    leases = two_gateways("a")
+    report(leases, "g", "a")
+    for number in (1, 2):  # a process that reconnects: the later stream replaces the earlier
+        first = pb.DispatchHello(gateway_id="g", instance_id="p", stream_number=number)
+        leases.open_stream(f"g{number}", first)
+    leases.close_stream("g")
+    with pytest.raises(NoEngineError):
+        leases.acquire("g2", "1", "s")
+    leases.close_stream("g2")
+    leases.open_stream("g3", hello())
+    assert granted(leases.acquire("g3", "1", "s")) == "a"
+    assert not excluded(leases, "a")
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "reconnect", "restart a"]), max_size=12))
+def test_no_reports_of_one_gateway_take_an_engine_from_another(events: list[str]) -> None:
+    leases = two_gateways("a", "b", "c")
+    for number, event in enumerate(events):
+        if event == "reconnect":
+            leases.close_stream("g")
+            leases.open_stream("g", hello())
+        elif event == "restart a":
+            leases.add_engine(Engine("a", "a:1", "m", 8))
+        elif "g" not in leases.engines[event].reports:
+            report(leases, "g", event)
+        for name in "abc":
+            others = [one for one in "abc" if one != name]
+            lease = f"{number} {name}"
+            assert granted(leases.acquire("h", lease, "s", excluded=others)) == name
+            leases.release("h", lease)
