@@ -31,7 +31,7 @@ CIRCUITS = Counter(
     ["state"],
 )
 FAULTS = Counter(
-    "rollmesh_router_engine_faults_total", "Reports of gateways that an engine gave an impossible answer."
+    "rollmesh_router_engine_faults_total", "Gateways' reports of impossible answers of engines."
 )
 GENERATION_LOSSES = Counter(
     "rollmesh_router_engine_losses_total",
