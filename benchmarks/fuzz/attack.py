@@ -1,9 +1,11 @@
 """Attackers in a separate process: RPCs and HTTP bodies, until standard input ends.
 
-Arguments: the mesh's addresses as JSON, the file for the inputs behind findings, the file for the
-counts, and a seed. Each worker has choices of its own that follow from the seed, and sessions of
-its own, whose ids and keys it mixes into what it sends. Beside them, engines that were paused or
-put to sleep are woken up, and all services are asked whether they still answer.
+Arguments: the mesh's addresses as JSON, what its doors ask for, the folder of its locks, the file
+for the inputs behind findings, the file for the counts, and a seed. Each worker has choices of its
+own that follow from the seed, and sessions of its own, whose ids and keys it mixes into what it
+sends. In a locked mesh a worker shows what one role shows, and others knock with what must not open
+a method, about sessions that must stay untouched. Beside them, engines that were paused or put to
+sleep are woken up, and all services are asked whether they still answer.
 """
 
 import asyncio
@@ -11,24 +13,25 @@ import json
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx2
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.fuzz.callers import Callers
 from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.messages import Messages
 from benchmarks.fuzz.routes import RouteAttack
 from benchmarks.fuzz.rpcs import RpcAttack
 from benchmarks.fuzz.seeds import CONSUMER, seeds
+from benchmarks.kills.matrix import Doors
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import (
     collector_pb2,
     engine_pb2,
@@ -42,6 +45,8 @@ MODEL = "policy"
 TRAINER = frozenset(("trainer",))
 """Name of the consumer of the trainer beside: what is its own, nobody else may acknowledge."""
 _CALLERS, _BROWSERS = 6, 4
+_KNOCKING, _KNOCKS = 48, 6
+"""Calls at a time that must be refused, and how many follow each other about one session."""
 _LIFE = 60
 """Inputs to a session, then there is another one."""
 _WAKE_S = 0.3
@@ -61,37 +66,40 @@ _EVERYWHERE = (
 class Attack:
     """All workers of this process."""
 
-    def __init__(self, addresses: dict[str, str], client: Client, log: Path, seed: int) -> None:
-        """Takes the mesh, and where findings go."""
+    def __init__(
+        self, addresses: dict[str, str], callers: Callers, client: Client, log: Path, seed: int
+    ) -> None:
+        """Takes the mesh, who calls it, and where findings go."""
         self._addresses = addresses
         self._client = client
+        self._callers = callers
         self._seed = seed
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._methods = list(_methods())
         self.findings = Findings(log)
         self.stopping = False
 
     async def run(self) -> None:
         """Works until stopped."""
-        for name in _SERVICES:
-            self._channels[name] = open_channel(self._addresses[name])
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in range(_CALLERS):
                     group.create_task(self._work(worker, self._calls))
                 for worker in range(_CALLERS, _CALLERS + _BROWSERS):
                     group.create_task(self._work(worker, self._requests))
+                if self._callers.tokens:
+                    group.create_task(self._work(_CALLERS + _BROWSERS, self._knocks))
                 group.create_task(self._every(_WAKE_S, self._wake))
                 group.create_task(self._every(_PROBE_S, self._probe))
         finally:
-            for channel in self._channels.values():
-                await channel.close()
+            await self._callers.close()
 
     async def _work(
         self, worker: int, attack: Callable[[random.Random, Session, list[str]], Awaitable[None]]
     ) -> None:
         """Attacks in one session after the other."""
         rng = random.Random(f"{self._seed} {worker}")
-        pool = [MODEL, CONSUMER, "engine-0", "gateway-0", *self._addresses.values()]
+        addresses = [self._addresses[name] for name in (*_SERVICES, "sidecar")]
+        pool = [MODEL, CONSUMER, "engine-0", "gateway-0", *addresses]
         kept = len(pool)
         while not self.stopping:
             try:
@@ -106,17 +114,38 @@ class Attack:
                 await self._client.close_session(session, outcome="ABORTED")
 
     async def _calls(self, rng: random.Random, session: Session, pool: list[str]) -> None:
-        targets = [
-            (channel, service)
-            for name, channel in self._channels.items()
-            for service in (_SERVICES[name], *_EVERYWHERE)
-        ]
+        attack, caller = self._attack(rng, session, pool), self._callers.known(rng)
+        await self._until_over(lambda: attack.once(caller))
+
+    def _attack(self, rng: random.Random, session: Session, pool: list[str]) -> RpcAttack:
         messages = Messages(rng, pool, TRAINER)
-        attack = RpcAttack(rng, targets, messages, seeds(session, MODEL), self.findings)
-        await self._until_over(attack.once)
+        valid = seeds(session, MODEL)
+        return RpcAttack(rng, self._methods, self._callers, messages, valid, self.findings)
+
+    async def _knocks(self, rng: random.Random, session: Session, pool: list[str]) -> None:
+        """Makes calls that must be refused; the session must then be as it was."""
+        attack = self._attack(rng, session, pool)
+
+        async def knock() -> None:
+            for _ in range(_KNOCKS):
+                if not self.stopping:
+                    await attack.knock(self._callers.other(rng))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_KNOCKING):
+                group.create_task(knock())
+        try:
+            turns = (await self._client.transcript(session)).turns
+        except RollmeshError as error:
+            turns, what = (), error.reason
+        else:
+            what = f"{len(turns)} turns" if turns else ""
+        if what:
+            self.findings.found("role_violations", "session", f"after refused calls: {what}")
 
     async def _requests(self, rng: random.Random, session: Session, pool: list[str]) -> None:
-        attack = RouteAttack(rng, self._addresses["sidecar"], pool, self.findings)
+        tokens = self._callers.tokens
+        attack = RouteAttack(rng, self._addresses["sidecar"], pool, tokens, self.findings)
         try:
             await self._until_over(lambda: attack.once(session.api_key))
         finally:
@@ -135,17 +164,20 @@ class Attack:
 
     async def _wake(self) -> None:
         """Lets engines sample again."""
-        stub: Any = router_pb2_grpc.RouterServiceStub(self._channels["router"])
+        trainer = self._callers.trainer()
+        shown: Any = {"timeout": 5, "metadata": trainer.metadata}
+        stub: Any = router_pb2_grpc.RouterServiceStub(self._callers.channel(trainer, "router"))
         with suppress(grpc.aio.AioRpcError):
-            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(model=MODEL), timeout=5)
-            await stub.WakeUpEngines(router_pb2.WakeUpEnginesRequest(model=MODEL), timeout=5)
+            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(model=MODEL), **shown)
+            await stub.WakeUpEngines(router_pb2.WakeUpEnginesRequest(model=MODEL), **shown)
 
     async def _probe(self) -> None:
         """Asks every service whether it answers; one that stands still is a hang."""
-        await asyncio.gather(*(self._asked(name) for name in self._channels), self._asked_sidecar())
+        await asyncio.gather(*(self._asked(name) for name in _SERVICES), self._asked_sidecar())
 
     async def _asked(self, name: str) -> None:
-        stub: Any = health_pb2_grpc.HealthStub(self._channels[name])
+        channel = self._callers.channel(self._callers.trainer(), name)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_LIMIT_S)
         except grpc.aio.AioRpcError as error:
@@ -166,15 +198,25 @@ class Attack:
         return {**self.findings.counts, "outcomes": dict(_sorted(self.findings.outcomes.items()))}
 
 
+def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
+    """Yields all methods, each with the name of a service that is asked for it."""
+    for name, own in _SERVICES.items():
+        for service in (own, *_EVERYWHERE):
+            methods: Any = service.methods
+            yield from ((name, method) for method in methods)
+
+
 def _sorted(outcomes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(outcomes, key=lambda one: (-one[1], one[0]))
 
 
-async def main(addresses: str, log: str, counts: str, seed: str) -> None:
+async def main(addresses: str, doors: str, locks: str, log: str, counts: str, seed: str) -> None:
     """Runs the attackers."""
-    at = MeshAddresses.from_json(addresses)
-    async with Client(at) as client, asyncio.TaskGroup() as group:
-        attack = Attack(json.loads(addresses), client, Path(log), int(seed))
+    at: dict[str, str] = json.loads(addresses)
+    callers = Callers(Doors(doors), Path(locks), at)
+    shown = MeshAddresses.from_json(addresses)
+    async with Client(shown) as client, asyncio.TaskGroup() as group:
+        attack = Attack(at, callers, client, Path(log), int(seed))
         began = time.monotonic()
         group.create_task(attack.run())
         print("READY {}", flush=True)

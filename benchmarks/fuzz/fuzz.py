@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.lanes import Lane
-from benchmarks.kills.matrix import BOOKS, Matrix, drain, plan
+from benchmarks.kills.matrix import BOOKS, Doors, Matrix, drain, plan
 from benchmarks.kills.progress import telling
 from benchmarks.soak.usage import Usage, worst_growth_mb
 
@@ -31,8 +31,13 @@ _WARM_UP = 0.4
 """Part of the time before memory is measured: caches fill."""
 _SERVICES = ("router", "gateway", "collector", "sidecar", "engine")
 _UNEXPECTED = ("Traceback", "Task exception was never retrieved", "unexpected error")
-WRONG = ("crashes", "hangs", "untyped_errors", *BOOKS)
+WRONG = ("crashes", "hangs", "untyped_errors", "role_violations", *BOOKS)
 """What is 0 after every run."""
+
+
+def doors_of(seed: int) -> Doors:
+    """Returns what the mesh of a seed asks of callers: nothing, tokens, mutual TLS by turns."""
+    return list(Doors)[seed % len(Doors)]
 
 
 class Fuzz:
@@ -42,9 +47,11 @@ class Fuzz:
         """Plans the mesh and the attackers."""
         self._folder = folder
         self._seconds = seconds
-        self._matrix = matrix = plan(folder, seed)
+        self._doors = doors_of(seed)
+        self._matrix = plan(folder, seed, self._doors)
+        mesh = self._matrix.addresses, str(self._doors), str(folder / "locks")
         self._attackers = [
-            *(self._lane("attack", number, seed, matrix.addresses) for number in range(_ATTACKERS)),
+            *(self._lane("attack", number, seed, *mesh) for number in range(_ATTACKERS)),
             self._lane("feed", _ATTACKERS, seed),
         ]
         self._usage = {
@@ -102,6 +109,8 @@ class Fuzz:
             "hangs": counts["hangs"],
             "lost": audit.lost,
             "untyped_errors": counts["untyped_errors"] + sum(unexpected.values()),
+            "role_violations": counts["role_violations"],
+            "doors": self._doors,
             "rss_growth_mb": round(growth, 1),
             "rss_growth_of": worst,
             "doubled": audit.doubled,

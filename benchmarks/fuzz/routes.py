@@ -21,7 +21,12 @@ class RouteAttack:
     """Sends requests to a sidecar, one after the other."""
 
     def __init__(
-        self, rng: random.Random, address: str, pool: Sequence[str], findings: Findings
+        self,
+        rng: random.Random,
+        address: str,
+        pool: Sequence[str],
+        tokens: Sequence[str],
+        findings: Findings,
     ) -> None:
         """Takes the sidecar.
 
@@ -29,12 +34,14 @@ class RouteAttack:
             rng: The source of choices.
             address: host:port.
             pool: Texts of this run.
+            tokens: Of the mesh's roles; they open no session.
             findings: Where the outcome is noted.
         """
         self._rng = rng
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._bodies = Bodies(rng, pool)
+        self._tokens = tokens
         self._findings = findings
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -46,15 +53,19 @@ class RouteAttack:
         """
         rng = self._rng
         route = rng.choice(list(SEEDS))
+        is_wrong = rng.random() < 0.1
         body = self._bodies.made(route)
-        head = self._head(route, key, body)
+        head = self._head(route, self._wrong(key) if is_wrong else key, body)
         data = head + body
-        if rng.random() < 0.05:
+        if not is_wrong and rng.random() < 0.05:
             data = values.changed_bytes(rng, data, data)
         self._findings.sent()
         try:
             async with asyncio.timeout(_LIMIT_S):
-                await self._send(route, data, leaves=rng.random() < 0.08)
+                status = await self._send(route, data, leaves=rng.random() < 0.08)
+            if is_wrong and 0 < status < 400:
+                what = f"a wrong key was answered {status}"
+                self._findings.found("role_violations", route, what, data)
         except TimeoutError:
             if data == head + body:  # a request that was cut waits for its rest, and is timed out
                 self._findings.found("hangs", route, "no answer", data)
@@ -78,6 +89,21 @@ class RouteAttack:
             with suppress(OSError):
                 await self._open[1].wait_closed()
             self._open = None
+
+    def _wrong(self, key: str) -> str:
+        """Returns what opens no session."""
+        return self._rng.choice(
+            (
+                key[:-1],
+                f"{key[:-1]}~",
+                f"{key}x",
+                key.swapcase(),
+                key.split("-")[1],
+                "",
+                "x" * 5_000,
+                *self._tokens,
+            )
+        )
 
     def _head(self, route: str, key: str, body: bytes) -> bytes:
         path = f"/sessions/{key}{route}"

@@ -10,6 +10,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from benchmarks.fuzz import values
+from benchmarks.fuzz.callers import Caller, Callers
 from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.messages import Messages
 from rollmesh.runtime.errors import RemoteError
@@ -17,6 +18,8 @@ from rollmesh.runtime.rpc.statuses import from_rpc_error
 
 _DEADLINES_S = (0.05, 0.3, 0.3, 1.0, 3.0)
 _OVER_S = 30.0
+_REFUSED_S = 8.0
+"""A refusal is delayed for up to two seconds."""
 _MOST_READ = 40
 _RARE = {"Pause", "PauseEngines", "Sleep", "SleepEngines", "Abort", "AbortGenerations"}
 """Calls that stop sampling: too many of them, and the agents beside get no answers."""
@@ -39,7 +42,8 @@ class RpcAttack:
     def __init__(
         self,
         rng: random.Random,
-        targets: Sequence[tuple[grpc.aio.Channel, Any]],
+        methods: Sequence[tuple[str, MethodDescriptor]],
+        callers: Callers,
         messages: Messages,
         seeds: Mapping[str, Sequence[Message]],
         findings: Findings,
@@ -48,7 +52,8 @@ class RpcAttack:
 
         Args:
             rng: The source of choices.
-            targets: The services and channels to them.
+            methods: What is called, with the name of the service that is asked.
+            callers: Their channels.
             messages: Makes the messages.
             seeds: Valid messages by the name of a method; may change from call to call.
             findings: Where the outcome is noted.
@@ -57,11 +62,22 @@ class RpcAttack:
         self._messages = messages
         self._seeds = seeds
         self._findings = findings
-        self._methods = [(channel, one) for channel, service in targets for one in service.methods]
+        self._methods = methods
+        self._callers = callers
 
-    async def once(self) -> None:
-        """Makes one call."""
-        channel, method = self._rng.choice(self._methods)
+    async def once(self, caller: Caller) -> None:
+        """Makes a call that the table of roles lets a caller make."""
+        methods = [one for one in self._methods if caller.may_call(_path(one[1]))]
+        await self._once(caller, *self._rng.choice(methods), self._rng.choice(_DEADLINES_S))
+
+    async def knock(self, caller: Caller) -> None:
+        """Makes a call that the table of roles does not let a caller make."""
+        methods = [one for one in self._methods if not caller.may_call(_path(one[1]))]
+        await self._once(caller, *self._rng.choice(methods), _REFUSED_S)
+
+    async def _once(
+        self, caller: Caller, service: str, method: MethodDescriptor, limit_s: float
+    ) -> None:
         if method.name in _RARE and self._rng.random() < 0.8:
             return
         streams = method.client_streaming, method.server_streaming
@@ -70,16 +86,17 @@ class RpcAttack:
         sent = list(self._inputs(method, count=self._count(streams[0])))
         self._findings.sent(len(sent))
         where = method.full_name
-        limit_s = self._rng.choice(_DEADLINES_S)
         try:
             async with asyncio.timeout(limit_s + _OVER_S):
-                outcome = await self._call(channel, method, streams, sent, limit_s)
+                outcome = await self._call(caller, service, method, streams, sent, limit_s)
         except TimeoutError:
             self._findings.found("hangs", where, "the call outlived its deadline", *sent)
             return
         self._findings.answered(where, outcome.partition(":")[0])
         if outcome.startswith("untyped"):
             self._findings.found("untyped_errors", where, outcome, *sent)
+        if violation := caller.violation(_path(method), outcome):
+            self._findings.found("role_violations", where, violation, *sent)
 
     def _count(self, is_stream: bool) -> int:  # noqa: FBT001 - of one thing
         return self._rng.choice((0, 1, 1, 2, 3, 8, 40)) if is_stream else 1
@@ -99,7 +116,8 @@ class RpcAttack:
 
     async def _call(
         self,
-        channel: grpc.aio.Channel,
+        caller: Caller,
+        service: str,
         method: MethodDescriptor,
         streams: tuple[bool, bool],
         sent: list[bytes],
@@ -108,9 +126,9 @@ class RpcAttack:
         """Makes a call; returns its outcome, which begins with `untyped` if it has no reason."""
         rng = self._rng
         kind = "_".join("stream" if one else "unary" for one in streams)
-        multi: Any = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
+        multi: Any = getattr(self._callers.channel(caller, service), kind)(_path(method))
         request: Any = iter(sent) if streams[0] else sent[0]
-        call = multi(request, timeout=limit_s)
+        call = multi(request, timeout=limit_s, metadata=caller.metadata)
         leaves = rng.random() < 0.1
         try:
             if leaves:
@@ -128,6 +146,10 @@ class RpcAttack:
         finally:
             call.cancel()
         return "left" if leaves else "OK"
+
+
+def _path(method: MethodDescriptor) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
 
 
 def _outcome(error: grpc.aio.AioRpcError, service: str) -> str:

@@ -1,4 +1,4 @@
-"""A mesh whose services talk over mutual TLS and show tokens too."""
+"""A mesh whose services show tokens, and talk over mutual TLS too."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,21 +10,26 @@ from rollmesh.runtime.access.making import make_tokens, write_private
 _SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 
 
-def lock(tables: dict[str, Any], folder: Path) -> tuple[Path, dict[str, str]]:
+def lock(
+    tables: dict[str, Any], folder: Path, *, certificates: bool = True
+) -> tuple[Path, dict[str, str]]:
     """Makes certificates and tokens, and gives every service of a mesh file its own certificate.
 
     Args:
         tables: From `read_mesh`; changed.
         folder: Where the files are written.
+        certificates: Whether there are certificates beside the tokens.
 
     Returns:
         The folder of the tokens, for `plan_mesh`, and what the addresses of a trainer have.
     """
-    write_private(folder / "certs", make_certificates([], datetime.now(UTC), days=1))
     make_tokens(folder / "tokens")
+    token_file = str(folder / "tokens" / "trainer.token")
+    if not certificates:
+        return folder / "tokens", {"token_file": token_file}
+    write_private(folder / "certs", make_certificates([], datetime.now(UTC), days=1))
     for service in _SERVICES:
         tables[service] = {**tables.get(service, {}), **_shown(folder, service)}
-    token_file = str(folder / "tokens" / "trainer.token")
     return folder / "tokens", {"token_file": token_file, **_shown(folder, "trainer")}
 
 

@@ -16,8 +16,10 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
+from benchmarks.harness.locks import lock
 from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Audit, Interval
 from benchmarks.kills.lanes import BOUNDARIES, Lane
@@ -121,12 +123,24 @@ def write_mesh(folder: Path) -> Path:
     return path
 
 
-def plan(folder: Path, seed: int) -> Matrix:
+class Doors(StrEnum):
+    """What the services of a mesh ask of callers."""
+
+    OPEN = "open"
+    TOKENS = "tokens"
+    TLS = "tls"
+    """Mutual TLS, and tokens too."""
+
+
+def plan(folder: Path, seed: int, doors: Doors = Doors.OPEN) -> Matrix:
     """Returns the lanes of a mesh in start order."""
-    path = write_mesh(folder)
+    tables = read_mesh(write_mesh(folder))
+    tokens, shown = None, dict[str, str]()
+    if doors is not Doors.OPEN:
+        tokens, shown = lock(tables, folder / "locks", certificates=doors is Doors.TLS)
     with closing(free_ports()) as ports:
-        specs = plan_mesh(read_mesh(path), lambda: next(ports))
-    addresses = json.dumps({spec.service: spec.address for spec in specs})
+        specs = plan_mesh(tables, lambda: next(ports), tokens)
+    addresses = json.dumps({**shown, **{spec.service: spec.address for spec in specs}})
     matrix = Matrix(folder, addresses)
     for at, spec in enumerate(specs):
         matrix.lanes.append(

@@ -2,16 +2,20 @@
 
 import json
 import random
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.fuzz.bodies import SEEDS, Bodies
+from benchmarks.fuzz.callers import Caller
 from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.fuzz import WRONG, run_fuzz
 from benchmarks.fuzz.messages import Messages
 from benchmarks.fuzz.readers import Readers
+from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.runtime.access.roles import Role
 from rollmesh.v1 import gateway_pb2, router_pb2
 from tests.paths import ROOT
 
@@ -26,18 +30,61 @@ def figures(found: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 async def test_a_few_seconds_of_it_break_nothing(tmp_path: Path) -> None:
     found = await run_fuzz(tmp_path, 8, seed=11)
+    assert found["doors"] == "tls"
     assert found["inputs"] > 0
     assert found["answered"] > 0
     assert figures(found, tmp_path) == {**dict.fromkeys(WRONG, 0), "kept": ""}, found
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-async def test_two_minutes_of_it_break_nothing(tmp_path: Path) -> None:
-    found = await run_fuzz(tmp_path, 120, seed=12)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("doors", "seed"), [("open", 12), ("tokens", 13), ("tls", 14)])
+async def test_two_minutes_of_it_break_nothing(tmp_path: Path, doors: str, seed: int) -> None:
+    found = await run_fuzz(tmp_path, 40, seed)
+    assert found["doors"] == doors
     assert found["inputs"] > 10_000
     assert found["answered"] > 50
     assert figures(found, tmp_path) == {**dict.fromkeys(WRONG, 0), "kept": ""}, found
+
+
+SHUT, OPEN = "/rollmesh.v1.GatewayService/Chat", "/grpc.health.v1.Health/Check"
+NOBODY = frozenset[Role]()
+
+
+RIGHT: list[tuple[Set[Role] | None, str, str]] = [
+    (None, SHUT, "OK"),
+    ({Role.SIDECAR}, SHUT, "OK"),
+    ({Role.SIDECAR}, SHUT, "SESSION_UNKNOWN"),
+    ({Role.ENGINE}, SHUT, "ROLE_REFUSED"),
+    (NOBODY, SHUT, "CALLER_UNKNOWN"),
+    (NOBODY, OPEN, "OK"),
+]
+WRONG_OUTCOMES: list[tuple[Set[Role] | None, str, str]] = [
+    ({Role.SIDECAR}, SHUT, "ROLE_REFUSED"),
+    ({Role.ENGINE}, SHUT, "CALLER_UNKNOWN"),
+    ({Role.ENGINE}, SHUT, "OK"),
+    ({Role.ENGINE}, SHUT, "INVALID_FIELD"),
+    ({Role.ENGINE}, SHUT, "UNDECODABLE"),
+    (NOBODY, SHUT, "ROLE_REFUSED"),
+    (NOBODY, OPEN, "CALLER_UNKNOWN"),
+]
+
+
+def violation(roles: Set[Role] | None, method: str, outcome: str) -> str:
+    shown = None if roles is None else frozenset(roles)
+    return Caller("somebody", shown, Identity(CallerConfig())).violation(method, outcome)
+
+
+def test_the_table_of_roles_decides_which_outcome_is_right() -> None:
+    assert [one for one in RIGHT if violation(*one)] == []
+    assert [one for one in WRONG_OUTCOMES if not violation(*one)] == []
+
+
+def test_whoever_cannot_shake_hands_gets_no_answer() -> None:
+    caller = Caller("somebody", NOBODY, Identity(CallerConfig()), is_met=False)
+    assert caller.violation(OPEN, "OK")
+    assert not caller.violation(OPEN, "UNAVAILABLE")
+    assert not caller.may_call(OPEN)
 
 
 def test_readers_refuse_by_a_reason_and_parsers_do_not_depend_on_pieces(tmp_path: Path) -> None:
