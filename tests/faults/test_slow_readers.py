@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from rollmesh.collector.streams import stream as streams_stream
+from rollmesh.runtime.errors import DeadlineError
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.postgres_server import postgres_database
@@ -184,3 +187,28 @@ async def acknowledges(stream: Stream, names: Sequence[str], each: int) -> None:
     for at in range(0, len(names), each):
         await stream.acknowledge(*names[at : at + each])
         await stream.send(version=collector_pb2.ReportPolicyVersion(policy_version=at // each))
+
+
+async def test_a_consumer_that_never_reads_loses_its_stream_and_no_delivery(
+    tmp_path: Path,
+) -> None:
+    async with stub_at(tmp_path, unread_timeout_ms=1_000) as stub:
+        await ingest(stub, UNITS)
+        async with subscribing(stub, credits_=MANY) as slow:
+            await filled(stub, "trainer")
+
+            async def is_closed() -> bool:
+                return (await standing(stub, "trainer")).streams == 0
+
+            await until(is_closed)
+            assert (await standing(stub, "trainer")).leased == 0
+            async with subscribing(stub, credits_=MANY) as successor:
+                assert set(await taken(successor, len(UNITS))) == set(UNITS)
+            with pytest.raises(DeadlineError):
+                await reads_to_its_end(slow)
+
+
+async def reads_to_its_end(stream: Stream) -> None:
+    with typed_errors():
+        while await stream.read() is not grpc.aio.EOF:
+            pass

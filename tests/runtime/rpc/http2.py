@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _END_HEADERS, _ACK = 4, 1
 _HEAD_BYTES = 9
 
@@ -68,7 +68,7 @@ async def connected(port: int) -> AsyncIterator[Peer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         peer = Peer(reader, writer)
-        writer.write(_PREFACE)
+        writer.write(PREFACE)
         peer.send(SETTINGS)
         await peer.drain()
         yield peer

@@ -2,3 +2,5 @@
 
 May import `runtime` and `v1`.
 """
+
+import rollmesh.runtime  # noqa: F401 - before gRPC

@@ -6,7 +6,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -16,6 +15,7 @@ from grpc_status import rpc_status
 from rollmesh.runtime.access.guard import Entry, Guard
 from rollmesh.runtime.errors import RollmeshError, StartingError
 from rollmesh.runtime.in_flight import BytesInFlight
+from rollmesh.runtime.rpc.answers import Answers
 from rollmesh.runtime.rpc.requests import AcceptedRequests, RequestReader, accepted
 from rollmesh.runtime.rpc.statuses import status_code_of, to_status
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
@@ -26,6 +26,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 200
+_UNREAD_S = 600.0
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
@@ -36,6 +37,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         in_flight: BytesInFlight | None = None,
         starting: tuple[str, ...] = (),
         guard: Guard | None = None,
+        unread_s: float = _UNREAD_S,
     ) -> None:
         """Makes an interceptor.
 
@@ -43,9 +45,11 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             in_flight: Limit on the requests of unary calls; None sets none.
             starting: Full names of the gRPC services that cannot answer yet.
             guard: Says who may call; None lets everybody.
+            unread_s: How long an answer of a stream may be left unread, seconds.
         """
         self._in_flight = in_flight
         self._guard = guard
+        self._unread_s = unread_s
         self.starting = starting
         """Full names of the gRPC services that cannot answer yet."""
         self.locked = guard is not None
@@ -72,9 +76,12 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
             # A streaming handler either yields its responses or writes them to the context.
-            writes = inspect.iscoroutinefunction(inner_stream)
-            wrap = _wrap_unary if writes else _wrap_stream
-            stream = wrap(self._reading(inner_stream, handler, method), reader, call)
+            inner = self._reading(inner_stream, handler, method)
+            stream = (
+                _wrap_unary(inner, reader, call)
+                if inspect.iscoroutinefunction(inner_stream)
+                else _wrap_stream(inner, reader, call, self._unread_s)
+            )
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
@@ -194,15 +201,13 @@ def _wrap_unary(
 
 
 def _wrap_stream(
-    inner: Callable[[Any, Context], Any], reader: RequestReader, call: _Call
-) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+    inner: Callable[[Any, Context], Any], reader: RequestReader, call: _Call, unread_s: float
+) -> Callable[[Any, Context], Awaitable[None]]:
+    async def handle(request: Any, context: Context) -> None:
         watch = _Watch(call)
         try:
             await call.admitted(request, context)
-            async with aclosing(inner(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
+            await Answers(inner(request, context), context, unread_s, reader.release).send()
             watch.succeeded()
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
             await watch.failed(error, context)

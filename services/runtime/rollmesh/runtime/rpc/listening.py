@@ -58,6 +58,15 @@ class ServerConfig(ListeningConfig):
     keepalive_ms: Annotated[int, Bounds(2)] = KEEPALIVE_MS
     """Idle time after which a client is pinged, milliseconds. A client that does not answer within
     half that time is disconnected, and its calls end."""
+    handshake_timeout_ms: Annotated[int, Bounds(1)] = 20_000
+    """Time for a new connection to become one of HTTP/2, over TLS where this service serves it,
+    milliseconds. It is closed after that."""
+    idle_timeout_ms: Annotated[int, Bounds(1)] = 30 * 60_000
+    """How long a connection may be open without a call, milliseconds; clients connect again with
+    their next call."""
+    unread_timeout_ms: Annotated[int, Bounds(1)] = 600_000
+    """How long the caller of a stream may leave its next answer unread, milliseconds. The call then
+    ends with DEADLINE, and what it held is free for others."""
     reflection: bool = False
     """Serve gRPC reflection, which tells every caller the RPCs and their messages. Tools such as
     grpcurl need it; nothing in rollmesh does."""

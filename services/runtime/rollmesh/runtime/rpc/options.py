@@ -35,9 +35,7 @@ SERVER_BOUNDS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 2),
-    # A connection that never becomes one of HTTP/2, and one that nobody uses. There is no greatest
-    # age: leases, registrations and deliveries are streams that last for days.
-    ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.max_connection_idle_ms", 30 * 60_000),
+    # The times of ServerConfig bound the rest. There is no greatest age of a connection: leases,
+    # registrations and deliveries are streams that last for days.
 ]
 """What bounds one peer, so that calls of others go on; milliseconds, bytes and counts."""

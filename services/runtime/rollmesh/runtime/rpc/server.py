@@ -131,6 +131,8 @@ async def serve(
         *_OPTIONS,
         ("grpc.max_receive_message_length", config.max_request_bytes),
         *keepalive_options(config.keepalive_ms),
+        ("grpc.server_handshake_timeout_ms", config.handshake_timeout_ms),
+        ("grpc.max_connection_idle_ms", config.idle_timeout_ms),
     ]
     interceptor = _interceptor(service, config)
     check_exposed(config, host, LOCK, locked=interceptor.locked)
@@ -195,7 +197,12 @@ def _bound_port(
 def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
-    return RpcInterceptor(in_flight, starting=service.names, guard=guard_of(config))
+    return RpcInterceptor(
+        in_flight,
+        starting=service.names,
+        guard=guard_of(config),
+        unread_s=config.unread_timeout_ms / 1000,
+    )
 
 
 async def _drain(service: Service, grace_s: float) -> None:
