@@ -24,7 +24,7 @@ from rollmesh.sidecar.errors import (
 )
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_chat.protocol import ChatCompletions
-from rollmesh.sidecar.openai_responses.protocol import Responses
+from rollmesh.sidecar.openai_responses.protocol import CountTokens as CountInputTokens, Responses
 from rollmesh.sidecar.openai_responses.stored import StoredResponses
 from rollmesh.sidecar.paths import protocol_of
 from rollmesh.sidecar.routes import TABLE, prefixes
@@ -62,13 +62,14 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     messages = TurnEndpoint(Messages(), gateways, images, config)
     count_tokens = TurnEndpoint(CountTokens(), gateways, images, config)
     responses = TurnEndpoint(Responses(), gateways, images, config)
-    stored = StoredResponses(gateways, images)
+    count_input = TurnEndpoint(CountInputTokens(), gateways, images, config)
+    stored = StoredResponses(gateways)
     endpoints: dict[str, Callable[..., Any]] = {
         "POST /v1/chat/completions": chat,
         "POST /v1/messages": messages,
         "POST /v1/messages/count_tokens": count_tokens,
         "POST /v1/responses": responses,
-        "POST /v1/responses/input_tokens": stored.count_tokens,
+        "POST /v1/responses/input_tokens": count_input,
         "GET /v1/responses/{response}": stored.retrieve,
         "DELETE /v1/responses/{response}": stored.delete,
         "GET /v1/models": models,

@@ -16,6 +16,8 @@ from tests.sidecar.image_hosts import asking, fetcher, hosted
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 from tests.waiting import until
 
+URL = "http://image.example"
+
 
 async def test_an_image_is_fetched_once_for_a_session() -> None:
     async with hosted() as host:
@@ -146,8 +148,18 @@ async def test_an_image_that_cannot_be_fetched_is_a_400_that_names_its_part() ->
     assert caught.value.param == "messages[0].content[0].image_url.url"
 
 
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("chat/completions", {"type": "image_url", "image_url": {"url": URL}}),
+        ("messages", {"type": "image", "source": {"type": "url", "url": URL}}),
+        ("messages/count_tokens", {"type": "image", "source": {"type": "url", "url": URL}}),
+        ("responses", {"type": "input_image", "image_url": URL}),
+        ("responses/input_tokens", {"type": "input_image", "image_url": URL}),
+    ],
+)
 async def test_a_client_that_leaves_ends_the_fetch_of_its_image(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, path: str, given: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(app, "ImageFetcher", partial(ImageFetcher, allowed=lambda _: True))
     async with hosted() as host, serving(ScriptedGateway()) as gateway:
@@ -155,10 +167,12 @@ async def test_a_client_that_leaves_ends_the_fetch_of_its_image(
         limits: dict[str, Any] = {"image_timeout_ms": 600_000, "request_images_timeout_ms": 600_000}
         config = SidecarConfig(gateway=gateway, image_hosts=host.name, **limits)
         async with sidecar_of(config) as url:
-            image: Any = {"type": "image_url", "image_url": {"url": f"{host.url}/a"}}
-            body = json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode()
+            asked = {"messages": [{"role": "user", "content": [given]}], "max_tokens": 8}
+            if path.startswith("responses"):
+                asked = {"input": [{"role": "user", "content": [given]}]}
+            body = json.dumps(asked).replace(URL, f"{host.url}/a").encode()
             _, leaving = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            head = f"POST /sessions/{KEY}/v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+            head = f"POST /sessions/{KEY}/v1/{path} HTTP/1.1\r\nhost: a\r\n"
             leaving.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             await until(lambda: host.asked == ["/a"])
             leaving.close()

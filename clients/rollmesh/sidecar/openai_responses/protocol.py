@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import orjson
+
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError, RollmeshError
 from rollmesh.sidecar.errors import HttpError, PreviousResponseUnknownError, to_http
@@ -59,6 +61,18 @@ class Responses(Protocol):
         """Returns an error in OpenAI's form, as an event that the SDK raises."""
         del request_id
         return b"event: error\ndata: " + http_error(error).body + b"\n\n"
+
+
+class CountTokens(Responses):
+    """`POST .../v1/responses/input_tokens`."""
+
+    name = "responses_input_tokens"
+
+    def read(self, body: bytes, head: Head) -> TurnCall:
+        """Reads a request."""
+        call = _CountCall(parse_body(body), head.session_key)
+        call.streams = False
+        return call
 
 
 class ResponsesCall(TurnCall):
@@ -130,6 +144,17 @@ class ResponsesCall(TurnCall):
 
     def _items(self, answer_id: str) -> Items:
         return Items(answer_id, self._toolbox, self._session_key)
+
+
+class _CountCall(ResponsesCall):
+    """One request for the size of a response's prompt."""
+
+    async def answer(self, gateways: Gateways, model: str, request_id: str) -> bytes:
+        """Returns the number of tokens."""
+        del model
+        counted = await gateways.count_tokens(self.chat, request_id)
+        body = {"object": "response.input_tokens", "input_tokens": counted.prompt_tokens}
+        return orjson.dumps(body)
 
 
 def message_of(stored: gateway_pb2.GetAnswerResponse) -> chat_pb2.ChatMessage:

@@ -1,4 +1,4 @@
-"""`/v1/responses/{id}` and `/v1/responses/input_tokens`: what needs no turn.
+"""`/v1/responses/{id}`: what needs no turn.
 
 Responses are not stored here: a response is an answer of its session's tree, in the gateway.
 """
@@ -12,16 +12,14 @@ from starlette.responses import Response
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.errors import as_response, typed
-from rollmesh.sidecar.fields.values import parse_body
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_responses import ids
 from rollmesh.sidecar.openai_responses.outputs import Items
 from rollmesh.sidecar.openai_responses.parameters import ENCRYPTED_REASONING
-from rollmesh.sidecar.openai_responses.protocol import ResponsesCall, http_error
+from rollmesh.sidecar.openai_responses.protocol import http_error
 from rollmesh.sidecar.openai_responses.requests import settings_of
 from rollmesh.sidecar.openai_responses.responses import ResponseWriter
 from rollmesh.sidecar.openai_responses.tools import given_tools, toolbox_of
-from rollmesh.sidecar.turns.fetching import ImageFetcher
 from rollmesh.sidecar.turns.heads import Head, read_head
 
 _FIELD, _ID_HEADER = "response_id", b"x-request-id"
@@ -30,10 +28,9 @@ _FIELD, _ID_HEADER = "response_id", b"x-request-id"
 class StoredResponses:
     """Answers the requests; an error is answered in OpenAI's form."""
 
-    def __init__(self, gateways: Gateways, images: ImageFetcher) -> None:
-        """Takes the gateways, and what fetches images."""
+    def __init__(self, gateways: Gateways) -> None:
+        """Takes the gateways."""
         self._gateways = gateways
-        self._images = images
 
     async def retrieve(self, request: Request) -> Response:
         """`GET /v1/responses/{id}`: the response as it is without streaming."""
@@ -42,10 +39,6 @@ class StoredResponses:
     async def delete(self, request: Request) -> Response:
         """`DELETE /v1/responses/{id}`: it is no longer found; its turn is trained all the same."""
         return await _answered(request, lambda head: self._delete(request, head))
-
-    async def count_tokens(self, request: Request) -> Response:
-        """`POST /v1/responses/input_tokens`: the number of tokens in the prompt of a request."""
-        return await _answered(request, lambda head: self._count_tokens(request, head))
 
     async def _retrieve(self, request: Request, head: Head) -> bytes:
         if request.query_params.get("stream", "false").lower() not in {"", "0", "false"}:
@@ -67,15 +60,6 @@ class StoredResponses:
         answer_id, _ = ids.answer_of_response(name, _FIELD)
         await self._gateways.withdraw(head.session_id, head.session_key, answer_id)
         return orjson.dumps({"id": name, "object": "response", "deleted": True})
-
-    async def _count_tokens(self, request: Request, head: Head) -> bytes:
-        call = ResponsesCall(parse_body(await request.body()), head.session_key)
-        head.mark(call.chat)
-        await call.complete(self._gateways)
-        await self._images.fill(call.chat)
-        size = await self._gateways.count_tokens(call.chat, head.request_id)
-        body = {"object": "response.input_tokens", "input_tokens": size.prompt_tokens}
-        return orjson.dumps(body)
 
 
 async def _answered(request: Request, work: Callable[[Head], Awaitable[bytes]]) -> Response:
