@@ -26,7 +26,10 @@ from tests.paths import ROOT
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
 """What a block may be. `text` is shown and not run."""
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-_VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | {"https_proxy"}
+_VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | {
+    "https_proxy",
+    "RAY_AUTH_MODE",
+}
 _MODULES = {
     "up": "rollmesh.cli.up",
     "conformance": "rollmesh.conformance",
@@ -92,6 +95,8 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             pass  # tests/docker runs it
         case ["kubectl", verb, *rest]:
             check_kubectl(verb, rest)
+        case ["ray", verb, *flags]:
+            check_ray(verb, flags)
         case _:
             pytest.fail(f"{where}: nothing tests {words}")
 
@@ -103,6 +108,12 @@ def check_kubectl(verb: str, words: list[str]) -> None:
         flag, folder = words
         assert flag == "-k"
         assert (ROOT / folder / "kustomization.yaml").exists()
+
+
+def check_ray(verb: str, flags: list[str]) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="has the commands of Ray")
+    known = {flag for one in scripts.cli.commands[verb].params for flag in one.opts}
+    assert {flag.partition("=")[0] for flag in flags} <= known
 
 
 def check_rollmesh(where: str, words: list[str]) -> None:

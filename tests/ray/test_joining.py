@@ -108,6 +108,12 @@ def test_the_settings_of_the_head_node_say_when_a_node_is_dead(meshes: list[Mesh
     assert (found.alive, found.dead, found.crashed_s) == (1, 0, 10)
 
 
+async def test_an_engine_without_room_is_told_from_one_that_starts(meshes: list[Mesh]) -> None:
+    with pytest.raises(MeshError, match=r"engine-4: not placed; of .* 0(\.\d+)? CPUs, 1 GPUs are"):
+        await asyncio.to_thread(meshes[0].scale, engines=5, timeout_s=20)
+    await asyncio.to_thread(meshes[0].scale, engines=1)
+
+
 async def test_the_page_shows_a_trainer_that_runs(
     cluster: Cluster, meshes: list[Mesh], tables: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ def _show(mesh: Mesh) -> None:
     width = max((len(one.name) for one in found), default=0)
     for one in found:
         where = f"node {one.node_id[:8]}" if one.node_id else "not placed"
-        state = one.address or one.problem or "starting"
+        state = one.address or one.problem or ("starting" if one.node_id else "waits for room")
         print(f"{one.name:<{width}}  {where}  {state}  starts {one.starts}")
 
 

@@ -136,7 +136,7 @@ class Mesh:
             if all(one.ready for one in found):
                 return found
             if time.monotonic() > deadline or any(one.failed for one in found):
-                raise MeshError(f"not ready: {problems(found)}")
+                raise MeshError(f"not ready: {problems(found)}{self._room(found)}")
             time.sleep(_POLL_S)
 
     def status(self) -> list[Status]:
@@ -293,6 +293,14 @@ class Mesh:
             check_same(tables, entries.tables, self.name)
         self._entries = entries
         self._started = False
+
+    def _room(self, found: Iterable[Status]) -> str:
+        """Returns what the cluster has left, if that may be why services are not placed."""
+        if all(one.node_id for one in found):
+            return ""
+        left = ray.available_resources()
+        amounts = ", ".join(f"{left.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        return f"; of the cluster's resources {amounts} are left"
 
     def _has_started(self) -> bool:
         """Returns whether the driver that brings the mesh up has asked for all services."""

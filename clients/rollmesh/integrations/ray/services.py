@@ -173,7 +173,10 @@ def _with_table(process: Process, table: Mapping[str, Any]) -> Process:
 def problems(statuses: list[Status]) -> str:
     """Returns why services are not ready, one line for each."""
     late = [one for one in statuses if not one.ready]
-    return "; ".join(f"{one.name}: {one.problem or 'not placed or starting'}" for one in late)
+    return "; ".join(
+        f"{one.name}: {one.problem or ('starting' if one.node_id else 'not placed')}"
+        for one in late
+    )
 
 
 def answered(name: str, ref: Any | None) -> Status:
