@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -59,15 +60,19 @@ class ServiceProcess:
         ready = json.loads(await self.wait_line("READY"))
         self.port, self.metrics_port = ready["port"], ready["metrics_port"]
 
+    async def metrics(self) -> set[str]:
+        """Names of its metrics, those without a sample included; likewise."""
+        text = await asyncio.to_thread(self._exposed)
+        return set(re.findall(r"^# TYPE (rollmesh_\w+)", text, re.MULTILINE))
+
+    def _exposed(self) -> str:
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return str(answer.read().decode())
+
     async def samples(self, prefix: str = "rollmesh_") -> dict[str, float]:
         """What it counts, as Prometheus reads it; it was started with `metrics_port`."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-
-        def read() -> str:
-            with urllib.request.urlopen(url, timeout=60) as answer:
-                return str(answer.read().decode())
-
-        lines = (await asyncio.to_thread(read)).splitlines()
+        lines = (await asyncio.to_thread(self._exposed)).splitlines()
         pairs = (line.rpartition(" ") for line in lines if line.startswith(prefix))
         return {name: float(value) for name, _, value in pairs}
 

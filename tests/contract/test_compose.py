@@ -14,6 +14,7 @@ SERVICES = {
 }  # fmt: skip
 
 TOOLS = ("prometheus", "grafana")
+OBSERVABILITY = "docker/observability"
 NO_MORE = "no-new-privileges:true"
 
 
@@ -31,6 +32,7 @@ def test_every_service_is_locked(services: dict[str, Any], name: str) -> None:
         assert service["environment"][f"{prefix}TOKENS_DIR"] == "/locks/accepted"
     if kind != "scorer":
         assert service["environment"][f"{prefix}TOKEN_FILE"] == f"/locks/{kind}.token"
+    assert service["environment"][f"{prefix}METRICS_TOKEN_FILE"] == "/locks/scrapers"
     assert "${LOCKS:-locks}:/locks:ro" in service["volumes"]
     assert not any("INSECURE" in variable for variable in service["environment"])
 
@@ -51,9 +53,37 @@ def test_what_is_hardened_and_what_has_a_port_of_the_host(services: dict[str, An
 
 def test_under_tls_every_service_shows_its_certificate_and_asks_for_one() -> None:
     over = yaml.safe_load((ROOT / "docker" / "tls.yml").read_text())["services"]
-    assert set(over) == {*SERVICES, "tokens"}
+    assert set(over) == {*SERVICES, "tokens", "prometheus"}
     for name, kind in SERVICES.items():
         found, prefix = over[name]["environment"], f"ROLLMESH_{kind.upper()}_"
         assert found[f"{prefix}TLS_CERTIFICATE_FILE"] == f"/locks/{kind}.crt"
         assert found[f"{prefix}TLS_KEY_FILE"] == f"/locks/{kind}.key"
         assert found[f"{prefix}TLS_CA_FILE"] == "/locks/ca.crt"
+
+
+@pytest.mark.parametrize(
+    ("file", "secure"),
+    [
+        ("prometheus.yml", {}),
+        (
+            "prometheus-tls.yml",
+            {
+                "scheme": "https",
+                "tls_config": {"ca_file": "/locks/ca.crt", "server_name": "rollmesh"},
+            },
+        ),
+    ],
+)
+def test_prometheus_shows_its_token_and_knows_who_answers(
+    services: dict[str, Any], file: str, secure: dict[str, Any]
+) -> None:
+    (job,) = yaml.safe_load((ROOT / OBSERVABILITY / file).read_text())["scrape_configs"]
+    shown = {"authorization": {"credentials_file": "/locks/scraper.token"}, **secure}
+    asked = {"job_name", "dns_sd_configs", "relabel_configs"}
+    assert {name: value for name, value in job.items() if name not in asked} == shown
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) == set(SERVICES)
+    over = yaml.safe_load((ROOT / "docker" / "tls.yml").read_text())["services"]
+    mounts = (over if secure else services)["prometheus"]["volumes"]
+    assert f"./{OBSERVABILITY}/{file}:/etc/prometheus/prometheus.yml:ro" in mounts
+    assert "${LOCKS:-locks}:/locks:ro" in services["prometheus"]["volumes"]

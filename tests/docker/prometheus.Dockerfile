@@ -3,6 +3,6 @@
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE}
 RUN apt-get update && apt-get install -y --no-install-recommends prometheus && rm -rf /var/lib/apt/lists/* \
- && install -d -o prometheus -g prometheus /prometheus
+ && install -d -o prometheus -g nogroup -m 0775 /prometheus
 USER prometheus
 ENTRYPOINT ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]

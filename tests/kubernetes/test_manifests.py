@@ -110,14 +110,17 @@ def test_a_pod_has_the_secret_of_its_own_role_alone(name: str) -> None:
         own, accepted = (one["secret"] for one in locks["projected"]["sources"])
         assert own == {"name": f"rollmesh-{role}"}, maker
         assert accepted["name"] == "rollmesh-accepted"
-        assert {one["path"] for one in accepted["items"]} == {f"accepted/{one}" for one in Role}
-        assert {one["key"] for one in accepted["items"]} == set(Role)
+        paths = {one["key"]: one["path"] for one in accepted["items"]}
+        assert paths.pop("scrapers") == "scrapers"
+        assert paths == {one: f"accepted/{one}" for one in Role}
 
 
 def test_the_secrets_are_what_the_tools_make(tmp_path: Path) -> None:
     (secrets,) = parsed((MANIFESTS / "locks" / "kustomization.yaml").read_text())
     made = {one["name"]: one["files"] for one in secrets["secretGenerator"]}
-    assert made.pop("rollmesh-accepted") == [f"tokens/accepted/{one}" for one in sorted(Role)]
+    accepted = [f"tokens/accepted/{one}" for one in sorted(Role)]
+    assert made.pop("rollmesh-accepted") == [*accepted, "tokens/scrapers"]
+    assert made.pop("rollmesh-scraper") == ["tokens/scraper.token", "certificates/ca.crt"]
     assert made.keys() == {f"rollmesh-{role}" for role in Role if role != Role.AGENT}
     for name, files in made.items():
         role = name.removeprefix("rollmesh-")
@@ -147,6 +150,7 @@ def test_every_service_takes_the_mesh_file(name: str, tmp_path: Path) -> None:
         assert config.metrics_port == ports["metrics"], maker
         assert config.tls_key_file == f"/locks/{service}.key"
         assert config.token_file == f"/locks/{service}.token"
+        assert Path(config.metrics_token_file) == Path("/locks/scrapers")
         mounts = {one["mountPath"] for one in container["volumeMounts"]}
         if hasattr(config, "data_dir"):
             assert str(config.data_dir) in mounts, maker
@@ -240,7 +244,15 @@ def test_prometheus_finds_the_metrics(name: str) -> None:
         selector = monitor["spec"]["selector"]["matchLabels"]
         assert selector.items() <= service["metadata"]["labels"].items()
         (endpoint,) = monitor["spec"]["endpoints"]
-        assert set(endpoint) == {"port", "interval"}
+        scraper = "rollmesh-scraper"
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"] == {
+            "ca": {"secret": {"name": scraper, "key": "ca.crt"}},
+            "serverName": "rollmesh",
+        }
+        assert endpoint["authorization"] == {
+            "credentials": {"name": scraper, "key": "scraper.token"}
+        }
         assert endpoint["port"] in {one["name"] for one in service["spec"]["ports"]}
     policies = list(of_kind(objects, "NetworkPolicy").values())
     mesh = Peer({"app.kubernetes.io/name": "rollmesh", SERVICE: "router"})

@@ -1,12 +1,28 @@
 """What the people who run a mesh see of one session, at every service's `/metrics`."""
 
 import asyncio
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tests.meshes import scripted_mesh, until_free
+from tests.paths import ROOT
 
+BOARDS = ROOT / "docker/observability/grafana/dashboards"
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
+
+
+def shown_on_boards() -> set[str]:
+    """The metrics that Grafana's panels ask for."""
+    found: set[str] = set()
+    for board in BOARDS.glob("*.json"):
+        panels = json.loads(board.read_text())["panels"]
+        for target in (target for panel in panels for target in panel["targets"]):
+            names = re.findall(r"rollmesh_\w+", target["expr"])
+            assert names, target
+            found |= {name.removesuffix("_bucket") for name in names}
+    return found
 
 
 async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -23,9 +39,11 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
                     delivery = await anext(deliveries)
                 await deliveries.acknowledge(delivery)
             await until_free(client)  # what is given back is on its way
-        seen: dict[str, float] = {}
+        seen, known = dict[str, float](), set[str]()
         for service in SERVICES:
             seen |= await mesh.processes[service].samples()
+            known |= await mesh.processes[service].metrics()
+    assert shown_on_boards() <= known
     (trajectory,) = delivery.sessions[0].trajectories
     sampled = sum(trajectory.loss_mask)
     assert during["rollmesh_gateway_open_sessions"] == 1

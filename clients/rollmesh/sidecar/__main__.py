@@ -21,7 +21,7 @@ from rollmesh.runtime.process.main import print_ready
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.rpc.locks import check_exposed
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.sidecar.advertising import advertised
 from rollmesh.sidecar.app import make_app
@@ -43,7 +43,7 @@ async def _serve(config: SidecarConfig) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host.strip("[]"), config.port))
     wanted = None if config.metrics_port < 0 else config.metrics_port
-    with metrics_endpoint(config.host, wanted, scrapers) as metrics_port:
+    with metrics_endpoint(config.host, wanted, scrapers, tls_of(config)) as metrics_port:
         await _serve_on(listener, config, metrics_port)
 
 

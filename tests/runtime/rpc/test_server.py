@@ -1,6 +1,7 @@
 """A service from start to stop, in this process."""
 
 import asyncio
+import ssl
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -209,6 +210,26 @@ async def test_the_metrics_endpoint_asks_for_the_token_of_its_file(tmp_path: Pat
     async with served(ScriptedService(), **settings) as (_, bound):
         with pytest.raises(HTTPError, match="401"):
             await asyncio.to_thread(metrics_at, bound.metrics_port)
+
+
+async def test_a_service_with_a_certificate_serves_its_metrics_over_https(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="it makes the certificates")
+    from tests.certificates import Authority  # noqa: PLC0415 - needs the package
+
+    authority = Authority(tmp_path)
+    authority.server("localhost")
+    pair = tmp_path / "localhost.pem"
+    pair.chmod(0o600)
+    settings = {"tls_certificate_file": str(pair), "tls_key_file": str(pair), "metrics_port": 0}
+    async with served(ScriptedService(), **settings) as (_, bound):
+        with pytest.raises(OSError):  # noqa: PT011 - the connection is closed, or reset
+            await asyncio.to_thread(metrics_at, bound.metrics_port)
+        trust = ssl.create_default_context(cafile=str(authority.certificate))
+        url = f"https://localhost:{bound.metrics_port}/metrics"
+        with await asyncio.to_thread(
+            urllib.request.urlopen, url, timeout=60, context=trust
+        ) as answer:
+            assert b"rollmesh_rpcs_total" in answer.read()
 
 
 async def test_metrics_are_off_unless_asked_for() -> None:

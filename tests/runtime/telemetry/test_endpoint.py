@@ -3,18 +3,22 @@
 import hashlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
-from http.client import HTTPConnection
+from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 
 import pytest
 
+from rollmesh.runtime.access import files
+from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.access.making import write_private
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry import endpoint
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
 
 TOKEN, NEXT = "a" * 32, "b" * 32
 MOST = 16
@@ -27,8 +31,12 @@ def port() -> Iterator[int]:
         yield bound
 
 
-def scrape(port: int, token: str = "", path: str = "/metrics") -> int:
+def scrape(
+    port: int, token: str = "", path: str = "/metrics", tls: ssl.SSLContext | None = None
+) -> int:
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    if tls is not None:
+        connection = HTTPSConnection("localhost", port, timeout=60, context=tls)
     with closing(connection):
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
@@ -62,6 +70,57 @@ def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
         assert port is not None
         assert [scrape(port, token) for token in ("", "guess", TOKEN, NEXT)] == [401, 401, 200, 200]
         assert scrape(port, digest.strip()) == 401
+
+
+def test_tokens_change_while_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    write_private(tmp_path, {"scrapers": TOKEN.encode()})
+    with metrics_endpoint("127.0.0.1", 0, tokens_of(str(tmp_path / "scrapers"))) as port:
+        assert port is not None
+        assert [scrape(port, token) for token in (TOKEN, NEXT)] == [200, 401]
+        (tmp_path / "scrapers").write_text(f"{TOKEN}\n{NEXT}\n")
+        assert [scrape(port, token) for token in (TOKEN, NEXT)] == [200, 200]
+        (tmp_path / "scrapers").write_text(NEXT)
+        assert [scrape(port, token) for token in (TOKEN, NEXT)] == [401, 200]
+        (tmp_path / "scrapers").write_text("half")  # the last one holds
+        assert [scrape(port, token) for token in (TOKEN, NEXT)] == [401, 200]
+
+
+def test_it_shows_the_certificate_of_its_service_also_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography", reason="it makes the certificates")
+    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
+
+    def make(name: str) -> Path:
+        write_private(tmp_path / name, make_certificates([], datetime.now(UTC), days=1))
+        return tmp_path / name
+
+    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    served = make("served")
+    write_private(tmp_path, {"scrapers": TOKEN.encode()})
+    tls = tls_of(
+        CallerConfig(
+            tls_certificate_file=str(served / "router.crt"),
+            tls_key_file=str(served / "router.key"),
+        )
+    )
+    with metrics_endpoint("127.0.0.1", 0, tokens_of(str(tmp_path / "scrapers")), tls) as port:
+        assert port is not None
+        trusted = ssl.create_default_context(cafile=str(served / "ca.crt"))
+        assert [scrape(port, token, tls=trusted) for token in (TOKEN, NEXT)] == [200, 401]
+        with connected(port, b"GET /metrics HTTP/1.0\r\n\r\n") as plain:
+            ended(plain)
+        with ExitStack() as stack:  # handshakes that never end
+            slow = [stack.enter_context(connected(port, b"\x16\x03")) for _ in range(3 * MOST)]
+            assert scrape(port, TOKEN, tls=trusted) == 200
+            assert slow[0].recv(1) == b""
+        for path in make("next").iterdir():
+            path.replace(served / path.name)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            scrape(port, TOKEN, tls=trusted)
+        renewed = ssl.create_default_context(cafile=str(served / "ca.crt"))
+        assert scrape(port, TOKEN, tls=renewed) == 200
 
 
 def test_a_file_that_others_may_read_or_without_a_token_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """`rollmesh tokens DIR`: makes a token for each role of a mesh.
 
 Start a service with `--tokens-dir DIR/accepted --token-file DIR/ROLE.token`; give trainers
-`DIR/trainer.token` and tools `DIR/operator.token` (ROLLMESH_TOKEN_FILE).
+`DIR/trainer.token` and tools `DIR/operator.token` (ROLLMESH_TOKEN_FILE). With `--metrics-token-file
+DIR/scrapers`, Prometheus shows `DIR/scraper.token`.
 """
 
 import argparse

@@ -15,12 +15,14 @@ _TOKEN_BYTES = 32
 def make_tokens(folder: Path) -> None:
     """Makes a token for each role: `ROLE.token` to present, `accepted/ROLE` for servers.
 
+    Prometheus gets one too: `scraper.token` to present, `scrapers` for `metrics_token_file`.
+
     Raises:
         FileExistsError: The folder has one of the files; nothing is written then.
         OSError: A file cannot be written.
     """
     secret = {role: secrets.token_urlsafe(_TOKEN_BYTES) for role in Role}
-    files = new_tokens(secret)
+    files = new_tokens(secret, secrets.token_urlsafe(_TOKEN_BYTES))
     write_private(folder, {name: text.encode() for name, text in files.items()})
 
 

@@ -45,6 +45,15 @@ class TlsFiles:
         """Returns the contents of the files as they are, or as they were when they last fitted."""
         return self._pems.get()
 
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Makes a context show the certificate as it is in the files, which must be given.
+
+        Raises:
+            OSError: The files do not fit; they are being changed.
+        """
+        assert self._certificate is not None
+        context.load_cert_chain(self._certificate, self._key)
+
     def _files(self) -> list[Path]:
         return [path for path in (self._ca, self._certificate, self._key) if path is not None]
 

@@ -133,16 +133,19 @@ def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
     return None
 
 
-def new_tokens(secret: Mapping[Role, str]) -> dict[str, str]:
+def new_tokens(secret: Mapping[Role, str], scraper: str) -> dict[str, str]:
     """Returns the files of a folder of tokens, by their paths in it.
 
     `ROLE.token` is what a process of a role presents, and `accepted/ROLE` the digest that servers
-    accept, so that no server holds a token that opens another.
+    accept, so that no server holds a token that opens another. `scraper.token` is what Prometheus
+    presents, and `scrapers` its digest for `metrics_token_file`.
 
     Args:
         secret: A token for each role.
+        scraper: A token for Prometheus.
     """
     files = {f"{role}.token": f"{token}\n" for role, token in secret.items()}
+    files |= {"scraper.token": f"{scraper}\n", "scrapers": f"{digest_line(scraper)}\n"}
     return files | {f"accepted/{role}": f"{digest_line(secret[role])}\n" for role in secret}
 
 

@@ -28,7 +28,8 @@ class ListeningConfig(CallerConfig):
     port: Port = 0
     """Port to listen on; 0 takes a free one."""
     metrics_port: Annotated[int, Bounds(-1, _MOST_PORT)] = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 disables it."""
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 disables it. It serves HTTPS with
+    the certificate of this process (`tls_certificate_file`), if it has one."""
     metrics_token_file: str = ""
     """File with the tokens that may read the Prometheus endpoint: a token or its digest
     (`sha256:HEX`) on each line. It is read again when it changes. Others must not be able to read

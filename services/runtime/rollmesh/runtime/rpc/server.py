@@ -26,7 +26,7 @@ from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, 
 from rollmesh.runtime.rpc.locks import LOCK, check_exposed, credentials_of, guard_of
 from rollmesh.runtime.rpc.options import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import watch_bytes
 from rollmesh.v1 import server_pb2, server_pb2_grpc
@@ -145,7 +145,9 @@ async def serve(
     address = config.advertise or f"{config.host}:{port}"
     metrics_port = None if config.metrics_port < 0 else config.metrics_port
     try:
-        with metrics_endpoint(config.host, metrics_port, scrapers) as bound_metrics_port:
+        with metrics_endpoint(
+            config.host, metrics_port, scrapers, tls_of(config)
+        ) as bound_metrics_port:
             async with service.running(address):
                 interceptor.starting = ()
                 bound = Bound(port, bound_metrics_port)

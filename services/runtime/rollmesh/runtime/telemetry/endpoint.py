@@ -1,7 +1,8 @@
-"""The Prometheus endpoint: `/metrics` over HTTP, in threads of its own."""
+"""The Prometheus endpoint: `/metrics` over HTTP or HTTPS, in threads of its own."""
 
 import io
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
+from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.access.tokens import TokensOfFile, token_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry.metrics import count_refused
@@ -30,7 +33,10 @@ _App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]
 
 @contextmanager
 def metrics_endpoint(
-    host: str, port: int | None, tokens: TokensOfFile | None = None
+    host: str,
+    port: int | None,
+    tokens: TokensOfFile | None = None,
+    tls: TlsFiles | None = None,
 ) -> Iterator[int | None]:
     """Serves `/metrics` while the block runs; yields the port, or None if it is turned off.
 
@@ -38,6 +44,7 @@ def metrics_endpoint(
         host: Address to listen on.
         port: Port; 0 takes a free one, None turns the endpoint off.
         tokens: Bearer tokens that are answered; None answers everybody.
+        tls: Certificate that it shows; None serves plain text.
 
     Raises:
         ConfigError: The port is taken.
@@ -46,7 +53,7 @@ def metrics_endpoint(
         yield None
         return
     try:
-        server = _Server(host, port, _guarded(make_wsgi_app(), tokens))
+        server = _Server(host, port, _guarded(make_wsgi_app(), tokens), tls)
     except OSError as error:
         raise ConfigError(f"metrics_port: {host}:{port}: {error}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
@@ -68,6 +75,20 @@ def tokens_of(path: str) -> TokensOfFile | None:
     return TokensOfFile("metrics_token_file", Path(path)) if path else None
 
 
+def tls_of(config: CallerConfig) -> TlsFiles | None:
+    """Returns the certificate of a service, which its metrics have too; None without one.
+
+    Scrapers show a token and no certificate: they are not of the mesh, and its CA need not know
+    them.
+
+    Raises:
+        ConfigError: A file cannot be read, others may read the key, or they do not fit.
+    """
+    if not config.tls_certificate_file:
+        return None
+    return TlsFiles("", config.tls_certificate_file, config.tls_key_file)
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """Answers a bounded number of connections, each once and for a bounded time."""
 
@@ -75,7 +96,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, app: _App) -> None:
+    def __init__(self, host: str, port: int, app: _App, tls: TlsFiles | None) -> None:
+        self._tls = tls
+        self._known = 0
+        self._context = None if tls is None else _context_of(tls)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._open: dict[socket.socket, float] = {}  # since when, oldest first
@@ -89,6 +113,18 @@ class _Server(ThreadingMixIn, WSGIServer):
         host, self.server_port = self.socket.getsockname()[:2]
         self.server_name = str(host)
         self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accepts a connection; its thread makes the handshake, as it reads first."""
+        request, address = super().get_request()
+        if self._tls is None or self._context is None:
+            return request, address
+        if (revision := self._tls.revision) != self._known:
+            with suppress(OSError):  # half changed; the next connection asks again
+                self._context = _context_of(self._tls)
+                self._known = revision
+        secure = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return secure, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begins to answer a connection, at the cost of the oldest if all are slow."""
@@ -163,7 +199,13 @@ class _Handler(WSGIRequestHandler):
 
 def _hang_up(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # under TLS, if there is some
+
+
+def _context_of(tls: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_into(context)
+    return context
 
 
 def _guarded(app: _App, tokens: TokensOfFile | None) -> _App:
