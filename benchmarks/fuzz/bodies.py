@@ -161,11 +161,14 @@ class Bodies:
     def made(self, route: str) -> bytes:
         """Returns a body for a route: mostly JSON with a few changes, seldom other bytes."""
         rng = self._rng
-        body: Any = copy.deepcopy(rng.choice(SEEDS[route]))
-        for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 8))):
-            body = self._changed(body, 0)
-        data = self._encoded(body)
+        data = self.changed(copy.deepcopy(rng.choice(SEEDS[route])))
         return values.changed_bytes(rng, data, data) if rng.random() < 0.1 else data
+
+    def changed(self, value: Any) -> bytes:
+        """Returns a JSON text of a value with a few changes; changes the value."""
+        for _ in range(self._rng.choice((0, 1, 1, 1, 2, 3, 8))):
+            value = self._changed(value, 0)
+        return self._encoded(value)
 
     def _encoded(self, body: Any) -> bytes:
         try:

@@ -2,19 +2,19 @@
 
 A scripted mesh runs in real processes. Well-behaved agents and a trainer work on it, and attackers
 beside them send generated and mutated messages to every RPC and bodies to every route; another
-process feeds readers of bodies, answers and records by itself. At the end
+process feeds the decoders directly, guided by coverage where atheris is installed. At the end
 all is delivered, and the agents' answers are compared with the trainer's deliveries, as in
-`make kills`. FUZZ_SECONDS or --seconds bounds the time; a seed gives the same choices again.
+`make kills`. `--seconds` bounds the time; a seed gives the same choices again.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ _ATTACKERS = 2
 _SAMPLE_S = 0.5
 _WARM_UP = 0.4
 """Part of the time before memory is measured: caches fill."""
+_FEEDING = "guided" if find_spec("atheris") else "plain"
 _SERVICES = ("router", "gateway", "collector", "sidecar", "engine")
 _UNEXPECTED = ("Traceback", "Task exception was never retrieved", "unexpected error")
+_INPUTS = ("inputs", "decoder_inputs")
 WRONG = ("crashes", "hangs", "untyped_errors", "role_violations", *BOOKS)
 """What is 0 after every run."""
 
@@ -52,7 +54,7 @@ class Fuzz:
         mesh = self._matrix.addresses, str(self._doors), str(folder / "locks")
         self._attackers = [
             *(self._lane("attack", number, seed, *mesh) for number in range(_ATTACKERS)),
-            self._lane("feed", _ATTACKERS, seed),
+            self._lane(f"decoders.{_FEEDING}", _ATTACKERS, seed),
         ]
         self._usage = {
             f"{lane.service} {at}": (lane, Usage())
@@ -101,11 +103,14 @@ class Fuzz:
         counts = Counter[str]()
         for path in self._folder.glob("counts-*"):
             found = json.loads(path.read_text())
-            counts.update({name: found.get(name, 0) for name in ("inputs", *WRONG)})
+            counts.update({name: found.get(name, 0) for name in (*_INPUTS, *WRONG)})
         unexpected = self._unexpected()
         worst, growth = worst_growth_mb({name: one for name, (_, one) in self._usage.items()})
         return {
             "inputs": counts["inputs"],
+            "mesh_inputs": counts["inputs"] - counts["decoder_inputs"],
+            "decoder_inputs": counts["decoder_inputs"],
+            "guided": _FEEDING == "guided",
             "hangs": counts["hangs"],
             "lost": audit.lost,
             "untyped_errors": counts["untyped_errors"] + sum(unexpected.values()),
@@ -158,8 +163,7 @@ async def run_fuzz(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any
 def main() -> int:
     """Prints the figures; returns 1 if anything crashed, hung, was untyped or lost."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    default = float(os.environ.get("FUZZ_SECONDS", _SECONDS))
-    parser.add_argument("--seconds", type=float, default=default)
+    parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for logs and findings; kept")
     options = parser.parse_args()

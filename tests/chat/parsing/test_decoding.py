@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import example, given, strategies as st
 
 from rollmesh.chat.parsing.decoding import IncrementalDecoder, StopStrings
@@ -74,6 +75,19 @@ def test_stop_strings_cut_where_the_whole_text_would(text: str, stops: list[str]
 
 def test_the_first_of_several_stop_strings_in_one_piece_ends_the_text() -> None:
     assert StopStrings(["."]).feed("One. Two. Three.") == ("One", True)
+
+
+@pytest.mark.parametrize("pieces", [["abcd"], ["ab", "cd"], ["abc", "d"], ["a", "b", "c", "d"]])
+def test_the_stop_string_that_is_complete_first_wins_in_any_pieces(pieces: list[str]) -> None:
+    for kept, text in ((False, "a"), (True, "abc")):
+        matcher = StopStrings(["abcd", "bc"], kept=kept)
+        emitted = ""
+        for piece in pieces:
+            certain, stopped = matcher.feed(piece)
+            emitted += certain
+            if stopped:
+                break
+        assert (emitted, matcher.found) == (text, "bc")
 
 
 def test_a_stop_string_that_is_kept_ends_the_text() -> None:

@@ -1,6 +1,5 @@
 """Messages and bodies that nobody should send: everything is refused by a reason or served."""
 
-import json
 import random
 from collections.abc import Set
 from pathlib import Path
@@ -10,17 +9,11 @@ import pytest
 
 from benchmarks.fuzz.bodies import SEEDS, Bodies
 from benchmarks.fuzz.callers import Caller
-from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.fuzz import WRONG, run_fuzz
 from benchmarks.fuzz.messages import Messages
-from benchmarks.fuzz.readers import Readers
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.access.roles import Role
 from rollmesh.v1 import gateway_pb2, router_pb2
-from tests.paths import ROOT
-
-FOUND = ROOT / "tests" / "faults" / "books" / "found.jsonl"
-"""Inputs of earlier findings: a reader each, and what is in the middle of a body."""
 
 
 def figures(found: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -85,26 +78,6 @@ def test_whoever_cannot_shake_hands_gets_no_answer() -> None:
     assert caller.violation(OPEN, "OK")
     assert not caller.violation(OPEN, "UNAVAILABLE")
     assert not caller.may_call(OPEN)
-
-
-def test_readers_refuse_by_a_reason_and_parsers_do_not_depend_on_pieces(tmp_path: Path) -> None:
-    findings = Findings(tmp_path / "findings")
-    readers = Readers(13, findings)
-    for _ in range(3_000):
-        readers.once()
-    for line in FOUND.read_text().splitlines():
-        entry = json.loads(line)
-        body = {"model": "policy", "input": "go", entry["member"]: nested(entry["depth"])}
-        readers.read(entry["route"], json.dumps(body).encode())
-    kept = findings.log.read_text() if findings.log.exists() else ""
-    assert kept == ""
-
-
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = {"a": value}
-    return value
 
 
 def test_a_seed_gives_the_same_inputs_and_another_one_others() -> None:

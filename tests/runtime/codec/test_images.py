@@ -57,6 +57,9 @@ def test_a_jpeg_may_be_called_jpg() -> None:
         pytest.param(b"<svg></svg>", "", "is not a PNG", id="svg"),
         pytest.param(picture(64, 64)[:-40], "", "is broken", id="cut-png"),
         pytest.param(picture(64, 64, kind="JPEG")[:-200], "", "is broken", id="cut-jpeg"),
+        pytest.param(
+            picture(3, 2, kind="GIF", mode="L")[:-1] + b",;", "", "is broken", id="cut-second-frame"
+        ),
         pytest.param(picture(64, 64)[:20], "", "broken|not a PNG", id="only-a-head"),
         pytest.param(png_of(40, 40, b"abc"), "", "is broken", id="too-few-pixels"),
         pytest.param(png_of(4000, 4001, b""), "", "4000 x 4001 pixels", id="claims-much"),

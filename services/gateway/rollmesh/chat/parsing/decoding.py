@@ -62,16 +62,20 @@ class StopStrings:
         return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Takes text; returns the text that is certain and whether a stop string was completed."""
+        """Takes text; returns the text that is certain and whether a stop string was completed.
+
+        The one that is complete first ends the text, in whatever pieces it comes; of those that end
+        at the same place, the longest.
+        """
         if not self._stops:
             return text, False
         held = self._held + text
-        found = [(at, len(stop)) for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if found:
             self._held = ""
-            at, size = min(found)
-            self.found = held[at : at + size]
-            return held[: at + size if self._kept else at], True
+            end, at = min(found)
+            self.found = held[at:end]
+            return held[: end if self._kept else at], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False

@@ -84,7 +84,9 @@ def check_image(
             ) from error
         except Image.DecompressionBombError as error:
             raise InvalidImageError(field, f"is too large: {error}") from error
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError) as error:
+        except (InvalidImageError, MemoryError):
+            raise
+        except Exception as error:  # Pillow's plugins raise whatever a damaged file makes of them
             raise InvalidImageError(
                 field, f"is broken: {error or type(error).__name__}; send the complete file"
             ) from error

@@ -1,23 +1,27 @@
-"""Feeds the readers in a separate process, until standard input ends.
+"""Feeds the decoders in a separate process, until standard input ends; coverage guides nothing.
 
 Arguments: the file for the inputs behind findings, the file for the counts, and a seed.
 """
 
 import json
+import logging
+import random
 import sys
 import threading
 from pathlib import Path
 
+from benchmarks.fuzz.decoders.feeding import Feeder
+from benchmarks.fuzz.decoders.table import TARGETS
 from benchmarks.fuzz.findings import Findings
-from benchmarks.fuzz.readers import Readers
 
 _AT_ONCE = 200
 
 
 def main(log: str, counts: str, seed: str) -> None:
     """Feeds them."""
+    logging.disable(logging.CRITICAL)
     findings, over = Findings(Path(log)), threading.Event()
-    readers = Readers(int(seed), findings)
+    feeder, rng = Feeder(TARGETS, findings), random.Random(f"{seed} decoders")
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -25,9 +29,11 @@ def main(log: str, counts: str, seed: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     print("READY {}", flush=True)
+    for at, data in feeder.inputs():
+        feeder.feed(at, data)
     while not over.is_set():
         for _ in range(_AT_ONCE):
-            readers.once()
+            feeder.feed(*feeder.made(rng))
     Path(counts).write_text(json.dumps(findings.counts))
 
 

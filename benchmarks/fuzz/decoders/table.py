@@ -1,0 +1,5 @@
+"""All targets."""
+
+from benchmarks.fuzz.decoders import answers, http, stored, wire
+
+TARGETS = (*http.TARGETS, *answers.TARGETS, *wire.TARGETS, *stored.TARGETS)
