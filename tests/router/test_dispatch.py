@@ -15,6 +15,7 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.circuit import CircuitState
 from rollmesh.router.leasing.engines import Engine, Target
 from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leaving import Leaving
 from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
@@ -40,7 +41,7 @@ class NotingRouter(RouterServicer):
         self.table = LeaseTable()
         members = Members(5)
         models = Models(self.table.fleet, members, data_dir)
-        super().__init__(self.table, members, models, RouterConfig(data_dir=data_dir))
+        super().__init__(self.table, members, models, RouterConfig(data_dir=data_dir), Leaving())
         self.messages: list[router_pb2.DispatchRequest] = []
         self.address = ""
         self.released = asyncio.Event()

@@ -166,6 +166,11 @@ class Dispatch:
         for stream_id in self._table.streams.of_gateway(gateway_id):
             self._end(stream_id, error)
 
+    def end(self, error: RollmeshError) -> None:
+        """Ends all streams with an error."""
+        for stream_id in tuple(self._outboxes):
+            self._end(stream_id, error)
+
     async def _read(
         self, stream_id: str, outbox: Outbox, requests: AsyncIterator[router_pb2.DispatchRequest]
     ) -> None:

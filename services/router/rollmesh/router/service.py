@@ -13,6 +13,7 @@ from rollmesh.router.generations.servicer import GenerationServicer
 from rollmesh.router.leasing.circuit import CircuitLimits
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.leasing.policies import POLICIES
+from rollmesh.router.leaving import Leaving
 from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
@@ -36,8 +37,11 @@ class RouterService:
         metrics.watch(self.table)
         members = Members(config.missed_reports)
         models = Models(self.table.fleet, members, config.data_dir, config.gather_ms)
-        self._servicer = RouterServicer(self.table, members, models, config)
-        self._generations = GenerationServicer(models, config, f"router-{uuid.uuid4().hex}")
+        self._leaving = Leaving()
+        self._servicer = RouterServicer(self.table, members, models, config, self._leaving)
+        self._generations = GenerationServicer(
+            models, config, f"router-{uuid.uuid4().hex}", self._leaving
+        )
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -63,8 +67,9 @@ class RouterService:
         """Returns at once: members may register at any time."""
 
     async def drain(self) -> None:
-        """Takes no more generations of its own; members see their streams end."""
+        """Ends the streams of members, once no generation, push or control call needs them."""
         self._generations.drain()
+        self._leaving.ask()
 
     async def failed(self) -> str:
         """Waits forever: a router can only fail together with its process."""

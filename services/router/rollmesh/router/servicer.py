@@ -2,8 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
 
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
@@ -11,6 +12,7 @@ from rollmesh.router.dispatch import Dispatch, warn_of_misfits
 from rollmesh.router.leasing.circuit import CircuitState
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leaving import Leaving
 from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
 from rollmesh.router.membership.members import Member, Members
 from rollmesh.router.weights.models import Models
@@ -20,11 +22,12 @@ from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RoleRefuse
 from rollmesh.runtime.rpc.addresses import check_address
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.rpc.repeats import Repeats, Write
 from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
 from rollmesh.runtime.telemetry.metrics import count_refused
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
+_Answer = TypeVar("_Answer")
 _MAX_ID_CHARS = 128
 _MAX_INTERVAL_MS = 60_000
 _CIRCUITS = {
@@ -44,9 +47,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Serves one router."""
 
     def __init__(
-        self, table: LeaseTable, members: Members, models: Models, config: RouterConfig
+        self,
+        table: LeaseTable,
+        members: Members,
+        models: Models,
+        config: RouterConfig,
+        leaving: Leaving,
     ) -> None:
-        """Takes the state and the settings."""
+        """Takes the state, the settings, and when the streams of members end."""
         self._table = table
         self._members = members
         self._models = models
@@ -56,6 +64,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._dispatch = Dispatch(table, self._router_id)
         self._gateways = GatewayTable()
         self._repeats = Repeats()
+        self._leaving = leaving
+        leaving.on_over.append(self._end_streams)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -75,6 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[router_pb2.RegisterResponse]:
         first = await anext(request_iterator, None)
+        self._check_open()
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
         gateway = self._add_gateway(member)
@@ -110,6 +121,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "is missing; send it in the first message")
+        self._check_open()
         async with aclosing(self._dispatch.serve(first.hello, request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -157,7 +169,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.pause(asked)
             return router_pb2.PauseEnginesResponse(results=results)
 
-        return await self._repeats.once(request, pause)
+        return await self._write(request, pause)
 
     async def ResumeEngines(
         self, request: router_pb2.ResumeEnginesRequest, context: Context
@@ -168,7 +180,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.resume(asked)
             return router_pb2.ResumeEnginesResponse(results=results)
 
-        return await self._repeats.once(request, resume)
+        return await self._write(request, resume)
 
     async def SleepEngines(
         self, request: router_pb2.SleepEnginesRequest, context: Context
@@ -184,7 +196,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.sleep(asked)
             return router_pb2.SleepEnginesResponse(results=results)
 
-        return await self._repeats.once(request, sleep)
+        return await self._write(request, sleep)
 
     async def WakeUpEngines(
         self, request: router_pb2.WakeUpEnginesRequest, context: Context
@@ -195,7 +207,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.wake_up(asked)
             return router_pb2.WakeUpEnginesResponse(results=results)
 
-        return await self._repeats.once(request, wake_up)
+        return await self._write(request, wake_up)
 
     async def ResetPrefixCaches(
         self, request: router_pb2.ResetPrefixCachesRequest, context: Context
@@ -208,7 +220,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.reset_prefix_caches(asked)
             return router_pb2.ResetPrefixCachesResponse(results=results)
 
-        return await self._repeats.once(request, reset)
+        return await self._write(request, reset)
 
     async def AbortGenerations(
         self, request: router_pb2.AbortGenerationsRequest, context: Context
@@ -224,7 +236,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results, aborted = await self._control.abort(asked)
             return router_pb2.AbortGenerationsResponse(results=results, request_ids=aborted)
 
-        return await self._repeats.once(request, abort)
+        return await self._write(request, abort)
 
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
@@ -241,7 +253,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 )
                 return router_pb2.PushWeightsResponse(policy_version=version, results=results)
 
-            return await self._repeats.once(first.header, push)
+            return await self._write(first.header, push)
 
     async def ListKeptWeights(
         self, request: router_pb2.ListKeptWeightsRequest, context: Context
@@ -268,7 +280,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             model, version = await self._pushes.forget(request.model)
             return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
-        return await self._repeats.once(request, forget)
+        return await self._write(request, forget)
 
     async def InitWeightTransfers(
         self, request: router_pb2.InitWeightTransfersRequest, context: Context
@@ -285,7 +297,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             results = await self._control.init_transfers(init, by_engine)
             return router_pb2.InitWeightTransfersResponse(results=results)
 
-        return await self._repeats.once(request, join)
+        return await self._write(request, join)
+
+    async def _write(self, request: Write, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Executes a write once; the streams of members stay open until it has ended."""
+        with self._leaving.needed():
+            return await self._repeats.once(request, work)
+
+    def _check_open(self) -> None:
+        if self._leaving.is_over:
+            raise self._leaving.error()
+
+    def _end_streams(self) -> None:
+        """Ends the streams of members: this router needs them no longer."""
+        error = self._leaving.error()
+        self._members.end(error)
+        self._dispatch.end(error)
 
     def _add_gateway(self, member: Member) -> RegisteredGateway | None:
         is_gateway = member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY

@@ -24,6 +24,7 @@ from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.generations.recent import RecentSessions
 from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leaving import Leaving
 from rollmesh.router.weights.models import Models
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import (
@@ -60,8 +61,8 @@ class _Running:
 class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves generations on the engines of the mesh; control of engines is RouterService's."""
 
-    def __init__(self, models: Models, config: RouterConfig, name: str) -> None:
-        """Takes the models, the settings, and the name under which it leases engines."""
+    def __init__(self, models: Models, config: RouterConfig, name: str, leaving: Leaving) -> None:
+        """Takes the models, the settings, the name of its leases, and when they end for good."""
         self._models = models
         self._config = config
         self._name = name
@@ -73,6 +74,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         self._router = ""
         self._draining = False
         self._ended = asyncio.Event()
+        self._leaving = leaving
+        leaving.on_over.append(self._ended.set)
         self._tasks: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
@@ -87,9 +90,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         await self._engines.close()
 
     def drain(self) -> None:
-        """Refuses new generations, and leaves the router after the last one."""
+        """Refuses new generations."""
         self._draining = True
-        self._end_if_idle()
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Context
@@ -219,19 +221,15 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         limit_ms = most_ms if left_s is None else min(max(int(left_s * 1000), 1), most_ms)
         self._running[generate.request_id] = None
         try:
-            async with asyncio.timeout(limit_ms / 1000):
-                running = await self._prepared(request, limit_ms)
-                self._running[generate.request_id] = running
-                yield running
+            with self._leaving.needed():
+                async with asyncio.timeout(limit_ms / 1000):
+                    running = await self._prepared(request, limit_ms)
+                    self._running[generate.request_id] = running
+                    yield running
         except TimeoutError as error:
             raise DeadlineError(f"the generation took longer than {limit_ms} ms") from error
         finally:
             del self._running[generate.request_id]
-            self._end_if_idle()
-
-    def _end_if_idle(self) -> None:
-        if self._draining and not self._running:
-            self._ended.set()
 
     async def _prepared(self, request: engine_pb2.StreamGenerateRequest, limit_ms: int) -> _Running:
         images = await self._taken(request.generate)

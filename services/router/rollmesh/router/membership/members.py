@@ -6,7 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, ReplicaIdInUseError
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    ReplicaIdInUseError,
+    RollmeshError,
+)
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
@@ -50,6 +55,7 @@ class Members:
         """
         self._missed_reports = missed_reports
         self._members: dict[str, Member] = {}
+        self._error: RollmeshError | None = None
 
     def hellos(self) -> list[router_pb2.ReplicaHello]:
         """Returns the identity and load of every member."""
@@ -107,7 +113,10 @@ class Members:
 
         Raises:
             DeadlineError: The member missed too many reports.
+            RollmeshError: All streams were ended.
         """
+        if self._error is not None:
+            raise self._error
         member.stream = stream = asyncio.timeout(None)
         try:
             async with stream:
@@ -115,6 +124,8 @@ class Members:
         except TimeoutError:
             if not stream.expired():
                 raise
+            if self._error is not None:
+                raise self._error from None
             raise DeadlineError(
                 f"no report came for {member.silent_ms} ms, and one is due every "
                 f"{member.interval_ms} ms; register again"
@@ -140,6 +151,13 @@ class Members:
         if self.has(member):
             del self._members[member.hello.replica_id]
         member.heard.set()
+
+    def end(self, error: RollmeshError) -> None:
+        """Ends the streams of all members with an error."""
+        self._error = error
+        for member in self._members.values():
+            if member.stream is not None:
+                member.stream.reschedule(0)
 
     async def watch(self) -> None:
         """Removes members that fall silent, until it is cancelled.
