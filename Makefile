@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-http-door bench-async kills soak chaos fuzz lock clean
+.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-http-door bench-async kills soak chaos fuzz lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -158,6 +158,11 @@ mutation: .venv-mutation/.ready ## CORE=leases|mesh|groups|tree|cutter|parsers: 
 
 test-ray: .venv/.ready ## Runs a mesh on a Ray cluster of three nodes on this machine, one of which is lost
 	.venv/bin/python -m pytest -q tests/ray
+
+REF ?=
+
+test-upgrade: .venv/.ready ## REF=commit: processes of that commit, or of the contract's baseline, in a mesh of today
+	ROLLMESH_UPGRADE_FROM=$(REF) .venv/bin/python -m pytest -q -m long tests/contract/test_upgrade.py
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker

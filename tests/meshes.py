@@ -63,7 +63,7 @@ class Mesh:
     async def start(self, service: str, **flags: object) -> ServiceProcess:
         """Starts a service, on the port of its predecessor where it had one."""
         process = await self.stack.enter_async_context(
-            running(service, self.folder, **{**self._flags(service), **flags})
+            running(service, self.folder, **{**self.flags(service), **flags})
         )
         self.processes[service] = process
         return process
@@ -73,7 +73,8 @@ class Mesh:
         await self.processes[service].kill()
         return await self.start(service, **flags)
 
-    def _flags(self, service: str) -> dict[str, object]:
+    def flags(self, service: str) -> dict[str, object]:
+        """The settings that a service is started with, by their Python names."""
         port: dict[str, object] = {"port": self.address(service).rpartition(":")[2]}
         if self.locks:
             port |= self.locks.flags(service)
