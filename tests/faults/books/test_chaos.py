@@ -47,10 +47,10 @@ def test_a_kind_without_targets_does_not_happen() -> None:
     assert {event.kind for event in found} == {kind for kind in Kind if kind != Kind.FILL}
 
 
-async def chaos(folder: Path, seconds: int, seed: int) -> dict[str, Any]:
+async def chaos(folder: Path, seconds: int, seed: int, *flags: str) -> dict[str, Any]:
     """Runs it as `make chaos` does; its last line of output."""
     arguments = ("-m", "benchmarks.chaos", f"--seconds={seconds}", f"--seed={seed}")
-    command = (sys.executable, *arguments, f"--keep={folder}")
+    command = (sys.executable, *arguments, f"--keep={folder}", *flags)
     output, _ = await run_to_end(*command, cwd=ROOT, env=None, limit_s=600)
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
@@ -61,6 +61,15 @@ async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Pa
     found = await chaos(tmp_path, 15, seed=5)
     assert found["kills"] > 0
     assert found["stops"] > 0
+    assert found["cuts"] > 0
+    assert found["answered"] > 0
+    assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)
+
+
+@pytest.mark.timeout(900)
+async def test_a_few_failures_lose_and_double_nothing_over_tls_with_tokens(tmp_path: Path) -> None:
+    found = await chaos(tmp_path, 15, 8, "--locked")
+    assert found["kills"] > 0
     assert found["cuts"] > 0
     assert found["answered"] > 0
     assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)

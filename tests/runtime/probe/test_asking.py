@@ -2,11 +2,19 @@
 
 import asyncio
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollmesh.collector.config import CollectorConfig
+from rollmesh.gateway.config import GatewayConfig
+from rollmesh.router.config import RouterConfig
+from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.config import describe
+from rollmesh.runtime.probe.asking import PORTS
+from rollmesh.scorer.config import ScorerConfig
 from rollmesh.sidecar.config import SidecarConfig
 from tests.locks import Locks
 from tests.processes import reserved_port
@@ -84,6 +92,79 @@ async def test_over_tls_it_shows_the_certificate_of_the_service(
         )
 
 
+MESH = """
+[mesh]
+host = "0.0.0.0"
+data_dir = "{folder}"
+certificates_dir = "{folder}/certs"
+engines = 2
+[engine]
+backend = "scripted"
+[engine.vllm]
+tensor_parallel_size = 2
+[gateway]
+port = {port}
+metrics_port = 9100
+max_sessions = 7
+[sidecar]
+port = 8001
+[scorer]
+function = "rewards:score"
+[ray]
+[[model]]
+name = "policy"
+[[model]]
+name = "judge"
+[model.gateway]
+port = {other}
+[model.engine]
+dtype = "bfloat16"
+"""
+
+
+async def test_it_takes_the_file_of_the_mesh_as_the_service_does(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="it makes the certificates")
+    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
+
+    certs, file = tmp_path / "certs", tmp_path / "mesh.toml"
+    write_private(certs, make_certificates([], datetime.now(UTC), days=1))
+    files = {
+        "tls_certificate_file": str(certs / "gateway.crt"),
+        "tls_key_file": str(certs / "gateway.key"),
+        "tls_ca_file": str(certs / "ca.crt"),
+    }
+    with reserved_port() as nobody:
+        other = nobody.getsockname()[1]
+        async with served(ScriptedService(), **files) as (_, bound):
+            file.write_text(MESH.format(folder=tmp_path, port=bound.port, other=other))
+            assert await probed("gateway", f"--config={file}") == (0, "")
+            assert await probed("gateway", f"--config={file}", "--model=policy") == (0, "")
+            code, said = await probed("gateway", "--config", str(file), "--model=judge")
+            assert (code, f"127.0.0.1:{other}" in said) == (1, True)
+            assert (await probed("gateway", f"--config={file}", f"--port={other}"))[0] == 1
+        file.write_text("[gatway]\nport = 1\n")
+        code, said = await probed("gateway", f"--config={file}")
+        assert (code, "did you mean [gateway]?" in said) == (2, True)
+
+
+def test_without_a_port_it_asks_at_the_services_default() -> None:
+    defaults = {
+        service: describe(config, service)
+        for service, config in (
+            ("router", RouterConfig),
+            ("gateway", GatewayConfig),
+            ("collector", CollectorConfig),
+            ("scorer", ScorerConfig),
+            ("sidecar", SidecarConfig),
+        )
+    }
+    found = {
+        service: next(one.default for one in settings if one.name == "port")
+        for service, settings in defaults.items()
+    }
+    assert found == PORTS
+
+
 async def test_it_trusts_no_other_ca(certified: tuple[str, str], tmp_path: Path) -> None:
     from tests.certificates import Authority  # noqa: PLC0415 - needs the package
 
@@ -113,7 +194,8 @@ async def test_a_sidecar_is_asked_by_http_and_https(certified: tuple[str, str]) 
     ("flags", "says"),
     [
         ((), "rollmesh probe SERVICE"),
-        (("router",), "--port or ROLLMESH_ROUTER_PORT"),
+        (("engine",), "--port or ROLLMESH_ENGINE_PORT"),
+        (("gateway", "--config=absent"), "config: absent"),
         (("router", "--port=99999"), "port: is 99999"),
         (("router", "--port=1", "--tls-certificate-file=absent"), "tls_certificate_file: absent"),
     ],

@@ -51,7 +51,12 @@ class Resolved(Generic[_Config]):
 
 
 def parse_config(
-    cls: type[_Config], service: str, argv: Sequence[str], environ: Mapping[str, str]
+    cls: type[_Config],
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    in_part: bool = False,
 ) -> _Config:
     """Returns the config of a service.
 
@@ -61,18 +66,25 @@ def parse_config(
         service: Name of the service: `router`.
         argv: Command-line arguments, without the program's name.
         environ: The environment.
+        in_part: Whether it is a part of the service's config: the file's other settings are not
+            read, and a file with several models need not say which.
 
     Raises:
         ConfigError: Names the setting and what is wrong with it; a flag must hold no secret.
     """
-    found = resolve(cls, service, argv, environ)
+    found = resolve(cls, service, argv, environ, in_part=in_part)
     if found.problems or found.config is None:
         raise ConfigError(found.problems[0])
     return found.config
 
 
 def resolve(
-    cls: type[_Config], service: str, argv: Sequence[str], environ: Mapping[str, str]
+    cls: type[_Config],
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    in_part: bool = False,
 ) -> Resolved[_Config]:
     """Returns the config of a service, who gave each setting, and all problems.
 
@@ -93,7 +105,12 @@ def resolve(
     if path is not None:
         tables = read_mesh(path, service)
         model = over["model"].value if "model" in over else ""
-        given = from_file(tables, service, model, str(path), {one.name for one in settings})
+        known = {one.name for one in settings}
+        if in_part and not model:
+            tables = {name: table for name, table in tables.items() if name != "model"}
+        given = from_file(tables, service, model, str(path), known)
+        if in_part:
+            given = {name: one for name, one in given.items() if name in known}
     given |= over
     config, found = examine(
         cls,
@@ -139,7 +156,8 @@ def from_file(
         }
     if model is not None and model.infix:
         for name in ("model", "model_path"):
-            given[name] = Given(given[name].value, f"{path} [[model]]", name)
+            if name in given:
+                given[name] = Given(given[name].value, f"{path} [[model]]", name)
     of_model = {} if model is None else model.tables.get(service, {})
     for name, value in own_table(tables, service, model).items():
         table = f"[model.{service}]" if name in of_model else f"[{service}]"

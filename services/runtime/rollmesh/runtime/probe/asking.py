@@ -3,7 +3,7 @@
 import socket
 import ssl
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +11,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.access.files import read_file
-from rollmesh.runtime.config import Bounds, Config, ConfigError
+from rollmesh.runtime.config import ROUTER_PORT, SCORER_PORT, Bounds, Config, ConfigError
 
 _TIMEOUT_S = 5.0
 _HTTP_SERVICE = "sidecar"
+PORTS = {
+    "router": ROUTER_PORT,
+    "gateway": 7200,
+    "collector": 7300,
+    "scorer": SCORER_PORT,
+    "sidecar": 8000,
+}
+"""Defaults of the services; an engine takes a free port."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - is not bound
 
 
@@ -29,7 +37,9 @@ class ProbeConfig(Config):
     host: str = "127.0.0.1"
     """Address that the service listens on."""
     port: Annotated[int, Bounds(0, 65_535)] = 0
-    """Port that the service listens on."""
+    """Port that the service listens on; 0 means the service's default."""
+    model: str = ""
+    """Model of the engine or gateway, where the mesh file has settings of its own for it."""
     tls_certificate_file: str = ""
     """File with the certificate of the service; it serves TLS if it has one."""
     tls_key_file: str = ""
@@ -51,9 +61,11 @@ def probe(service: str, config: ProbeConfig) -> None:
         ConfigError: There is no port, or a file cannot be read.
         NotServingError: It does not answer, or answers that it does not serve.
     """
-    if not config.port:
+    port = config.port or PORTS.get(service, 0)
+    if not port:
         variable = f"ROLLMESH_{service.upper()}_PORT"
         raise ConfigError(f"port: is 0; give the service's port by --port or {variable}")
+    config = replace(config, port=port)
     host = _LOOPBACK.get(config.host, config.host)
     try:
         if service == _HTTP_SERVICE:
