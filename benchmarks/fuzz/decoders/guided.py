@@ -2,9 +2,9 @@
 
 Arguments: the file for the inputs behind findings, the file for the counts, and a seed. Further
 ones choose: `--guidance none` makes inputs without a look at coverage, `bytes` changes bytes only,
-`both` changes bytes and fields by turns, and makes some without a look at coverage; `--only` takes
-the targets whose names contain a text. It ends when standard input does, or after `--seconds`.
-Coverage is counted for `rollmesh`.
+`both` changes bytes and fields by turns, after a minute of the first; `--only` takes the targets
+whose names contain a text. It ends when standard input does, or after `--seconds`. Coverage is
+counted for `rollmesh`.
 """
 
 import argparse
@@ -29,8 +29,10 @@ with atheris.instrument_imports(include=["rollmesh"]):
 
 Mutator = Callable[[bytes, int, int], bytes]
 _MOST_BYTES = 16_384
-_FROM_SEEDS, _BYTES_CHANGED = 0.2, 0.4
-"""Fractions of inputs that are made without a look at coverage, and by changes of bytes alone."""
+_BYTES_CHANGED = 0.5
+_UNGUIDED = 60_000
+"""Inputs that are made from the seeds alone at first: until about then they reach new code faster
+than changes of what was kept do. Those that reach new code are kept from the first."""
 
 
 class Guided:
@@ -61,10 +63,10 @@ class Guided:
 
         def both(data: bytes, size: int, seed: int) -> bytes:
             rng = random.Random(seed)
-            if not data or (kind := rng.random()) < _FROM_SEEDS:
+            if not data or self._findings.counts["inputs"] < _UNGUIDED:
                 return none(data, size, seed)
             at = data[0] % len(self._feeder.targets)
-            if kind < _FROM_SEEDS + _BYTES_CHANGED:
+            if rng.random() < _BYTES_CHANGED:
                 changed: bytes = atheris.Mutate(data[1:], max(size - 1, 1))
             else:
                 changed = self._feeder.targets[at].change(rng, data[1:])
