@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
-from rollmesh.gateway.commands import DEAD_LETTERS
+from rollmesh.gateway.commands import DEAD_LETTERS, REVOKE_KEY
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.router.commands import FORGET
 from rollmesh.runtime.access.identity import CallerConfig
@@ -36,7 +36,11 @@ _MODULES = {
     "tokens": "rollmesh.runtime.access",
     "certs": "rollmesh.cli.certs",
 }
-_TOOLS = {"collector": set(COLLECTOR_TOOLS), "gateway": {DEAD_LETTERS}, "router": {FORGET}}
+_TOOLS = {
+    "collector": set(COLLECTOR_TOOLS),
+    "gateway": {DEAD_LETTERS, REVOKE_KEY},
+    "router": {FORGET},
+}
 
 
 def commands() -> list[tuple[str, list[str]]]:

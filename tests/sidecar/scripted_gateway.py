@@ -222,6 +222,11 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.RevokeSessionKeyResponse:
         raise SessionUnknownError("session_id: is unknown")
 
+    async def EndSessionKey(
+        self, request: gateway_pb2.EndSessionKeyRequest, context: Context
+    ) -> gateway_pb2.EndSessionKeyResponse:
+        raise SessionUnknownError("session_id: is unknown")
+
     async def ListDeadLetters(
         self, request: gateway_pb2.ListDeadLettersRequest, context: Context
     ) -> gateway_pb2.ListDeadLettersResponse:

@@ -21,6 +21,7 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh router forget-weights [--model NAME]
        rollmesh collector delete|export|inspect|replay [flags]
        rollmesh gateway dead-letters list|retry|drop [flags]
+       rollmesh gateway revoke-key SESSION_ID  ends a session's key
        rollmesh template check MODEL   shows what a gateway finds about a chat template
        rollmesh conformance --base-url URL --key-file FILE
                                        checks any server as agents would use it

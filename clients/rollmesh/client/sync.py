@@ -134,6 +134,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     open_session = _waiting(AsyncClient.open_session)
     close_session = _waiting(AsyncClient.close_session)
     revoke_key = _waiting(AsyncClient.revoke_key)
+    renew_key = _waiting(AsyncClient.renew_key)
     transcript = _waiting(AsyncClient.transcript)
 
     rollout = _waiting(rollout)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.gateway.storage.keys import read_revisions
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
@@ -45,6 +46,12 @@ async def revoked(mesh: LiveMesh, session_id: str, key: str, request_id: str = "
     )
     ended = await answered(mesh.stub.RevokeSessionKey(request, wait_for_ready=True))
     return str(ended.session_key)
+
+
+async def ended(mesh: LiveMesh, session_id: str, request_id: str = "") -> None:
+    request = gateway_pb2.EndSessionKeyRequest(session_id=session_id, request_id=request_id)
+    response = await answered(mesh.stub.EndSessionKey(request, wait_for_ready=True))
+    assert response == gateway_pb2.EndSessionKeyResponse()
 
 
 async def chat(mesh: LiveMesh, session_id: str, key: str) -> None:
@@ -124,6 +131,63 @@ async def test_of_two_that_end_a_key_at_once_one_gets_the_next_one(mesh: LiveMes
     (refused,) = (one for one in found if not isinstance(one, str))
     assert isinstance(refused, SessionKeyWrongError)
     await chat(mesh, session_id, second)
+
+
+async def test_an_operator_ends_the_key_and_a_repeat_of_the_opening_returns_the_next(
+    mesh: LiveMesh,
+) -> None:
+    session_id, first = await opened(mesh, "r")
+    await ended(mesh, session_id, "op")
+    with pytest.raises(SessionKeyWrongError):
+        await chat(mesh, session_id, first)
+    _, second = await opened(mesh, "r")
+    await ended(mesh, session_id, "op")
+    await mesh.start_gateway()
+    await ended(mesh, session_id, "op")
+    assert await opened(mesh, "r") == (session_id, second)
+    for _ in range(2):  # without a request id, each call ends a key
+        await ended(mesh, session_id)
+    _, fourth = await opened(mesh, "r")
+    assert fourth == mesh.gateway.keys.key(session_id)
+    assert len({first, second, fourth}) == 3
+    with pytest.raises(SessionKeyWrongError):
+        await chat(mesh, session_id, second)
+    await close(mesh, session_id, fourth)
+
+
+async def test_an_ended_key_and_the_operators_request_id_return_no_key(mesh: LiveMesh) -> None:
+    session_id, first = await opened(mesh)
+    await ended(mesh, session_id, "op")
+    stored = (await mesh.gateway.journal.read(read_revisions))[session_id].request_id
+    assert len(stored) > 128
+    with pytest.raises(SessionKeyWrongError):
+        await revoked(mesh, session_id, first, "op")
+    with pytest.raises(InvalidFieldError, match="request_id"):
+        await revoked(mesh, session_id, first, stored)
+
+
+async def test_an_operator_ends_keys_of_open_sessions_only(mesh: LiveMesh) -> None:
+    session_id, key = await opened(mesh)
+    with pytest.raises(InvalidFieldError, match="request_id"):
+        await ended(mesh, session_id, "x" * 129)
+    await chat(mesh, session_id, key)
+    await close(mesh, session_id, key)
+    with pytest.raises(SessionClosedError):
+        await ended(mesh, session_id)
+    await close(mesh, session_id, key)
+    for unknown in (mesh.gateway.journal.journal_id + "0" * 24, ""):
+        with pytest.raises(SessionUnknownError):
+            await ended(mesh, unknown)
+
+
+async def test_an_operator_and_a_trainer_may_end_keys_at_once(mesh: LiveMesh) -> None:
+    session_id, first = await opened(mesh, "r")
+    calls = [ended(mesh, session_id, name) for name in ("a", "b")]
+    await asyncio.gather(revoked(mesh, session_id, first, "t"), *calls, return_exceptions=True)
+    _, current = await opened(mesh, "r")
+    await chat(mesh, session_id, current)
+    with pytest.raises(SessionKeyWrongError):
+        await chat(mesh, session_id, first)
 
 
 async def test_only_who_has_a_key_learns_of_a_session_and_can_end_it(mesh: LiveMesh) -> None:

@@ -6,12 +6,17 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
-from rollmesh.client.connections import Connections
+from rollmesh.client.connections import Connections, GatewayMethod
 from rollmesh.client.retries import retried
 from rollmesh.client.sessions.session import Outcome, Session
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.client.shielding import shielded
-from rollmesh.runtime.errors import RepeatConflictError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RepeatConflictError,
+    SessionClosedError,
+    SessionKeyWrongError,
+)
 from rollmesh.v1 import gateway_pb2
 
 _LEAVE_S = 10.0
@@ -119,7 +124,13 @@ class SessionCalls(Connections):
         sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
         opened = await self._opened(request, is_repeat=is_repeat)
         base_url = f"{sidecar}/sessions/{opened.session_key}/v1"
-        return Session(opened.session_id, opened.session_key, base_url, opened.model)
+        return Session(
+            opened.session_id,
+            opened.session_key,
+            base_url,
+            opened.model,
+            request_id=request.request_id,
+        )
 
     async def close_session(
         self,
@@ -131,6 +142,8 @@ class SessionCalls(Connections):
         reward_timeout_ms: int | None = None,
     ) -> list[str]:
         """Closes a session with its rewards; returns the ids of its trajectories.
+
+        If an operator ended the session's key, the session gets its next one first.
 
         Args:
             session: The session.
@@ -148,16 +161,13 @@ class SessionCalls(Connections):
         request = filled(
             gateway_pb2.CloseSessionRequest,
             session_id=session.session_id,
-            session_key=session.api_key,
             outcome=outcome_of(outcome),
             metadata=dict(metadata or {}),
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
             reward_timeout_ms=reward_timeout_ms,
         )
-        response = await self._at_gateway(
-            session.session_id, lambda stub: stub.CloseSession, request
-        )
+        response = await self._with_key(session, lambda stub: stub.CloseSession, request)
         session.closed = True
         return list(response.trajectory_ids)
 
@@ -177,13 +187,55 @@ class SessionCalls(Connections):
         response = await self._at_gateway(
             session.session_id, lambda stub: stub.RevokeSessionKey, request
         )
-        session.api_key = response.session_key
-        session.base_url = session.base_url.replace(old, session.api_key)
+        _rekey(session, response.session_key)
+
+    async def renew_key(self, session: Session) -> None:
+        """Gives an open session its current key and base URL, after somebody ended the old ones.
+
+        Raises:
+            InvalidFieldError: The session has no request id; it was not opened by a client.
+            SessionClosedError: The session is closed.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        if not session.request_id:
+            raise InvalidFieldError(
+                "request_id", "is empty; give the one under which the session was opened"
+            )
+        find = gateway_pb2.FindSessionRequest(request_id=session.request_id)
+        found = await self._at_gateway(session.session_id, lambda stub: stub.FindSession, find)
+        if found.closed or found.session_id != session.session_id:  # another must not be opened
+            raise SessionClosedError(
+                f"session {session.session_id} is closed", session_id=session.session_id
+            )
+        request = gateway_pb2.CreateSessionRequest(
+            request_id=session.request_id, model=session.model
+        )
+        opened = await self._at_gateway(
+            session.session_id, lambda stub: stub.CreateSession, request
+        )
+        _rekey(session, opened.session_key)
+
+    async def _with_key(self, session: Session, method: GatewayMethod, request: Any) -> Any:
+        """Makes a call with a session's key; if that was ended, with the next one."""
+        request.session_key = session.api_key
+        try:
+            return await self._at_gateway(session.session_id, method, request)
+        except SessionKeyWrongError:
+            if not session.request_id:
+                raise
+            await self.renew_key(session)
+            if session.api_key == request.session_key:
+                raise
+        request.session_key = session.api_key
+        return await self._at_gateway(session.session_id, method, request)
 
     async def transcript(self, session: Session) -> Transcript:
         """Returns the conversation of an open session so far."""
-        request = gateway_pb2.GetSessionRequest(
-            session_id=session.session_id, session_key=session.api_key, with_messages=True
-        )
-        found = await self._at_gateway(session.session_id, lambda stub: stub.GetSession, request)
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
+        found = await self._with_key(session, lambda stub: stub.GetSession, request)
         return Transcript.from_proto(found)
+
+
+def _rekey(session: Session, key: str) -> None:
+    session.base_url = session.base_url.replace(session.api_key, key)
+    session.api_key = key

@@ -25,6 +25,8 @@ class Session:
     rewards: Rewards = field(default_factory=Rewards)
     """Set before the session is closed."""
     closed: bool = False
+    request_id: str = field(default="", repr=False)
+    """Request id under which it was opened; a trainer's token and this return its key."""
 
     @property
     def keyless_url(self) -> str:

@@ -341,8 +341,8 @@ class CreateSessionResponse(_message.Message):
     """Id of the session. It grants no access, so it may be logged and shown."""
     session_key: _builtins.str
     """Key of the session, which grants access to this session only. Agents send it as a bearer token
-    or in the URL. It ends with the session, or by RevokeSessionKey. A repeat with the same request_id
-    returns the current key.
+    or in the URL. It ends with the session, or by RevokeSessionKey or
+    EndSessionKey. A repeat with the same request_id returns the current key.
     """
     model: _builtins.str
     """Name of the model that answers."""
@@ -1408,6 +1408,51 @@ class RevokeSessionKeyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeSessionKeyResponse: _TypeAlias = RevokeSessionKeyResponse  # noqa: Y015
+
+@_typing.final
+class EndSessionKeyRequest(_message.Message):
+    """Request of EndSessionKey."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    request_id: _builtins.str
+    """Makes the call repeatable until another key of the session is ended, also after a restart, at
+    most 128 characters. Without it every call ends a key. It opens nothing.
+    """
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionKeyRequest: _TypeAlias = EndSessionKeyRequest  # noqa: Y015
+
+@_typing.final
+class EndSessionKeyResponse(_message.Message):
+    """The key is ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionKeyResponse: _TypeAlias = EndSessionKeyResponse  # noqa: Y015
 
 @_typing.final
 class GetGatewayInfoRequest(_message.Message):

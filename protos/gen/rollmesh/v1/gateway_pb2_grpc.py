@@ -85,6 +85,11 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
                 _registered_method=True)
+        self.EndSessionKey = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/EndSessionKey',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.FromString,
+                _registered_method=True)
         self.ListDeadLetters = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/ListDeadLetters',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
@@ -214,6 +219,17 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSessionKey(self, request, context):
+        """Ends the current key of an open session for an operator, who has none, and returns no key. From
+        then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+        gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
+        (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListDeadLetters(self, request, context):
         """Lists dead letters, the sessions that were set aside because the collector refused them for good,
         because no record can be made of them, or because their rows in the journal are damaged. They
@@ -300,6 +316,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.RevokeSessionKey,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.SerializeToString,
+            ),
+            'EndSessionKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSessionKey,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.SerializeToString,
             ),
             'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListDeadLetters,
@@ -593,6 +614,33 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/RevokeSessionKey',
             rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSessionKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/EndSessionKey',
+            rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

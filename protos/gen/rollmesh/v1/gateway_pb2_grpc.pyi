@@ -96,6 +96,13 @@ class GatewayServiceStub:
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
     """
+    EndSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]
+    """Ends the current key of an open session for an operator, who has none, and returns no key. From
+    then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+    gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
+    (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+    """
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
     because no record can be made of them, or because their rows in the journal are damaged. They
@@ -181,6 +188,13 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     was ended, returns the same response until the next key is ended.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+    """
+    EndSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]  # type: ignore[assignment]
+    """Ends the current key of an open session for an operator, who has none, and returns no key. From
+    then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+    gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
+    (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
     """
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
@@ -324,6 +338,19 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         was ended, returns the same response until the next key is ended.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
         (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+        """
+
+    @_abc_1.abstractmethod
+    def EndSessionKey(
+        self,
+        request: _gateway_pb2.EndSessionKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.EndSessionKeyResponse, _abc.Awaitable[_gateway_pb2.EndSessionKeyResponse]]:
+        """Ends the current key of an open session for an operator, who has none, and returns no key. From
+        then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+        gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
+        (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
         """
 
     @_abc_1.abstractmethod

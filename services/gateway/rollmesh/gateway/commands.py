@@ -1,16 +1,23 @@
-"""`rollmesh gateway dead-letters`: manages the sessions that running gateways have set aside."""
+"""Tools of operators: `rollmesh gateway dead-letters` and `rollmesh gateway revoke-key`.
+
+The first manages the sessions that running gateways have set aside, the second ends the keys of
+open ones.
+"""
 
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
 from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
@@ -20,18 +27,17 @@ if TYPE_CHECKING:
     from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
 
 DEAD_LETTERS = "dead-letters"
+REVOKE_KEY = "revoke-key"
 _TIMEOUT_S = 60.0
+_REPEATED_MS = 10_000
+"""Time in which a gateway that was lost is looked for again, milliseconds."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 
 
 def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
-    parser.add_argument(
-        "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know gateways"
-    )
-    parser.add_argument(
-        "--gateway", default="", help="host:port of the only one; the router is then not asked"
-    )
+    _add_addresses(parser)
     parser.add_argument("work", nargs="?", default="list", choices=("list", "retry", "drop"))
     parser.add_argument("session_ids", nargs="*", help="retry, drop: which; with --all, all")
     parser.add_argument("--all", action="store_true", help="retry, drop: every dead letter")
@@ -39,18 +45,83 @@ def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     options = parser.parse_args(argv)
     if options.work != "list" and options.all == bool(options.session_ids):
         parser.error(f"{options.work}: give session ids, or --all")
+    return _run(DEAD_LETTERS, _connected, options, environ)
+
+
+def run_revoke_key(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
+    parser = argparse.ArgumentParser(
+        prog=f"rollmesh gateway {REVOKE_KEY}",
+        description="Ends the keys of open sessions. Agents that have them get 401; whoever opened "
+        "a session gets its next key by opening it again under the same request id.",
+    )
+    _add_addresses(parser)
+    parser.add_argument("session_ids", nargs="+", metavar="SESSION_ID")
+    identity.add_flags(parser)
+    return _run(REVOKE_KEY, _revoked, parser.parse_args(argv), environ)
+
+
+def _add_addresses(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know gateways"
+    )
+    parser.add_argument(
+        "--gateway", default="", help="host:port of the only one; the router is then not asked"
+    )
+
+
+def _run(
+    tool: str,
+    work: Callable[[argparse.Namespace], Coroutine[None, None, list[str]]],
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+) -> int:
+    """Runs a tool's work, which returns what failed; returns the exit code."""
     try:
         identity.present_files(options, environ)
     except ConfigError as error:
-        print(f"rollmesh gateway {DEAD_LETTERS}: {error}", file=sys.stderr)  # noqa: T201 - the edge
+        print(f"rollmesh gateway {tool}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
     try:
-        failed = asyncio.run(_connected(options))
+        failed = asyncio.run(work(options))
     except RollmeshError as error:
         failed = [error.message]
     for message in failed:
-        print(f"rollmesh gateway {DEAD_LETTERS}: {message}", file=sys.stderr)  # noqa: T201 - the edge
+        print(f"rollmesh gateway {tool}: {message}", file=sys.stderr)  # noqa: T201 - the edge
     return 1 if failed else 0
+
+
+async def _revoked(options: argparse.Namespace) -> list[str]:
+    """Ends the key of each session; returns what gateways said of those whose key is not ended."""
+    failed = []
+    async with aclosing(GatewayDirectory(options.router, options.gateway)) as gateways:
+        for session_id in options.session_ids:
+            try:
+                await _end_key(gateways, session_id)
+            except RollmeshError as error:
+                failed.append(f"{session_id}: {error.message}")
+            else:
+                _say(f"{session_id}: its key is ended")
+    return failed
+
+
+async def _end_key(gateways: GatewayDirectory, session_id: str) -> None:
+    """Ends the key of a session where it is served, also if another gateway takes it over now."""
+    request = pb.EndSessionKeyRequest(session_id=session_id, request_id=uuid.uuid4().hex)
+    backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+    until_ms = clock.monotonic_ms() + _REPEATED_MS
+    while True:
+        try:
+            gateway = await gateways.of(session_id)
+            with typed_errors():
+                await gateway.stub.EndSessionKey(request, timeout=_TIMEOUT_S)
+        except RollmeshError as error:
+            is_moving = gateways.failed(session_id, error) or isinstance(error, NoGatewayError)
+            if not is_moving or clock.monotonic_ms() >= until_ms:
+                raise
+        else:
+            return
+        await asyncio.sleep(backoff.next_s())
 
 
 async def _connected(options: argparse.Namespace) -> list[str]:

@@ -245,6 +245,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         key = await registry.keys.revoke(session_id, request.session_key, repeat)
         return gateway_pb2.RevokeSessionKeyResponse(session_key=key)
 
+    async def EndSessionKey(
+        self, request: gateway_pb2.EndSessionKeyRequest, context: Context
+    ) -> gateway_pb2.EndSessionKeyResponse:
+        if len(request.request_id) > _MAX_ID_CHARS:
+            raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
+        registry = self.gateway.of(request.session_id)
+        registry.session(request.session_id)
+        await registry.keys.end(request.session_id, request.request_id)
+        return gateway_pb2.EndSessionKeyResponse()
+
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:

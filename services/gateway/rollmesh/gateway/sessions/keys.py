@@ -65,9 +65,34 @@ class SessionKeys:
         async with self._ending:
             revision = self.next_revision(session_id, key, request_id)
             if revision is not None:
-                await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
-                self._revisions[session_id] = revision
+                await self._store(session_id, revision)
             return self.key(session_id)
+
+    async def end(self, session_id: str, request_id: str) -> None:
+        """Ends the current key, whatever it is; returns once that is durable.
+
+        A repeat of the call that ended the last key changes nothing. A caller that leaves does not
+        stop it.
+
+        Args:
+            session_id: Id of the session.
+            request_id: Identifies a repeat; may be empty.
+        """
+        await asyncio.shield(begun(self._tasks, self._end(session_id, request_id)))
+
+    async def _end(self, session_id: str, request_id: str) -> None:
+        # An operator's id returns no key, so it must not equal any that `revoke` is given. Those
+        # have 128 characters at most.
+        digest = hashlib.sha512(request_id.encode()).hexdigest()
+        ended_by = f"operator:{digest}"
+        async with self._ending:
+            number, last = self._revision(session_id)
+            if not (request_id and ended_by == last):
+                await self._store(session_id, KeyRevision(number + 1, ended_by))
+
+    async def _store(self, session_id: str, revision: KeyRevision) -> None:
+        await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
+        self._revisions[session_id] = revision
 
     def next_revision(self, session_id: str, key: str, request_id: str) -> KeyRevision | None:
         """Returns the revision that follows if a key is ended; None if a repeat asks for it again.

@@ -94,6 +94,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "WithdrawAnswer": _TALKS,
         "CloseSession": _TALKS,
         "RevokeSessionKey": _TRAINS,
+        "EndSessionKey": frozenset({_R.OPERATOR}),
         "GetSession": _TRAINS,
         "ListDeadLetters": frozenset({_R.OPERATOR}),
         "RetryDeadLetter": frozenset({_R.OPERATOR}),

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
-API_REVISION = 10
+API_REVISION = 11
 """Incremented with every addition to the contract."""
 NAME = "rollmesh.v1.ServerService"
 
