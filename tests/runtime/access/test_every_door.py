@@ -106,6 +106,52 @@ async def test_a_service_registers_as_what_it_is_and_as_nothing_else(mesh: Mesh)
     assert let_in == {(kind, kind) for kind in kinds}
 
 
+async def test_no_role_takes_the_id_of_another_or_learns_what_proves_one(mesh: Mesh) -> None:
+    assert mesh.locks is not None
+    async with AsyncExitStack() as stack:
+        stubs: dict[str, Any] = {
+            role: router_pb2_grpc.RouterServiceStub(
+                await stack.enter_async_context(mesh.locks.channel(mesh.address("router"), role))
+            )
+            for role in ("sidecar", "engine", "gateway", "operator")
+        }
+        found = await stubs["operator"].ListReplicas(router_pb2.ListReplicasRequest(), timeout=30)
+        assert {one.hello.instance_id for one in found.replicas} == {""}
+        (running_one,) = (
+            one.hello
+            for one in found.replicas
+            if one.hello.kind == router_pb2.REPLICA_KIND_GATEWAY
+            and one.hello.address == mesh.address("gateway")
+        )
+        for name in (running_one.replica_id, "gateway-to-come"):
+            for role in ("sidecar", "engine"):
+                hello = router_pb2.ReplicaHello(
+                    replica_id=name,
+                    kind=router_pb2.ReplicaKind.Value(f"REPLICA_KIND_{role.upper()}"),
+                    address="127.0.0.1:1",
+                )
+                hello.lease_capacity, hello.model = 1, "other"
+                taking = stubs[role].Register(timeout=60)
+                stack.callback(taking.cancel)
+                await taking.write(router_pb2.RegisterRequest(hello=hello))
+                assert (await taking.read()).router_id
+        coming = router_pb2.ReplicaHello(
+            replica_id="gateway-to-come",
+            kind=router_pb2.REPLICA_KIND_GATEWAY,
+            address="127.0.0.1:2",
+            model="other",
+            journal_id="12345679",
+        )
+        arrived = stubs["gateway"].Register(timeout=60)
+        stack.callback(arrived.cancel)
+        await arrived.write(router_pb2.RegisterRequest(hello=coming))
+        assert (await arrived.read()).router_id
+        listed = await stubs["sidecar"].ListGateways(router_pb2.ListGatewaysRequest(), timeout=30)
+        addresses = {one.gateway_id: one.address for one in listed.gateways}
+        assert addresses[running_one.replica_id] == mesh.address("gateway")
+        assert addresses["gateway-to-come"] == "127.0.0.1:2"
+
+
 def expected(name: str, caller: str, found: str) -> str:
     """Returns the reason that a caller should get; whoever is let in may get any other."""
     if name in OPEN or caller in TABLE[name]:

@@ -147,6 +147,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if request.kind not in (router_pb2.REPLICA_KIND_UNSPECIFIED, hello.kind):
                 continue
             replica = response.replicas.add(hello=hello)
+            replica.hello.ClearField("instance_id")  # by it a process takes over its own stream
             engine = self._table.engines.get(hello.replica_id)
             if engine is not None and hello.kind == router_pb2.REPLICA_KIND_ENGINE:
                 replica.leases = engine.leases

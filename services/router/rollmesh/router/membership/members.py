@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -18,6 +19,7 @@ from rollmesh.v1 import router_pb2
 _log = logging.getLogger(__name__)
 _TICK_MS = 250
 _INTERVAL_MS = 5_000  # of replicas that promise none
+_Key: TypeAlias = tuple[router_pb2.ReplicaKind.ValueType, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +46,11 @@ class Member:
         return self.silent_ms >= 2 * self.interval_ms
 
 
+def _key(hello: router_pb2.ReplicaHello) -> _Key:
+    """Returns what a member has to itself: no role takes the id of another."""
+    return hello.kind, hello.replica_id
+
+
 class Members:
     """The replicas that are registered."""
 
@@ -54,7 +61,7 @@ class Members:
             missed_reports: Number of reports that a member may miss before it is removed.
         """
         self._missed_reports = missed_reports
-        self._members: dict[str, Member] = {}
+        self._members: dict[_Key, Member] = {}
         self._error: RollmeshError | None = None
 
     def hellos(self) -> list[router_pb2.ReplicaHello]:
@@ -75,7 +82,8 @@ class Members:
             ReplicaIdInUseError: Another live process has the id.
             InvalidFieldError: It is a collector, and collectors of another store are members.
         """
-        while (former := self._members.get(hello.replica_id)) is not None:
+        key = _key(hello)
+        while (former := self._members.get(key)) is not None:
             if hello.instance_id and hello.instance_id == former.hello.instance_id:
                 break
             former.heard.clear()
@@ -86,7 +94,7 @@ class Members:
                     f"{former.hello.address}; give each replica its own id"
                 )
         self._check_store(hello)
-        member = self._members[hello.replica_id] = Member(hello)
+        member = self._members[key] = Member(hello)
         return member
 
     def _check_store(self, hello: router_pb2.ReplicaHello) -> None:
@@ -105,7 +113,7 @@ class Members:
 
     def has(self, member: Member) -> bool:
         """Returns whether a member still owns its id."""
-        return self._members.get(member.hello.replica_id) is member
+        return self._members.get(_key(member.hello)) is member
 
     @asynccontextmanager
     async def reporting(self, member: Member) -> AsyncIterator[None]:
@@ -149,7 +157,7 @@ class Members:
     def leave(self, member: Member) -> None:
         """Removes a member whose stream ended."""
         if self.has(member):
-            del self._members[member.hello.replica_id]
+            del self._members[_key(member.hello)]
         member.heard.set()
 
     def end(self, error: RollmeshError) -> None:
