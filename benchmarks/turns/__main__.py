@@ -62,11 +62,12 @@ class Round(NamedTuple):
     figures: list[cases.Figures]
 
 
-async def main(count: int) -> None:
+async def main(count: int) -> int:
     """Measures this many rounds of every case, or as many as the time allows; prints the results.
 
-    Raises:
-        TimeoutError: Not one round ended in time.
+    Returns:
+        The exit code: 1 if the time did not allow the base case of one round. The last line of
+        output has the number of rounds, and what was measured, in any case.
     """
     started, before = time.monotonic(), os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load average before the run {before:.1f}")
@@ -78,7 +79,8 @@ async def main(count: int) -> None:
         except TimeoutError:
             if not rounds:
                 print(logs(folder), file=sys.stderr)
-                raise
+                print(json.dumps({"rounds": 0, "load_average": round(before, 1)}))
+                return 1
         except BaseException:
             print(logs(folder), file=sys.stderr)
             raise
@@ -89,10 +91,11 @@ async def main(count: int) -> None:
     summary |= {"rounds": len(rounds), "load_average": round(before, 1)}
     print(f"took {time.monotonic() - started:.0f} s")
     print(json.dumps(summary))
+    return 0
 
 
 async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
-    """Appends each round as it ends."""
+    """Appends each round as its base case ends, and to it each further case."""
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         async with asyncio.timeout(_START_TIMEOUT_S):
@@ -123,18 +126,18 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
                 return
             async with asyncio.timeout(_ROUND_TIMEOUT_S):
                 base = await _measure_base({**systems, "tls": tls, "litellm": litellm}, seed)
-                figures = [memory, *await _measure_cases(systems, model, seed)]
+                figures = [memory]
+                rounds.append(Round(base, figures))
+                await _measure_cases(systems, model, seed, figures)
                 figures.append(await cases.first_bytes(timed, engine, seed))
                 _show("first byte", figures[-1])
-            rounds.append(Round(base, figures))
             spent = time.monotonic() - begun
 
 
 async def _measure_cases(
-    systems: dict[str, System], model: Model, seed: int
-) -> list[cases.Figures]:
-    """Measures one round of every case, alternating between the systems."""
-    rounds: list[cases.Figures] = []
+    systems: dict[str, System], model: Model, seed: int, rounds: list[cases.Figures]
+) -> None:
+    """Measures one round of every case, alternating between the systems; appends each."""
     for case in (cases.contexts, cases.tools, cases.stall, cases.long_session):
         for name in _order(systems, seed):
             prefix = "" if name == "ours" else f"{name}_"
@@ -142,7 +145,6 @@ async def _measure_cases(
             _show(case.__name__, rounds[-1])
     rounds.append(await cases.protocols(systems["ours"], model, seed))
     _show("protocols", rounds[-1])
-    return rounds
 
 
 async def _measure_base(systems: dict[str, System], seed: int) -> Base:
@@ -220,4 +222,4 @@ if __name__ == "__main__":
         sys.exit("benchmarks.turns: .venv-peer is missing; run `make bench-turns`, which makes it")
     parser = argparse.ArgumentParser(prog="benchmarks.turns")
     parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(main(parser.parse_args().rounds))
+    sys.exit(asyncio.run(main(parser.parse_args().rounds)))
