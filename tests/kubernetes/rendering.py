@@ -1,6 +1,8 @@
 """The manifests of deploy/kubernetes, as `kubectl kustomize` renders them."""
 
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,16 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (MANIFESTS / "overlays").iterdir())
 ROLLED = ("StatefulSet", "Deployment")
 """Kinds whose pods are replaced one by one."""
+VARIANTS = [*OVERLAYS, "cpu-small+scorer+postgres+cert-manager", "gpu-multi-node+cert-manager"]
+"""Overlays, and some with components."""
 Manifest = dict[str, Any]
+_OWN = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: rollmesh
+resources: [{overlay}]
+components: [{components}]
+"""
 
 
 def tool(name: str, *arguments: str | Path) -> str:
@@ -39,8 +50,22 @@ def parsed(text: str) -> list[Manifest]:
 
 @cache
 def overlay(name: str) -> list[Manifest]:
-    """Returns the objects of an overlay."""
-    return rendered(MANIFESTS / "overlays" / name)
+    """Returns the objects of an overlay, `gpu`, or of one with components, `gpu+scorer`."""
+    base, *components = name.split("+")
+    if not components:
+        return rendered(MANIFESTS / "overlays" / base)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        write_overlay(folder, base, components)
+        return rendered(folder)
+
+
+def write_overlay(folder: Path, base: str, components: Sequence[str], further: str = "") -> None:
+    """Writes an overlay of an operator's own, over one of ours and with components."""
+    up = "/".join([".."] * (len(folder.resolve().parts) - 1))
+    names = ", ".join(f"{up}{MANIFESTS}/components/{one}" for one in components)
+    text = _OWN.format(overlay=f"{up}{MANIFESTS}/overlays/{base}", components=names)
+    (folder / "kustomization.yaml").write_text(text + further)
 
 
 def of_kind(objects: list[Manifest], *kinds: str) -> dict[str, Manifest]:

@@ -3,12 +3,16 @@
 import importlib.util
 import re
 import tomllib
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from rollmesh.cli.certs.making import make_certificates
 from rollmesh.cli.services import installed
 from rollmesh.runtime.access.roles import TABLE, Role
 from rollmesh.runtime.config import parse_config
@@ -17,48 +21,34 @@ from tests.kubernetes.images import image
 from tests.kubernetes.policies import Peer, allowed, matches
 from tests.kubernetes.rendering import (
     MANIFESTS,
-    OVERLAYS,
+    VARIANTS,
     Manifest,
     containers,
     of_kind,
     overlay,
     parsed,
-    rendered,
     templates,
     tool,
 )
 
+CERTIFIED = {*Role, "scorer"} - {Role.AGENT}
+"""Who has a certificate in a cluster."""
 PORTS = {"router": 7100, "engine": 7400, "gateway": 7200, "collector": 7300}
 EVERYBODY = {"GetServerInfo", "Check", "List", "Watch"}
 SERVICE = "app.kubernetes.io/component"
-POSTGRES = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [{overlay}]
-components: [{component}]
-"""
-each_overlay = pytest.mark.parametrize("name", OVERLAYS)
-
-
-def with_postgres(name: str, folder: Path) -> list[Manifest]:
-    """An overlay with the component postgres."""
-    folder = folder.resolve()
-    up = "/".join([".."] * (len(folder.parts) - 1))
-    text = POSTGRES.format(
-        overlay=f"{up}{MANIFESTS}/overlays/{name}", component=f"{up}{MANIFESTS}/components/postgres"
-    )
-    (folder / "kustomization.yaml").write_text(text)
-    return rendered(folder)
+each_overlay = pytest.mark.parametrize("name", VARIANTS)
 
 
 def mesh_file(objects: list[Manifest]) -> str:
-    (config,) = of_kind(objects, "ConfigMap").values()
+    (config,) = (
+        one for one in of_kind(objects, "ConfigMap").values() if "mesh.toml" in one["data"]
+    )
     return str(config["data"]["mesh.toml"])
 
 
-@pytest.mark.parametrize("name", [*OVERLAYS, "with postgres"])
+@pytest.mark.parametrize("name", [*VARIANTS, "gpu-multi-node+postgres"])
 def test_it_fits_the_schemas_of_kubernetes(name: str, tmp_path: Path) -> None:
-    objects = overlay(name) if name in OVERLAYS else with_postgres("gpu-multi-node", tmp_path)
+    objects = overlay(name)
     yaml = pytest.importorskip("yaml")
     file = tmp_path / "rendered.yaml"
     file.write_text(yaml.safe_dump_all(objects))
@@ -107,8 +97,20 @@ def test_a_pod_has_the_secret_of_its_own_role_alone(name: str) -> None:
             continue
         (locks,) = [one for one in template["spec"]["volumes"] if one["name"] == "locks"]
         assert locks["projected"]["defaultMode"] == 0o400
-        own, accepted = (one["secret"] for one in locks["projected"]["sources"])
-        assert own == {"name": f"rollmesh-{role}"}, maker
+        *own, accepted = sorted(
+            (one["secret"] for one in locks["projected"]["sources"]),
+            key=lambda one: one["name"] == "rollmesh-accepted",
+        )
+        if "cert-manager" in name:
+            certificates = own.pop()
+            assert certificates["name"] == f"rollmesh-{role}-tls"
+            files = {one["key"]: one["path"] for one in certificates["items"]}
+            assert files == {"tls.crt": f"{role}.crt", "tls.key": f"{role}.key", "ca.crt": "ca.crt"}
+            token = {"key": f"{role}.token", "path": f"{role}.token"}
+            expected = [{"name": f"rollmesh-{role}", "items": [token]}]
+            assert own == ([] if role == "scorer" else expected)
+        else:
+            assert own == [{"name": f"rollmesh-{role}"}], maker
         assert accepted["name"] == "rollmesh-accepted"
         paths = {one["key"]: one["path"] for one in accepted["items"]}
         assert paths.pop("scrapers") == "scrapers"
@@ -121,11 +123,65 @@ def test_the_secrets_are_what_the_tools_make(tmp_path: Path) -> None:
     accepted = [f"tokens/accepted/{one}" for one in sorted(Role)]
     assert made.pop("rollmesh-accepted") == [*accepted, "tokens/scrapers"]
     assert made.pop("rollmesh-scraper") == ["tokens/scraper.token", "certificates/ca.crt"]
-    assert made.keys() == {f"rollmesh-{role}" for role in Role if role != Role.AGENT}
+    assert made.keys() == {f"rollmesh-{role}" for role in CERTIFIED}
     for name, files in made.items():
         role = name.removeprefix("rollmesh-")
         own = [f"certificates/{role}.crt", f"certificates/{role}.key", "certificates/ca.crt"]
-        assert files == [f"tokens/{role}.token", *own]
+        assert files == [*([] if role == "scorer" else [f"tokens/{role}.token"]), *own]
+
+
+def test_the_tokens_alone_are_those_of_the_locks() -> None:
+    (alone,) = parsed((MANIFESTS / "tokens" / "kustomization.yaml").read_text())
+    (both,) = parsed((MANIFESTS / "locks" / "kustomization.yaml").read_text())
+    tokens = {
+        one["name"]: [file for file in one["files"] if file.startswith("tokens/")]
+        for one in both["secretGenerator"]
+    }
+    del tokens["rollmesh-scorer"]
+    assert {one["name"]: one["files"] for one in alone["secretGenerator"]} == tokens
+    assert alone["generatorOptions"] == both["generatorOptions"]
+    for folder in ("tokens", "locks"):
+        (made,) = parsed((MANIFESTS / folder / "namespace.yaml").read_text())
+        assert made["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+def test_cert_manager_is_asked_for_what_rollmesh_certs_makes() -> None:
+    objects = overlay("cpu-small+cert-manager")
+    asked = of_kind(objects, "Certificate")
+    issuers = of_kind(objects, "Issuer")
+    assert issuers["rollmesh"]["spec"]["ca"]["secretName"] == "rollmesh-ca"
+    assert asked.pop("rollmesh-ca")["spec"]["isCA"] is True
+    made = make_certificates([], datetime.now(UTC), days=1)
+    assert asked.keys() == {f"rollmesh-{role}" for role in CERTIFIED}
+    for name, one in asked.items():
+        role, spec = name.removeprefix("rollmesh-"), one["spec"]
+        certificate = x509.load_pem_x509_certificate(made[f"{role}.crt"])
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert spec["secretName"] == f"{name}-tls"
+        assert spec["issuerRef"]["name"] == "rollmesh"
+        assert spec.get("dnsNames", []) == names.get_values_for_type(x509.DNSName)
+        assert spec.get("uris", []) == names.get_values_for_type(x509.UniformResourceIdentifier)
+        addresses = names.get_values_for_type(x509.IPAddress)
+        assert spec.get("ipAddresses", []) == [str(address) for address in addresses]
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        serves = ExtendedKeyUsageOID.SERVER_AUTH in uses
+        assert ("server auth" in spec["usages"]) == serves
+        assert {"client auth", "digital signature"} <= set(spec["usages"])
+
+
+def test_the_scorer_is_called_by_collectors_alone() -> None:
+    objects = overlay("cpu-small+scorer+cert-manager")
+    policies = list(of_kind(objects, "NetworkPolicy").values())
+    labels = {"app.kubernetes.io/name": "rollmesh"}
+    scorer = Peer({**labels, "rollmesh-role": "scorer", SERVICE: "scorer"})
+    for role in Role:
+        caller = Peer({**labels, "rollmesh-role": role, SERVICE: role})
+        assert allowed(policies, caller, scorer, 7500) == (role == Role.COLLECTOR), role
+        assert not allowed(policies, scorer, caller, PORTS.get(role, 8000))
+    (collector,) = containers(templates(objects)["rollmesh-collector"])
+    assert {"name": "ROLLMESH_COLLECTOR_SCORER", "value": "rollmesh-scorer:7500"} in collector[
+        "env"
+    ]
 
 
 @each_overlay
@@ -149,7 +205,8 @@ def test_every_service_takes_the_mesh_file(name: str, tmp_path: Path) -> None:
         assert config.port == ports["http" if service == "sidecar" else "grpc"], maker
         assert config.metrics_port == ports["metrics"], maker
         assert config.tls_key_file == f"/locks/{service}.key"
-        assert config.token_file == f"/locks/{service}.token"
+        if service != "scorer":
+            assert config.token_file == f"/locks/{service}.token"
         assert Path(config.metrics_token_file) == Path("/locks/scrapers")
         mounts = {one["mountPath"] for one in container["volumeMounts"]}
         if hasattr(config, "data_dir"):
@@ -234,7 +291,7 @@ def test_the_network_lets_through_what_the_table_of_roles_allows(name: str) -> N
 def test_prometheus_finds_the_metrics(name: str) -> None:
     objects = overlay(name)
     if not (monitors := of_kind(objects, "ServiceMonitor")):
-        assert name == "cpu-small"
+        assert name.startswith("cpu-small")
         return
     (monitor,) = monitors.values()
     assert set(monitor["spec"]) == {"selector", "endpoints", "podTargetLabels"}
@@ -245,9 +302,10 @@ def test_prometheus_finds_the_metrics(name: str) -> None:
         assert selector.items() <= service["metadata"]["labels"].items()
         (endpoint,) = monitor["spec"]["endpoints"]
         scraper = "rollmesh-scraper"
+        authority = "rollmesh-ca" if "cert-manager" in name else scraper
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"] == {
-            "ca": {"secret": {"name": scraper, "key": "ca.crt"}},
+            "ca": {"secret": {"name": authority, "key": "ca.crt"}},
             "serverName": "rollmesh",
         }
         assert endpoint["authorization"] == {
@@ -269,8 +327,8 @@ def test_the_routers_of_the_file_are_the_pods() -> None:
     assert mesh["sidecar"]["advertise"].partition(":")[0] in of_kind(objects, "Service")
 
 
-def test_with_postgres_pods_keep_nothing(tmp_path: Path) -> None:
-    objects = with_postgres("cpu-small", tmp_path)
+def test_with_postgres_pods_keep_nothing() -> None:
+    objects = overlay("cpu-small+postgres")
     for service, variable in (("gateway", "JOURNAL"), ("collector", "STORE")):
         one = of_kind(objects, "StatefulSet")[f"rollmesh-{service}"]
         assert one["spec"]["replicas"] == 2

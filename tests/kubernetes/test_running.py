@@ -17,36 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.matrix import Matrix, drain
 from rollmesh.cli.certs.making import make_certificates
+from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.access.making import make_tokens, write_private
 from tests.collector.postgres_server import postgres_database
 from tests.kubernetes.cluster import Cluster, cluster
 from tests.kubernetes.kubelet import Pod
 from tests.kubernetes.network import forward, run
-from tests.kubernetes.rendering import MANIFESTS, Manifest, parsed, rendered
+from tests.kubernetes.rendering import MANIFESTS, Manifest, parsed, rendered, write_overlay
 from tests.kubernetes.volumes import fill_claim
+from tests.meshes import delivered
 from tests.paths import ROOT
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
 HABITS = Habits(agents=6, most_turns=6, pause_s=0.15, left=0.1)
 """Of the agents; the rest of a mesh is that of the overlay for CPUs with some more pods."""
-OVERLAY = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-namespace: rollmesh
-resources: [{cpu_small}]
-components: [{components}]
+FURTHER = """
 configMapGenerator:
-  - {{name: rollmesh, behavior: merge, files: [mesh.toml]}}
+  - {name: rollmesh, behavior: merge, files: [mesh.toml]}
 replicas:
-  - {{name: rollmesh-engine, count: 2}}
-  - {{name: rollmesh-gateway, count: 2}}
-  - {{name: rollmesh-sidecar, count: 2}}
+  - {name: rollmesh-engine, count: 2}
+  - {name: rollmesh-gateway, count: 2}
+  - {name: rollmesh-sidecar, count: 2}
 """
 SCRIPTED = """[engine]
 backend = "scripted"
@@ -69,10 +67,7 @@ def can_have_pods() -> bool:
 
 def render(folder: Path, vocabulary: int, *components: str) -> list[Manifest]:
     """Renders the overlay of this test and the locks, with files of their own."""
-    up = "/".join([".."] * (len(folder.resolve().parts) - 1))
-    names = ", ".join(f"{up}{MANIFESTS}/components/{one}" for one in components)
-    text = OVERLAY.format(cpu_small=f"{up}{MANIFESTS}/overlays/cpu-small", components=names)
-    (folder / "kustomization.yaml").write_text(text)
+    write_overlay(folder, "cpu-small", components, FURTHER)
     mesh = (MANIFESTS / "base" / "mesh.toml").read_text()
     (folder / "mesh.toml").write_text(mesh.replace("[engine]\n", SCRIPTED.format(size=vocabulary)))
     locks = folder / "locks"
@@ -174,12 +169,25 @@ async def books(mesh: Mesh) -> Audit:
     return Audit.read(mesh.logs / "agents.txt", mesh.logs / "trainer.jsonl")
 
 
+async def reward_of_a_session(mesh: Mesh) -> float | None:
+    """Closes a session without a reward; returns what the scorer gave it."""
+    async with Client(MeshAddresses(**mesh.addresses())) as client:
+        async with client.session(metadata={"passed": "yes"}) as session:
+            sidecar = mesh.cluster.pods["rollmesh-sidecar"][0].address
+            url = session.base_url.replace("rollmesh-sidecar", sidecar)
+            async with AsyncOpenAI(base_url=url, api_key=session.api_key) as agent:
+                await agent.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "hello"}]
+                )
+        return (await delivered(client, session)).reward
+
+
 @pytest.mark.skipif(not can_have_pods(), reason="needs root, and namespaces of networks")
 @pytest.mark.parametrize(
     "components",
     [
-        pytest.param((), id="volumes"),
-        pytest.param(("postgres",), id="postgres", marks=pytest.mark.long),
+        pytest.param(("scorer",), id="volumes"),
+        pytest.param(("scorer", "postgres"), id="postgres", marks=pytest.mark.long),
     ],
 )
 async def test_nothing_is_lost(
@@ -204,6 +212,7 @@ async def test_nothing_is_lost(
             assert await pod.probed("livenessProbe"), pod.name
             assert await pod.probed("readinessProbe"), pod.name
         audit = await books(mesh)
+        assert await reward_of_a_session(mesh) == 1.0
         assert (audit.lost, audit.doubled, audit.wrong_tokens, audit.drift) == (0, 0, 0, 0)
         assert audit.wrong_versions == 0
         assert audit.delivered == len(audit.answered) > 80
