@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineLostError,
     GenerationAbortedError,
+    ImageUnknownError,
     OverloadedError,
     PromptEmptyError,
     RollmeshError,
@@ -37,6 +38,8 @@ class Fleet:
         self.requests: list[engine_pb2.GenerateRequest] = []
         self.asked: list[tuple[str, int, int, int]] = []
         """Address, `max_chunk_tokens`, `min_chunk_tokens` and time limit of each call."""
+        self.images: list[dict[str, bytes]] = []
+        """The bytes of images that each call may send."""
         self.suspended_ms: list[int] = []
         self.excluded: list[list[str]] = []
         self.outcomes: list[str] = []
@@ -65,7 +68,7 @@ class Fleet:
         timeout_ms: int,
         images: Mapping[str, bytes],
     ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
-        assert not images
+        self.images.append(dict(images))
         self.requests.append(request.generate)
         self.asked.append((address, request.max_chunk_tokens, request.min_chunk_tokens, timeout_ms))
         tokens = 0
@@ -194,6 +197,29 @@ async def test_an_engine_is_asked_for_what_is_left_and_lost_ones_are_left_out() 
     assert (fleet.losses, fleet.migrations) == (2, 2)
     assert len({one.request_id for one in fleet.requests}) == 3
     assert fleet.asked == [(f"a{number}", 16, 4, 2000) for number in range(3)]
+
+
+async def test_images_that_an_engine_asks_for_are_loaded_once_and_sent() -> None:
+    loaded: list[list[str]] = []
+
+    async def load(wanted: Sequence[str]) -> dict[str, bytes]:
+        loaded.append(list(wanted))
+        return {one: one.encode() for one in wanted}
+
+    asks = ImageUnknownError.of(["x", "y"], 2)
+    fleet, order = Fleet([asks], [last(3)]), order_of()
+    order.images, order.load_images = {"x": b"x"}, load
+    assert await run(fleet, order) == ([[3]], [3])
+    assert loaded == [["y"]]
+    assert fleet.images == [{"x": b"x"}, {"x": b"x", "y": b"y"}]
+    assert fleet.outcomes == ["answered"]
+
+
+async def test_images_that_nobody_has_are_the_callers() -> None:
+    order = order_of()
+    order.images = {"x": b"x"}
+    with pytest.raises(ImageUnknownError):
+        await run(Fleet([ImageUnknownError.of(["x"], 1)]), order)
 
 
 async def test_engines_that_rest_are_waited_for_until_a_second_before_the_limit(

@@ -76,6 +76,16 @@ def test_what_is_held_stays_within_its_bound_and_is_what_came(
             assert set(found) == known
             assert all(sha(data) == key for key, data in found.items())
         assert held.held_bytes <= bound
+        sizes = (n + 1 for n in range(7) if sha(bytes([n]) * (n + 1)) in held)
+        assert held.held_bytes == sum(sizes)
+
+
+def test_what_was_used_longest_ago_makes_room() -> None:
+    held = HeldBytes(3)
+    held.take([image(b"a"), image(b"b"), image(b"c")])
+    held.take([image(b"a", send=False)])
+    held.take([image(b"d")])
+    assert [sha(one) in held for one in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
