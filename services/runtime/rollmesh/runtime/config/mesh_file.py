@@ -106,6 +106,8 @@ def read_file(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: {path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"config: {path}: is nested too deeply; write flat tables") from error
 
 
 def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:
