@@ -77,6 +77,8 @@ def meshes(cluster: Cluster, tables: dict[str, Any]) -> Iterator[list[Mesh]]:
     found = asyncio.run(both())
     yield found
     found[0].down()
+    with pytest.raises(MeshError, match="was taken down"):
+        found[1].wait(1)
 
 
 async def test_of_two_drivers_one_brings_the_mesh_up_and_the_other_joins(

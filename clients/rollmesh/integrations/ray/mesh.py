@@ -78,9 +78,7 @@ class Mesh:
     ) -> None:
         """Joins the mesh of this name, which is brought up if there is none and a file is given.
 
-        Call `ray.init` first.
-
-        Of several drivers that call this at the same time one brings it up, and the others join.
+        Call `ray.init` first. Of several drivers that do this at a time one brings it up.
 
         Args:
             config: A mesh file or its tables; None only joins.
@@ -133,6 +131,8 @@ class Mesh:
         deadline = time.monotonic() + timeout_s
         while True:
             found = self.status()
+            if not found:
+                raise MeshError(f"the mesh {self.name!r} was taken down")
             if all(one.ready for one in found):
                 return found
             if time.monotonic() > deadline or any(one.failed for one in found):
