@@ -182,7 +182,9 @@ async def test_a_mesh_whose_driver_died_at_its_start_is_not_taken_for_ready(
     mesh.down()
     with pytest.raises(MeshError, match="was taken down"):
         mesh.status()
-    with pytest.raises(MeshError, match="no mesh 'half'"):
+    with pytest.raises(
+        MeshError, match="no mesh 'half'|'half' was taken down"
+    ):  # Ray forgets later
         Mesh(name="half")
 
 
