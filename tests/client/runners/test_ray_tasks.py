@@ -24,8 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::Futu
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A real Ray on this machine, with two places for tasks."""
-    local = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-    ray.init(address="local", num_cpus=2, **local)  # not one that runs on this machine already
+    ray.init(
+        address="local",  # not one that runs on this machine already
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
     yield
     ray.shutdown()
 
