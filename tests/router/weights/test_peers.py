@@ -48,10 +48,19 @@ class Pair:
         self.processes[number] = process
         return process
 
+    async def knows_model(self, number: int) -> bool:
+        """Whether an engine has registered with one of them, or it keeps weights."""
+        async with open_channel(self.addresses[number]) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            with typed_errors():
+                found = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=60)
+        return bool(found.replicas or found.models)
+
     async def push(self, number: int, version: int, data: bytes, request_id: str = "") -> int:
         """Pushes weights to one of them; returns the version that engines must hold."""
+        await until(lambda: self.knows_model(number))
         header = router_pb2.PushWeightsHeader(
-            model="policy",  # which one router knows before the other
+            model="policy",
             policy_version=version,
             pause_mode=engine_pb2.PAUSE_MODE_KEEP,
             safetensors_bytes=len(data),
