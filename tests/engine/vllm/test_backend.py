@@ -13,7 +13,7 @@ from safetensors.torch import save
 from rollmesh.runtime.errors import EngineDeadError, InvalidConstraintError, InvalidWeightsError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
-from tests.engine.engines import Engine, Result, torch_logprobs
+from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 from tests.models import load_network
 from tests.processes import running
 from tests.waiting import until
@@ -66,38 +66,53 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(model_dir, result.ids) - result.logprobs).max() < 1e-4
 
+    cores = _cores(engine)  # beforehand: to look through all processes may take a generation's time
+    went_on = await _stop_and_go_on(engine, cores)
+    assert went_on.spans == [(4, 0, LONG)]
     died = Result()
     with pytest.raises(EngineDeadError):
-        await _kill_the_model_after_three(engine, died)
-    assert len(died.ids) >= 3  # what it had was given
+        await _kill_the_model_after_three(engine, cores, died)
+    assert 3 <= len(died.ids) < LONG  # what it had was given
     assert await engine.process.exit_code() != 0
 
 
-async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
-    async for response in engine.stream(engine.request(1900, 1)):
+async def _stop_and_go_on(engine: Engine, cores: list[psutil.Process]) -> Result:
+    """A model that does not step is seen from outside, while its engine still answers."""
+
+    async def steps() -> bool:
+        return not (await engine.info()).stuck_ms
+
+    result = Result()
+    async for response in engine.stream(engine.request(LONG, 1)):
         result.take(response)
         if result.messages == 2:
-            await _stop_and_go_on(engine)
+            await _stop(engine, cores)
+            for core in cores:
+                core.resume()
+            await until(steps)
+    return result
+
+
+async def _kill_the_model_after_three(
+    engine: Engine, cores: list[psutil.Process], result: Result
+) -> None:
+    async for response in engine.stream(engine.request(LONG, 1)):
+        result.take(response)
         if result.messages == 3:
-            for core in _cores(engine):
+            await _stop(engine, cores)  # so it is killed with tokens still to sample
+            for core in cores:
                 core.kill()
 
 
-async def _stop_and_go_on(engine: Engine) -> None:
-    """A model that does not step is seen from outside, while its engine still answers."""
+async def _stop(engine: Engine, cores: list[psutil.Process]) -> None:
+    """Stops the model's processes in the middle of a generation."""
 
     async def stuck_ms() -> int:
         return (await engine.info()).stuck_ms
 
-    async def steps() -> bool:
-        return not await stuck_ms()
-
-    for core in _cores(engine):
+    for core in cores:
         core.suspend()
     await until(stuck_ms)
-    for core in _cores(engine):
-        core.resume()
-    await until(steps)
 
 
 def _cores(engine: Engine) -> list[psutil.Process]:
