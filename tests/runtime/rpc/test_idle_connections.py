@@ -132,7 +132,7 @@ async def silent_peer(port: int, trainer: dict[str, Any]) -> AsyncIterator[Peer]
         peer.send(SETTINGS)
         yield peer
     finally:
-        writer.close()
+        writer.transport.abort()  # asyncio waits for close_notify, gRPC sends none
 
 
 async def test_a_connection_without_calls_is_closed_and_clients_connect_again(
@@ -148,3 +148,30 @@ async def test_a_connection_without_calls_is_closed_and_clients_connect_again(
                 kinds = [kind async for kind, _ in peer.frames()]
             assert GOAWAY in kinds
             await ask(channel, name=NAME)
+
+
+async def let_in(port: int, trainer: dict[str, Any]) -> bool:
+    """Whether the server answers one more connection, which then ends."""
+    try:
+        async with silent_peer(port, trainer) as peer:
+            return await anext(peer.frames(), None) is not None
+    except OSError:  # closed in the handshake of TLS
+        return False
+
+
+async def test_connections_are_bounded_and_those_that_are_open_go_on(
+    shown: dict[str, dict[str, Any]],
+) -> None:
+    settings = {"max_connections": 2, **shown["router"], "tls_client_certificates": False}
+    trainer = shown["trainer"]
+    async with served(ScriptedService(), **settings) as (_, bound), asyncio.timeout(60):
+        address = f"127.0.0.1:{bound.port}"
+        async with open_channel(
+            address, identity=Identity(CallerConfig(**trainer)), own_connection=True
+        ) as channel:
+            await ask(channel, name=NAME)
+            async with silent_peer(bound.port, trainer) as second:
+                assert await anext(second.frames())
+                assert not await let_in(bound.port, trainer)
+                await ask(channel, name=NAME)
+            await until(lambda: let_in(bound.port, trainer))

@@ -65,6 +65,9 @@ class ServerConfig(ListeningConfig):
     idle_timeout_ms: Annotated[int, Bounds(1)] = 30 * 60_000
     """How long a connection may be open without a call, milliseconds; clients connect again with
     their next call."""
+    max_connections: Annotated[int, Bounds(1, 2**31 - 1)] = 8_192
+    """Largest number of connections, those in their handshake included. Further ones are closed as
+    they arrive, and their callers see UNAVAILABLE; clients of rollmesh try again."""
     unread_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """How long the caller of a stream may leave its next answer unread, milliseconds. The call then
     ends with DEADLINE, and what it held is free for others."""

@@ -133,6 +133,7 @@ async def serve(
         *keepalive_options(config.keepalive_ms),
         ("grpc.server_handshake_timeout_ms", config.handshake_timeout_ms),
         ("grpc.max_connection_idle_ms", config.idle_timeout_ms),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
     ]
     interceptor = _interceptor(service, config)
     check_exposed(config, host, LOCK, locked=interceptor.locked)
