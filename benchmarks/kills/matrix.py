@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, closing, suppress
+from collections.abc import Generator
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,8 @@ class Matrix:
     folder: Path
     addresses: str
     lanes: list[Lane] = field(default_factory=list)
+    ports: Generator[int] | None = None
+    """Keeps the ports of services that are down."""
 
     @property
     def agents_log(self) -> Path:
@@ -138,10 +141,10 @@ def plan(folder: Path, seed: int, doors: Doors = Doors.OPEN) -> Matrix:
     tokens, shown = None, dict[str, str]()
     if doors is not Doors.OPEN:
         tokens, shown = lock(tables, folder / "locks", certificates=doors is Doors.TLS)
-    with closing(free_ports()) as ports:
-        specs = plan_mesh(tables, lambda: next(ports), tokens)
+    ports = free_ports()
+    specs = plan_mesh(tables, ports.__next__, tokens)
     addresses = json.dumps({**shown, **{spec.service: spec.address for spec in specs}})
-    matrix = Matrix(folder, addresses)
+    matrix = Matrix(folder, addresses, ports=ports)
     for at, spec in enumerate(specs):
         matrix.lanes.append(
             Lane(

@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
 from rollmesh.cli.certs.making import make_certificates
+from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.access.making import write_private
@@ -97,6 +99,16 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Up]:
     config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=2)
     async with running_mesh(tmp_path, config) as mesh:
         yield mesh
+
+
+def test_the_ports_of_a_mesh_are_its_own_also_while_nobody_listens() -> None:
+    with closing(free_ports()) as ports:
+        address = "127.0.0.1", next(ports)
+        for _ in range(2):  # a service that is started again
+            with socket.create_server(address):
+                pass
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(address)
 
 
 async def test_an_agent_is_answered_at_the_addresses_that_are_printed(mesh: Up) -> None:

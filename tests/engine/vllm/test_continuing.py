@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.mesh.generations.continuing import continued, why_not_continued
 from rollmesh.v1 import engine_pb2, sampling_pb2
-from tests.engine.engines import Engine, Result, torch_logprobs
+from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 
 pytestmark = [
     pytest.mark.vllm,
@@ -65,7 +65,7 @@ async def test_a_message_says_which_weights_sampled_it(
     first = (await vllm_engine.info()).policy_version
     versions: list[int] = []
     result = Result()
-    async for response in vllm_engine.stream(vllm_engine.request(400, 4)):
+    async for response in vllm_engine.stream(vllm_engine.request(LONG, 4)):
         assert response.HasField("prompt_crc32") == (not result.messages)
         versions += [response.policy_version] * (len(response.token_ids_u32le) // 4)
         if not result.messages:

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
-from tests.engine.engines import Engine, Result
+from tests.engine.engines import LONG, Engine, Result
 from tests.processes import running
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -52,13 +52,13 @@ async def test_two_workers_are_one_engine(
 
         # Weights by bytes in the middle of a request, then from a directory.
         result, pushed = Result(), False
-        async for response in engine.stream(engine.request(600, 1)):
+        async for response in engine.stream(engine.request(LONG, 1)):
             result.take(response)
             if not pushed:
                 pushed = True
                 await engine.update(1, (other_model_dir / "model.safetensors").read_bytes())
         assert [version for version, *_ in result.spans] == [0, 1]
-        assert (result.spans[0][1], result.spans[-1][2]) == (0, 600)
+        assert (result.spans[0][1], result.spans[-1][2]) == (0, LONG)
         same.append(await engine.generate(engine.request(TOKENS, 0, sampling=GREEDY)))
         await engine.update(2, model_dir)
         same.append(await engine.generate(engine.request(TOKENS, 0, sampling=GREEDY)))
@@ -75,7 +75,8 @@ async def test_two_workers_are_one_engine(
 
 
 async def kill_a_worker(engine: Engine, result: Result) -> None:
-    async for response in engine.stream(engine.request(1900, 1)):
+    worker = workers_of(engine)[1]  # beforehand: a walk through all processes takes its time
+    async for response in engine.stream(engine.request(LONG, 1)):
         result.take(response)
         if result.messages == 3:
-            workers_of(engine)[1].kill()
+            worker.kill()

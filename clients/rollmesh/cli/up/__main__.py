@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.launch.locks import mesh_tokens, trainer_files
 from rollmesh.launch.plan import plan_mesh, visible_gpus
 from rollmesh.runtime import owner_only
-from rollmesh.runtime.config import ConfigError, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError, Tables, mesh_config, read_mesh
 from rollmesh.runtime.process.signals import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
 
@@ -28,28 +29,37 @@ def main() -> int:
     options = parser.parse_args()
     configure_logging("up", "info")
     os.umask(owner_only.UMASK)
-    try:
-        tables = read_mesh(options.config)
-        if problems := own_problems(tables, str(options.config), installed()):
-            print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
+    with closing(free_ports()) as ports:
+        try:
+            tables = read_mesh(options.config)
+            if problems := own_problems(tables, str(options.config), installed()):
+                print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
+                return 2
+            supervisor = _planned(tables, ports.__next__, options.start_timeout)
+        except ConfigError as error:
+            print(f"rollmesh up: {error}", file=sys.stderr)
             return 2
-        tokens = mesh_tokens(mesh_config(tables))
-        with closing(free_ports()) as ports:
-            specs = plan_mesh(tables, ports.__next__, tokens, environment(os.environ))
-        environments = {
-            spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
-            for spec in specs
-        }
-    except ConfigError as error:
-        print(f"rollmesh up: {error}", file=sys.stderr)
-        return 2
-    log_dir = mesh_config(tables).data_dir / "logs"
-    shown = trainer_files(mesh_config(tables), tokens)
-    supervisor = Supervisor(specs, environments, log_dir, options.start_timeout, shown)
-    failure = asyncio.run(_supervise(supervisor))
+        failure = asyncio.run(_supervise(supervisor))
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)
     return 1 if failure else 0
+
+
+def _planned(tables: Tables, free_port: Callable[[], int], start_timeout_s: float) -> Supervisor:
+    """Returns the supervisor of the processes that a file describes.
+
+    Raises:
+        ConfigError: Names the setting and what is wrong with it.
+    """
+    mesh = mesh_config(tables)
+    tokens = mesh_tokens(mesh)
+    specs = plan_mesh(tables, free_port, tokens, environment(os.environ))
+    environments = {
+        spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
+        for spec in specs
+    }
+    shown = trainer_files(mesh, tokens)
+    return Supervisor(specs, environments, mesh.data_dir / "logs", start_timeout_s, shown)
 
 
 async def _supervise(supervisor: Supervisor) -> str:

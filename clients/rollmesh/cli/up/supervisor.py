@@ -131,9 +131,14 @@ def _last_words(path: Path) -> str:
 
 
 def free_ports() -> Generator[int]:
-    """Yields free ports, each once; they stay reserved until the generator is closed."""
+    """Yields free ports, each once; they stay reserved until the generator is closed.
+
+    A server that sets SO_REUSEADDR, as those of rollmesh do, may listen at one meanwhile. Nobody
+    else is given it, as server or as client, also while such a server is started again.
+    """
     with ExitStack() as held:
         while True:
             probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", 0))
             yield int(probe.getsockname()[1])

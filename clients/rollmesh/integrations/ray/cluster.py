@@ -1,6 +1,7 @@
 """What the cluster says of itself."""
 
 import os
+import random
 import socket
 from contextlib import ExitStack
 
@@ -10,6 +11,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollmesh.integrations.ray.placement import HEAD, HEALTH, Losses, Node
 from rollmesh.runtime.config import ConfigError
+
+_PORTS = range(20_000, 30_000)
+"""Where ports are chosen: by their defaults, Ray's workers and outgoing connections take others,
+so none of them gets one before its service has started."""
 
 
 def nodes() -> list[Node]:
@@ -69,7 +74,17 @@ def free_addresses(ports: list[int]) -> list[str]:
 
 
 def _free_port(host: str, held: ExitStack) -> int:
-    """Returns a free port, which stays reserved until the stack is closed."""
-    probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-    probe.bind((host, 0))
-    return int(probe.getsockname()[1])
+    """Returns a free port, which stays reserved until the stack is closed.
+
+    Raises:
+        ConfigError: All of them are taken.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.enter_context(probe)
+        try:
+            probe.bind((host, port))
+        except OSError:  # another process has it
+            continue
+        return port
+    raise ConfigError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free at {host}; set `port`")
