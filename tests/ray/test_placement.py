@@ -70,6 +70,7 @@ def test_cpus_are_those_of_the_table() -> None:
         ({"ray": {"engine_cpu": 3}}, "engine_cpu: unknown setting"),
         ({"ray": {"engine_cpus": -1}}, "ray.engine_cpus: is -1"),
         ({"engine": {"vllm": {"tensor_parallel_size": "2"}}}, "engine.vllm.tensor_parallel_size"),
+        ({"engine": {"vllm": {"tensor_parallel_size": 10**400}}}, "at most 512"),
     ],
 )
 def test_what_is_wrong_is_named(tables: Any, said: str) -> None:

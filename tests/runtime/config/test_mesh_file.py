@@ -94,6 +94,8 @@ def test_settings_of_other_services_are_left_to_them(tmp_path: Path) -> None:
         ("gateway = 5", r"gateway: is not a table; write \[gateway\]"),
         ("[mesh]\nhosts = 'h'", "mesh.hosts: unknown setting; did you mean host?"),
         ("[mesh]\nengines = 0", "mesh.engines: is 0; give at least 1"),
+        (f"[mesh]\nrouters = {10**18}", "mesh.routers: is 10+; give at most 4096"),
+        ("[engine.vllm]\nseeds = [0x" + "f" * 6000 + "]", "config: .*an integer has 24000 bits"),
         ("[gateway]\nmax_sesions = 5", "gateway.max_sesions: unknown .* did you mean max_sessions"),
         ("[gateway]\nmax_sessions = 0", "gateway.max_sessions: is 0; give at least 1"),
         ("[gateway]\nmax_sessions = 'x'", "gateway.max_sessions: is 'x'; give an integer"),

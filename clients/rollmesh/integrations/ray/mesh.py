@@ -48,7 +48,7 @@ from rollmesh.integrations.ray.services import (
 )
 from rollmesh.launch.locks import trainer_files
 from rollmesh.runtime.access.making import write_private
-from rollmesh.runtime.config import ConfigError, Tables, mesh_config
+from rollmesh.runtime.config import MOST_REPLICAS, ConfigError, Tables, mesh_config
 from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -170,15 +170,15 @@ class Mesh:
             timeout_s: Time for further ones to be ready, and for each that leaves to end, seconds.
 
         Raises:
-            ConfigError: A number is below 1, or the model is not in the mesh.
+            ConfigError: A number is out of range, or the model is not in the mesh.
             MeshError: A further one is not ready in time; it is left to become so.
         """
         wanted = {"engine": engines, "gateway": gateways, "sidecar": sidecars}
         for service, count in wanted.items():
             if count is None:
                 continue
-            if count < 1:
-                raise ConfigError(f"{service}s: is {count}; give at least 1")
+            if not 1 <= count <= MOST_REPLICAS:
+                raise ConfigError(f"{service}s: is {count}; give 1 to {MOST_REPLICAS}")
             first = pattern(self._entries.tables, service, model if service != "sidecar" else "")
             running = same_kind(first, self._names())
             if count < len(running):

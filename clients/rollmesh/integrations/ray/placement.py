@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from rollmesh.launch.plan import Process, processes
-from rollmesh.runtime.config import Bounds, Config, ConfigError, Tables, fill
+from rollmesh.runtime.config import MOST_GPUS, Bounds, Config, ConfigError, Tables, fill
 
 HEAD = "node:__internal_head__"
 """Resource of Ray's head node."""
@@ -229,6 +229,9 @@ def _gpus(process: Process) -> float:
     count = process.model.config.gpus_per_engine if process.model else 0
     vllm: Mapping[str, Any] = process.table.get("vllm", {})
     split = vllm.get("tensor_parallel_size", 0)
-    if type(split) is not int:
-        raise ConfigError(f"engine.vllm.tensor_parallel_size: is {split!r:.200}; give an integer")
+    if type(split) is not int or not 0 <= split <= MOST_GPUS:
+        raise ConfigError(
+            f"engine.vllm.tensor_parallel_size: is {split!r:.200}; give an integer, at most "
+            f"{MOST_GPUS}"
+        )
     return float(count or split)

@@ -21,7 +21,14 @@ from rollmesh.runtime.config.mesh_file import (
     read_mesh,
     shared_settings,
 )
-from rollmesh.runtime.config.models import MODEL_SERVICES, MeshModel, ModelConfig, Table
+from rollmesh.runtime.config.models import (
+    MODEL_SERVICES,
+    MOST_GPUS,
+    MOST_REPLICAS,
+    MeshModel,
+    ModelConfig,
+    Table,
+)
 from rollmesh.runtime.config.secrets import has_secret, masked
 from rollmesh.runtime.config.settings import (
     Bound,
@@ -48,6 +55,8 @@ __all__ = [
     "DEFAULT",
     "LOCAL_ROUTER",
     "MODEL_SERVICES",
+    "MOST_GPUS",
+    "MOST_REPLICAS",
     "ROUTER_PORT",
     "SCORER_PORT",
     "SERVICES",

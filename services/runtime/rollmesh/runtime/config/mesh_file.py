@@ -24,17 +24,19 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from rollmesh.runtime.config.models import (
     MODEL_SERVICES,
+    Gpus,
     MeshModel,
     ModelConfig,
+    Replicas,
     Table,
     merged,
     read_models,
 )
-from rollmesh.runtime.config.settings import Bounds, Config, ConfigError, examine, fill
+from rollmesh.runtime.config.settings import Config, ConfigError, examine, fill
 
 SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
 ROUTER_PORT = 7100
@@ -43,6 +45,7 @@ LOCAL_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
 """Where a router with default settings is, and where its callers look for it by default."""
 SCORER_PORT = 7500
 """Default port of a scorer."""
+_INTEGER_BITS = 64
 _STORING = ("router", "collector", "gateway")
 """Services with a `data_dir`."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where callers of this host connect
@@ -75,17 +78,17 @@ class MeshConfig(Config):
     """Folder of the policy: weights, tokenizer and chat template."""
     model: str = "policy"
     """Name of the model, as agents give it."""
-    routers: Annotated[int, Bounds(1)] = 1
+    routers: Replicas = 1
     """Number of routers; with two the mesh goes on when one dies. All processes are told of all."""
-    engines: Annotated[int, Bounds(1)] = 1
+    engines: Replicas = 1
     """Number of engines."""
-    gpus_per_engine: Annotated[int, Bounds(0)] = 0
+    gpus_per_engine: Gpus = 0
     """GPUs that each engine has to itself; 0 lets every engine see all GPUs of this process."""
-    gateways: Annotated[int, Bounds(1)] = 1
+    gateways: Replicas = 1
     """Number of gateways; the router places each new session on the one with the fewest."""
-    sidecars: Annotated[int, Bounds(1)] = 1
+    sidecars: Replicas = 1
     """Number of sidecars; each serves every session."""
-    collectors: Annotated[int, Bounds(1)] = 1
+    collectors: Replicas = 1
     """Number of collectors; several need a store that they share."""
 
     @property
@@ -103,11 +106,28 @@ def read_file(path: Path) -> dict[str, Any]:
         ConfigError: It cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8"))
+        _check_integers(values)
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: {path}: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"config: {path}: is nested too deeply; write flat tables") from error
+    return values
+
+
+def _check_integers(value: object) -> None:
+    """Checks that integers have 64 bits, as TOML wants it; of larger ones not all can be printed.
+
+    Raises:
+        ValueError: One has more.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _check_integers(one)
+    elif isinstance(value, int) and value.bit_length() >= _INTEGER_BITS:
+        raise ValueError(f"an integer has {value.bit_length()} bits; give at most {_INTEGER_BITS}")
 
 
 def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:

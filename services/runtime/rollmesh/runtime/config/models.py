@@ -12,6 +12,12 @@ Table: TypeAlias = Mapping[str, Any]
 MODEL_SERVICES = ("engine", "gateway")
 """Services of which each process serves one model."""
 _SLUG_CHARS = 48
+MOST_REPLICAS = 4_096
+"""Largest number of processes of a kind; a plan has an entry for each."""
+Replicas = Annotated[int, Bounds(1, MOST_REPLICAS)]
+MOST_GPUS = 512
+"""Largest number of GPUs of an engine."""
+Gpus = Annotated[int, Bounds(0, MOST_GPUS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +28,11 @@ class ModelConfig(Config):
     """Name of the model, as agents give it."""
     model_path: Path
     """Folder of the model: weights, tokenizer and chat template."""
-    engines: Annotated[int, Bounds(1)]
+    engines: Replicas
     """Number of its engines."""
-    gpus_per_engine: Annotated[int, Bounds(0)]
+    gpus_per_engine: Gpus
     """GPUs that each of its engines has to itself; 0 lets them see all GPUs of this process."""
-    gateways: Annotated[int, Bounds(1)]
+    gateways: Replicas
     """Number of its gateways."""
 
 
