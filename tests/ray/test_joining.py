@@ -53,7 +53,7 @@ async def drive(cluster: Cluster, program: str, *words: str, **settings: Any) ->
     )
     async with asyncio.timeout(120):
         output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
+    assert process.returncode == 0, f"{process.returncode}: {output.decode()}"
     return output.decode()
 
 
@@ -159,27 +159,39 @@ async def test_lent_engines_end_with_their_trainer(cluster: Cluster, meshes: lis
     await asyncio.to_thread(mesh.scale, engines=1)
 
 
-STARTS_HALF = """
-import json, os, sys, ray
+DIES = """
+import json, os, signal, sys, ray
 from rollmesh.integrations.ray import Mesh
 
+create, created = Mesh._create, []
+
+def dying(mesh, one, *given):
+    if len(created) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    created.append(create(mesh, one, *given))
+
+Mesh._create = dying
 ray.init(log_to_driver=False)
-Mesh._start = lambda *_: os._exit(0)
 Mesh(json.loads(sys.argv[1]), name="half")
 """
 
 
-async def test_a_mesh_whose_driver_died_at_its_start_is_not_taken_for_ready(
+async def test_what_a_driver_left_out_that_died_is_started_by_the_next(
     cluster: Cluster, tables: dict[str, Any], tmp_path: Path
 ) -> None:
-    own = tables | {"mesh": tables["mesh"] | {"data_dir": str(tmp_path)}}
-    await drive(cluster, STARTS_HALF, json.dumps(own))
+    small = dict.fromkeys(("engine_cpus", "gateway_cpus", "sidecar_cpus"), 0.1)  # there is room
+    own = tables | {"mesh": tables["mesh"] | {"data_dir": str(tmp_path)}, "ray": small}
+    with pytest.raises(AssertionError, match="-9"):
+        await drive(cluster, DIES, json.dumps(own))
+    mesh = await asyncio.to_thread(Mesh, name="half")
+    assert [one.name for one in mesh.status()] == SERVICES
+    with pytest.raises(MeshError, match=": not placed"):
+        mesh.wait(0.1)
     mesh = await asyncio.to_thread(Mesh, own, name="half")
     assert not mesh.brought_up
-    assert [one.name for one in mesh.status()] == SERVICES
-    with pytest.raises(MeshError, match="engine-0: not placed"):
-        mesh.wait(0.1)
-    mesh.down()
+    found = await asyncio.to_thread(mesh.wait, 120)
+    assert [one.name for one in found] == SERVICES
+    await asyncio.to_thread(mesh.down)
     with pytest.raises(MeshError, match="was taken down"):
         mesh.wait(30)
     with pytest.raises(

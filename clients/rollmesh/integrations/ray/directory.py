@@ -21,14 +21,17 @@ class Entries:
     """Of its configuration."""
     planned: list[str]
     """Names of the services that it is brought up with."""
-    routers: list[str]
-    """Addresses of all routers."""
-    scorer: str
-    """Address of the scorer; empty if there is none."""
+    addresses: Mapping[str, str]
+    """Of routers and scorer, by their names."""
     tokens: Mapping[str, bytes]
     """Contents of the token files, by their paths; none if the mesh is open."""
     maker: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Of several drivers that bring it up at a time, the one whose entries these are."""
+
+    @property
+    def routers(self) -> list[str]:
+        """Addresses of all routers."""
+        return [address for name, address in self.addresses.items() if name != "scorer"]
 
 
 class Directory:
@@ -82,8 +85,7 @@ def entries_of(tables: Tables, planned: Sequence[Process], address: Mapping[str,
     return Entries(
         tables,
         [one.name for one in planned],
-        [address[one.name] for one in planned if one.service == "router"],
-        address.get("scorer", ""),
+        address,
         {str(path.relative_to(str(folder))): path.read_bytes() for path in paths},
     )
 

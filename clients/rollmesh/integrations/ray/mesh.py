@@ -136,7 +136,7 @@ class Mesh:
             if all(one.ready for one in found):
                 return found
             if time.monotonic() > deadline or any(one.failed for one in found):
-                raise MeshError(f"not ready: {problems(found)}{self._room(found)}")
+                raise MeshError(f"not ready: {problems(found)}")
             time.sleep(_POLL_S)
 
     def status(self) -> list[Status]:
@@ -274,36 +274,35 @@ class Mesh:
             )
             .remote(entries)
         )
-        self._join(tables)
-        if self._entries.maker != entries.maker:
-            return
-        self.brought_up = True
-        try:
-            self._start(planned, address)
-            self._ask(self._directory.note_start.remote())
-        except BaseException:
-            self.down()
-            raise
-        _log.info("mesh brought up", extra=fields(mesh=self.name, services=len(planned)))
+        self._join(tables, entries.maker)
 
-    def _join(self, tables: Tables | None) -> None:
-        """Takes what the directory tells."""
+    def _join(self, tables: Tables | None, maker: str = "") -> None:
+        """Takes what the directory tells; with settings, starts what is not there yet."""
         entries: Entries = self._ask(self._directory.entries.remote())
         if tables is not None:
             check_same(tables, entries.tables, self.name)
-        self._entries = entries
-        self._started = False
+        self._entries, self._started = entries, False
+        self.brought_up = entries.maker == maker
+        if tables is not None:
+            self._complete()
 
-    def _room(self, found: Iterable[Status]) -> str:
-        """Returns what the cluster has left, if that may be why services are not placed."""
-        if all(one.node_id for one in found):
-            return ""
-        left = ray.available_resources()
-        amounts = ", ".join(f"{left.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-        return f"; of the cluster's resources {amounts} are left"
+    def _complete(self) -> None:
+        """Starts what is planned and not there: all, or what a driver left out that died."""
+        if self._has_started():
+            return
+        try:
+            there = self._names()
+            planned = places(self._entries.tables)
+            self._start([one for one in planned if one.process.name not in there])
+            self._ask(self._directory.note_start.remote())
+        except BaseException:
+            if self.brought_up:
+                self.down()
+            raise
+        _log.info("mesh brought up", extra=fields(mesh=self.name, services=len(planned)))
 
     def _has_started(self) -> bool:
-        """Returns whether the driver that brings the mesh up has asked for all services."""
+        """Returns whether all planned services have been asked for."""
         if not self._started:
             self._started = self._ask(self._directory.started.remote())
         return self._started
@@ -321,7 +320,7 @@ class Mesh:
                 f"the mesh {self.name!r} was taken down, or its directory does not answer: {error}"
             ) from error
 
-    def _start(self, wanted: Sequence[Place], address: Mapping[str, str] | None = None) -> None:
+    def _start(self, wanted: Sequence[Place]) -> None:
         """Starts services where they belong."""
         nodes = cluster.nodes()
         disk = cluster.node_of(ray_config(self._entries.tables).disk or HEAD)
@@ -340,23 +339,25 @@ class Mesh:
                 strategy = NodeAffinitySchedulingStrategy(at[name], soft=True)
             else:
                 strategy = "DEFAULT" if one.gpus else "SPREAD"  # the former leaves nodes empty
-            self._create(one, strategy, (address or {}).get(name, ""))
+            self._create(one, strategy)
 
-    def _create(self, one: Place, strategy: Any, address: str = "", restarts: int = -1) -> None:
-        entries, own = self._entries, f"{one.process.service}.token"
+    def _create(self, one: Place, strategy: Any, restarts: int = -1) -> None:
+        name, entries, own = one.process.name, self._entries, f"{one.process.service}.token"
         tokens = {
             path: text
             for path, text in entries.tokens.items()
             if path.startswith("accepted/") or path == own
         }
         actor = ray.remote(ServiceActor).options(
-            **(self._named(one.process.name) | {"max_restarts": restarts}),
+            **(self._named(name) | {"max_restarts": restarts}),
             num_cpus=one.cpus,
             num_gpus=one.gpus,
             scheduling_strategy=strategy,
             max_concurrency=4,
+            get_if_exists=restarts != 0,  # another driver's is as good, but in a trainer's group
         )
-        actor.remote(one.process, entries.tables, address, entries.routers, entries.scorer, tokens)
+        address, scorer = entries.addresses.get(name, ""), entries.addresses.get("scorer", "")
+        actor.remote(one.process, entries.tables, address, entries.routers, scorer, tokens)
 
     def _stop(self, names: Sequence[str], timeout_s: float) -> None:
         """Stops services in order, all at a time, and ends their actors."""

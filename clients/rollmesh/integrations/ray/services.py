@@ -171,12 +171,17 @@ def _with_table(process: Process, table: Mapping[str, Any]) -> Process:
 
 
 def problems(statuses: list[Status]) -> str:
-    """Returns why services are not ready, one line for each."""
+    """Returns why services are not ready, and what room the cluster has for those not placed."""
     late = [one for one in statuses if not one.ready]
-    return "; ".join(
+    said = "; ".join(
         f"{one.name}: {one.problem or ('starting' if one.node_id else 'not placed')}"
         for one in late
     )
+    if all(one.node_id for one in late):
+        return said
+    left = ray.available_resources()
+    amounts = ", ".join(f"{left.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+    return f"{said}; of the cluster's resources {amounts} are left"
 
 
 def answered(name: str, ref: Any | None) -> Status:
