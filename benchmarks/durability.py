@@ -26,7 +26,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness.load import Connection, Conversation, Load
-from benchmarks.harness.systems import Mesh, Model, System, make_model, running_mesh, running_peer
+from benchmarks.harness.systems import (
+    PEER,
+    Mesh,
+    Model,
+    System,
+    make_model,
+    running_mesh,
+    running_peer,
+)
 from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
 from rollmesh.client import Session
 
@@ -90,7 +98,10 @@ async def ours(folder: Path, _model: Model, seed: int) -> Figures:
 
 
 async def peers(folder: Path, model: Model, seed: int) -> Figures:
-    """Runs one round of the peer."""
+    """Runs one round of the peer; returns nothing if it is not installed."""
+    if not PEER.exists():
+        print(f"{PEER} is missing: measuring without it; run `make .venv-peer/.ready`")
+        return {}
     async with running_peer(folder, model) as peer:
         sessions = [(f"/sessions/round-{seed}-{at}/v1", "none") for at in range(_CLIENTS)]
         clients = await _until_killed(peer, sessions, seed)

@@ -35,7 +35,7 @@ from benchmarks.harness.load import Conversation, Load
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.systems import make_model, read_line, run_process
 from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
-from rollmesh.cli.up.supervisor import free_ports
+from rollmesh.cli.up import free_ports
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.runtime.config import read_mesh
@@ -250,7 +250,9 @@ async def measure(folder: Path, kills: int) -> dict[str, float]:
     model = make_model(folder)
     found = await measure_mesh(folder, kills)
     for name in _PEERS:
-        if (_ROUTERS / name).exists():
+        if not (_ROUTERS / name).exists():
+            print(f"{name} is missing: measuring without it; run `make .venv-routers/.ready`")
+        else:
             found |= await measure_peer(folder, name, model.reply_tokens, kills)
     return found
 

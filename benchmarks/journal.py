@@ -24,12 +24,11 @@ import openai
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
+from rollmesh.gateway import journal
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.storage import journal
-from rollmesh.gateway.storage.transaction import Journal
+from rollmesh.gateway.journal import Journal
+from rollmesh.gateway.session import AnswerReceipt, SessionSpec
+from rollmesh.gateway.tree import Node, Sample, Tree
 from rollmesh.v1 import sampling_pb2
 from tests.collector.postgres_server import postgres_database
 from tests.fleets import gateway_fleet

@@ -3,8 +3,8 @@
     make bench-streaming
 
 256 generations of 256 tokens each run on vLLM on CPU at the same time, with a small random model:
-once by `Generate`, which returns each at its end, and once by `StreamGenerate` with messages of 16
-tokens, as the gateway asks for if nobody reads token by token. There are three interleaved rounds.
+once by `Generate`, which returns each at its end, and once over one stream, `Generations`, as the
+gateway asks for when no client reads token by token. There are three interleaved rounds.
 
 `tokens_per_second_*` are medians, `ratio` is that of the streamed to the whole ones, and
 `client_cpu_ratio` is the CPU time of the caller. The last line of the output is one JSON object.
@@ -16,30 +16,34 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.harness.systems import read_line, run_process
+from rollmesh.mesh.engines import EngineClient, EngineClients
+from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS
 from rollmesh.runtime.codec.arrays import pack_ids
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.models import make_model_dir
 
 _GENERATIONS, _TOKENS, _ROUNDS = 256, 256, 3
 _START_S = 600.0
 _TIMEOUT_S = 300.0
-_MIN_CHUNK, _MAX_CHUNK = 16, 32
 
 
 class Generations:
     """Requests that are equal but for their ids and prompts."""
 
-    def __init__(self, stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
-        """Takes the engine."""
+    def __init__(
+        self, stub: "engine_pb2_grpc.EngineServiceAsyncStub", engine: EngineClient
+    ) -> None:
+        """Takes the engine, by its calls and by one stream."""
         self._stub = stub
+        self._engine = engine
         self._next = 0
 
     def _request(self) -> engine_pb2.GenerateRequest:
@@ -59,13 +63,12 @@ class Generations:
     async def streamed(self) -> int:
         """Returns the number of tokens of one generation, taken as they come."""
         request = engine_pb2.StreamGenerateRequest(
-            generate=self._request(), max_chunk_tokens=_MAX_CHUNK, min_chunk_tokens=_MIN_CHUNK
+            generate=self._request(), max_chunk_tokens=MOST_COLLECTED_TOKENS, collect_ms=COLLECT_MS
         )
         tokens = 0
-        stream = read_stream(self._stub.StreamGenerate(request, timeout=_TIMEOUT_S))
-        async with aclosing(stream) as responses:
-            async for response in responses:
-                tokens += len(response.token_ids_u32le) // 4
+        with self._engine.begin(request, int(_TIMEOUT_S * 1000), {}) as answer:
+            while tokens < _TOKENS:
+                tokens += len((await answer.next()).token_ids_u32le) // 4
         return tokens
 
 
@@ -96,8 +99,10 @@ async def engine(folder: Path) -> AsyncIterator[Generations]:
     command = (sys.executable, "-m", "rollmesh.engine", *flags, *sizes)
     async with run_process(folder / "engine.log", *command) as process:
         ready = json.loads(await read_line(process, "READY", folder, _START_S))
-        async with open_channel(f"127.0.0.1:{ready['port']}") as channel:
-            yield Generations(engine_pb2_grpc.EngineServiceStub(channel))
+        address, engines = f"127.0.0.1:{ready['port']}", EngineClients(int(_TIMEOUT_S * 1000))
+        async with open_channel(address) as channel:
+            yield Generations(engine_pb2_grpc.EngineServiceStub(channel), engines.of(address))
+            await engines.close()
 
 
 async def measure(folder: Path) -> dict[str, float]:

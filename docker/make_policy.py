@@ -23,7 +23,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = make_policy(Path(folder), seed=0, progress=_show)
         made = sorted(Path(folder).iterdir(), key=lambda file: file.name == _CONFIG)
-        # The config is copied last, so that an interrupted run is repeated and not taken for a model.
+        # The config comes last: an interrupted run is repeated, and not taken for a model.
         for file in made:
             shutil.copyfile(file, target / file.name)
     _log.info("%d parameters in %.0f s", report.parameters, report.seconds)

@@ -25,7 +25,7 @@ from examples.demo.run import (
     shared_client,
 )
 from rollmesh.client import Client, Delivery, MeshAddresses, Subscription
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import rollout
 
 
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:

@@ -56,7 +56,7 @@ class Argument:
     """A reason why a mutant may survive."""
 
     function: str
-    """Qualified name, such as "rollmesh.router.leasing.leases.pick"."""
+    """Qualified name, such as "rollmesh.router.leases.LeaseTable.acquire"."""
     line: str
     """The mutated code, see `change_of`."""
 

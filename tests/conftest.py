@@ -9,7 +9,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, Phase, settings
 
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import load_template
+from rollmesh.chat.templates.loading import load_template
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.engine.engines import engine_with
 from tests.meshes import Mesh, scripted_mesh
@@ -36,7 +36,6 @@ _WITH_TORCH = (
     "batches/test_images.py",
     "batches/test_tensors.py",
     "batches/test_tree_batches.py",
-    "client/runners/test_ray_tasks.py",
     "engine/requests/test_constraint.py",
     "engine/conformance",
     "engine/vllm",

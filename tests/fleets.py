@@ -11,7 +11,7 @@ import openai
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
-from rollmesh.mesh.directories.gateways import journal_of
+from rollmesh.mesh.directory import journal_of
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.collector.postgres_server import Database, postgres_database

@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
 from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.making import make_tokens, write_private
+from rollmesh.runtime.access.tokens import make_tokens, write_private
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 

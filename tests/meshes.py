@@ -62,10 +62,13 @@ class Mesh:
 
     async def start(self, service: str, **flags: object) -> ServiceProcess:
         """Starts a service, on the port of its predecessor where it had one."""
-        process = await self.stack.enter_async_context(
-            running(service, self.folder, **{**self.flags(service), **flags})
-        )
-        self.processes[service] = process
+        return await self.run(service, service, **{**self.flags(service), **flags})
+
+    async def run(self, service: str, name: str, **flags: object) -> ServiceProcess:
+        """Runs a service under a name, with a folder of its own unless it is the only one."""
+        folder = self.folder if service == name else self.folder / name
+        process = await self.stack.enter_async_context(running(service, folder, **flags))
+        self.processes[name] = process
         return process
 
     async def restart(self, service: str, **flags: object) -> ServiceProcess:

@@ -26,7 +26,6 @@ _GROUPS = (
     ("tests/kubernetes/test_multi_node.py", "vllm"),
     ("tests/kubernetes/", None),
     ("tests/trainers/", "ray"),
-    ("tests/client/runners/test_ray_tasks.py", "ray"),
     ("tests/ray/", "ray"),
     ("tests/docs/", "docs"),  # these use the default ports
     ("tests/agents/", "agents"),

@@ -19,14 +19,11 @@ from benchmarks.delivery.journal import write_closed
 from benchmarks.delivery.rows import Shape, sessions
 from benchmarks.harness.memory import peak_mb
 from rollmesh.batches import ragged, rows_of, to_torch
-from rollmesh.client.deliveries.subscription import Subscription
-from rollmesh.client.sessions.trajectories import Delivery
-from rollmesh.gateway.storage import closed
-from rollmesh.gateway.storage.model_files import ModelFiles
-from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.gateway.storage.sqlite import open_sqlite
-from rollmesh.gateway.storage.transaction import Journal, Transaction
-from rollmesh.mesh.directories.members import CollectorDirectory
+from rollmesh.client.deliveries import Subscription
+from rollmesh.client.sessions import Delivery
+from rollmesh.gateway.journal import Journal, ModelFiles, Transaction, open_sqlite
+from rollmesh.gateway.outbox import Outbox, count_undelivered
+from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime.process.memory import keep_freed_memory
 from rollmesh.v1 import session_pb2
 
@@ -63,7 +60,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
                 else:
                     stamps = {}
                     await _close_all(database, outbox, records)
-                while await database.run(closed.count_undelivered):  # noqa: ASYNC110 - the outbox has no event
+                while await database.run(count_undelivered):  # noqa: ASYNC110 - the outbox has no event
                     await asyncio.sleep(_LOOK_S)
                 ended = time.monotonic()
                 running.cancel()

@@ -4,13 +4,11 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
-from rollmesh.gateway.conversation.nodes import Sample
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.export.record import record_bytes, trajectory_ends
-from rollmesh.gateway.storage import closed, journal
-from rollmesh.gateway.storage.transaction import Transaction
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.export import record_bytes, trajectory_ends
+from rollmesh.gateway.journal import Transaction
+from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
+from rollmesh.gateway.tree import Sample, Tree
 from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -68,13 +66,13 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
         rewards=session_pb2.SessionRewards(reward=record.reward),
     )
     session = Session(spec, tree)
-    close = closed.Close(
+    close = outbox.Close(
         record.session_id,
-        request.SerializeToString(),
+        outbox.stored_close(spec, tree, request, record.closed_unix_ms),
         b"",
         record.closed_unix_ms,
         record_bytes(session),
         trajectory_ends(session),
         [],
     )
-    closed.close_session(tx, close)
+    outbox.close_session(tx, close)

@@ -4,17 +4,15 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 
 from benchmarks.kills.matrix import Doors
-from rollmesh.cli.certs.making import make_certificates
 from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.making import write_private
 from rollmesh.runtime.access.roles import TABLE, Role, may_call
 from rollmesh.runtime.rpc.channels import open_channel
+from tests.trial_certificates import make_certificates
 
 _Metadata = tuple[tuple[str, str], ...]
 _REFUSALS = {"CALLER_UNKNOWN", "ROLE_REFUSED"}
@@ -85,7 +83,7 @@ class Callers:
             for role in (Role if doors is not Doors.OPEN else ())
         }
         if doors is Doors.TLS:
-            write_private(self._foreign, make_certificates([], datetime.now(UTC), days=1))
+            make_certificates(self._foreign)
 
     @property
     def tokens(self) -> list[str]:

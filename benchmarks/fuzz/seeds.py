@@ -57,12 +57,18 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
         model=model,
         sampling=sampling_pb2.SamplingParams(max_tokens=2),
     )
+    streamed = engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=1)
     header = engine_pb2.UpdateWeightsHeader(
         policy_version=1, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8, model=model
     )
     return {
         "Generate": [generate],
-        "StreamGenerate": [engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=1)],
+        "StreamGenerate": [streamed],
+        "Generations": [
+            engine_pb2.GenerationsRequest(
+                begin=[engine_pb2.BeginGeneration(number=1, request=streamed)], abort=[2], drop=[3]
+            )
+        ],
         "UpdateWeights": [
             engine_pb2.UpdateWeightsRequest(header=header),
             engine_pb2.UpdateWeightsRequest(safetensors_chunk=b"\0" * 4),

@@ -1,11 +1,10 @@
 """A mesh whose services show tokens, and talk over mutual TLS too."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollmesh.cli.certs.making import make_certificates
-from rollmesh.runtime.access.making import make_tokens, write_private
+from rollmesh.runtime.access.tokens import make_tokens
+from tests.trial_certificates import make_certificates
 
 _SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 
@@ -27,7 +26,7 @@ def lock(
     token_file = str(folder / "tokens" / "trainer.token")
     if not certificates:
         return folder / "tokens", {"token_file": token_file}
-    write_private(folder / "certs", make_certificates([], datetime.now(UTC), days=1))
+    make_certificates(folder / "certs")
     for service in _SERVICES:
         tables[service] = {**tables.get(service, {}), **_shown(folder, service)}
     return folder / "tokens", {"token_file": token_file, **_shown(folder, "trainer")}

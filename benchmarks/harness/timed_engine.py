@@ -11,23 +11,26 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from rollmesh.engine.backend import Chunk, GenerateInput
+from rollmesh.engine.backend import GenerateInput
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.runtime.process.main import run_service
+from rollmesh.v1 import engine_pb2
 
 _generate = ScriptedBackend.generate
 
 
-async def _timed(self: ScriptedBackend, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+async def _timed(
+    self: ScriptedBackend, request: GenerateInput
+) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
     first = True
-    async with aclosing(_generate(self, request)) as chunks:
-        async for chunk in chunks:
+    async with aclosing(_generate(self, request)) as messages:
+        async for message in messages:
             if first:
                 first = False
                 print("FIRST", time.monotonic_ns(), flush=True)
-            yield chunk
+            yield message
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from benchmarks.kills.audit import Audit, Interval
 from benchmarks.kills.lanes import BOUNDARIES, Lane
 from benchmarks.kills.progress import telling
 from examples.demo.chatml import make_tokenizer
-from rollmesh.cli.up.supervisor import free_ports
+from rollmesh.cli.up import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.runtime.config import read_mesh

@@ -8,8 +8,8 @@ import time
 from statistics import median
 
 from benchmarks.harness.memory import rss_bytes
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.v1 import router_pb2
 
 _SESSIONS = 100_000
@@ -44,7 +44,10 @@ def filled(engines: int, sessions: int) -> LeaseTable:
         name = f"engine-{number:04}"
         table.add_engine(Engine(name, f"10.0.{number // 256}.{number % 256}:7400", "policy", 256))
     for number in range(sessions):
-        table.acquire("g", "fill", _name(number), group_id=_group(number))
+        asked = router_pb2.AcquireLease(
+            lease_id="fill", session_id=_name(number), group_id=_group(number)
+        )
+        table.acquire("g", asked)
         table.release("g", "fill", router_pb2.LEASE_OUTCOME_ANSWERED)
     return table
 
@@ -71,17 +74,23 @@ def _turns(table: LeaseTable, round_: int) -> float:
     for number in range(_TURNS):
         known = chance.random() >= _NEW
         turns.append(chance.randrange(sessions) if known else 10**9 * (round_ + 1) + number)
-    asked = [(f"{round_}-{at}", _name(one), _group(one)) for at, one in enumerate(turns)]
+    asked = [
+        router_pb2.AcquireLease(
+            lease_id=f"{round_}-{at}", session_id=_name(one), group_id=_group(one), wait_ms=30_000
+        )
+        for at, one in enumerate(turns)
+    ]
     started = time.process_time()
-    for at, (lease_id, session_id, group_id) in enumerate(asked):
-        table.acquire("g", lease_id, session_id, group_id=group_id, wait_ms=30_000, now_ms=at)
+    for at, one in enumerate(asked):
+        table.acquire("g", one, now_ms=at)
         if at >= _HELD:
-            done = asked[at - _HELD][0]
-            table.release("g", done, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=at)
+            table.release(
+                "g", asked[at - _HELD].lease_id, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=at
+            )
             table.end_waits(at)
     spent = time.process_time() - started
-    for lease_id, _, _ in asked[-_HELD:]:
-        table.release("g", lease_id)
+    for one in asked[-_HELD:]:
+        table.release("g", one.lease_id)
     for number in turns:
         if number >= 10**9:
             table.forget(_name(number))

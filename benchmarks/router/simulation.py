@@ -7,15 +7,13 @@ running generations and keeps the KV cache of the contexts it used last.
 import heapq
 import itertools
 import random
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.harness.measure import percentile
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leasing.policies import POLICIES
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.v1 import router_pb2
 
 _ENGINES, _SLOTS = 4, 8
@@ -98,14 +96,14 @@ class SimulatedEngine:
 
 
 class Week:
-    """Runs groups of sessions for a time under one policy."""
+    """Runs groups of sessions for a time."""
 
-    def __init__(self, policy: str, days: float) -> None:
-        """Builds the fleet; the same seed gives every policy the same sessions."""
+    def __init__(self, imbalance_margin: float, days: float) -> None:
+        """Builds the fleet; the same seed gives every margin the same sessions."""
         self.turns = 0
         self.waits_s: list[float] = []
         self._end_s = days * 86_400
-        self._table = LeaseTable(policy=POLICIES[policy])
+        self._table = LeaseTable(imbalance_margin=imbalance_margin)
         self._table.open_stream("g", router_pb2.DispatchHello(model="policy"))
         self._engines = {f"engine-{at}": SimulatedEngine() for at in range(_ENGINES)}
         for name in self._engines:
@@ -156,11 +154,12 @@ class Week:
         self._asked[lease_id] = agent, self._now_s
         grant = self._table.acquire(
             "g",
-            lease_id,
-            agent.name,
-            group_id=agent.group.name,
-            prefixes=[zlib.crc32(agent.group.kind.encode()), zlib.crc32(agent.group.task.encode())],
-            wait_ms=_WAIT_MS,
+            router_pb2.AcquireLease(
+                lease_id=lease_id,
+                session_id=agent.name,
+                group_id=agent.group.name,
+                wait_ms=_WAIT_MS,
+            ),
             now_ms=self._now_ms,
         )
         if grant is not None:

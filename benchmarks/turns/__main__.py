@@ -101,21 +101,19 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
         async with asyncio.timeout(_START_TIMEOUT_S):
             model = make_model(folder)
             mesh = await stack.enter_async_context(running_mesh(folder))
-            peer = await stack.enter_async_context(running_peer(folder, model))
-            litellm = await stack.enter_async_context(running_litellm(folder, model))
             tls = await stack.enter_async_context(running_mesh(folder, locked=True))
             timed, engine = await stack.enter_async_context(running_timed_mesh(folder))
-            systems: dict[str, System] = {
-                "ours": mesh,
-                "tls": tls,
-                "peer": peer,
-                "litellm": litellm,
-            }
+            systems: dict[str, System] = {"ours": mesh, "tls": tls}
+            if PEER.exists():
+                systems["peer"] = await stack.enter_async_context(running_peer(folder, model))
+            if LITELLM.exists():
+                systems["litellm"] = await stack.enter_async_context(running_litellm(folder, model))
+            everything = dict(systems)
             for system in systems.values():
                 sessions = _TOGETHER_SESSIONS // 4
                 await measure(system, Shape(), sessions, sessions, seed=0)
             await cases.first_bytes(timed, engine, seed=0)
-        del systems["litellm"], systems["tls"]
+        systems = {name: one for name, one in systems.items() if name in {"ours", "peer"}}
         memory = await cases.memory(mesh, count)
         _show("memory", memory)
         spent = 0.0
@@ -125,7 +123,7 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
                 print(f"{len(rounds)} of {count} rounds: the host is slow")
                 return
             async with asyncio.timeout(_ROUND_TIMEOUT_S):
-                base = await _measure_base({**systems, "tls": tls, "litellm": litellm}, seed)
+                base = await _measure_base(everything, seed)
                 figures = [memory]
                 rounds.append(Round(base, figures))
                 await _measure_cases(systems, model, seed, figures)
@@ -195,11 +193,19 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         return middle(name, 64, lambda one: one.cpu_ms)
 
     cpu: dict[str, float] = {}
-    for name, prefix in (("ours", ""), ("peer", "peer_"), ("litellm", "litellm_")):
+    peers = [name for name in ("peer", "litellm") if (name, 64) in rounds]
+    for name, prefix in (("ours", ""), *((name, f"{name}_") for name in peers)):
         for process in rounds[name, 64][0].cpu_ms_per_turn:
             key = process if process.startswith(prefix) else prefix + process
             spent = [one.cpu_ms_per_turn[process] for one in rounds[name, 64]]
             cpu[key] = round(median(spent), 3)
+    compared: dict[str, float] = {}
+    for name in peers:
+        compared |= {
+            f"{name}_turns_per_second_1": round(rate(name, 1), 1),
+            f"{name}_turns_per_second_64": round(rate(name, 64), 1),
+            f"ratio_to_{name}_64": round(rate("ours", 64) / rate(name, 64), 3),
+        }
     return {
         "turns_per_second_1": round(rate("ours", 1), 1),
         "turns_per_second_64": round(rate("ours", 64), 1),
@@ -208,18 +214,15 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "cpu_ms_per_turn_by_process": cpu,
         "tls_turns_ratio": round(rate("tls", 64) / rate("ours", 64), 3),
         "tls_cpu_ratio": round(services_cpu("tls") / services_cpu("ours"), 3),
-        "peer_turns_per_second_1": round(rate("peer", 1), 1),
-        "peer_turns_per_second_64": round(rate("peer", 64), 1),
-        "ratio_to_peer_64": round(rate("ours", 64) / rate("peer", 64), 3),
-        "litellm_turns_per_second_1": round(rate("litellm", 1), 1),
-        "litellm_turns_per_second_64": round(rate("litellm", 64), 1),
-        "ratio_to_litellm_64": round(rate("ours", 64) / rate("litellm", 64), 3),
+        **compared,
+        "not_installed": [name for name in ("peer", "litellm") if name not in peers],
     }
 
 
 if __name__ == "__main__":
-    if not (PEER.exists() and LITELLM.exists()):
-        sys.exit("benchmarks.turns: .venv-peer is missing; run `make bench-turns`, which makes it")
+    for program in (PEER, LITELLM):
+        if not program.exists():
+            print(f"{program} is missing: measuring without it; run `make .venv-peer/.ready`")
     parser = argparse.ArgumentParser(prog="benchmarks.turns")
     parser.add_argument("--rounds", type=int, default=3)
     sys.exit(asyncio.run(main(parser.parse_args().rounds)))

@@ -137,9 +137,10 @@ def print_step(run: Run, report: StepReport) -> None:
 
 
 def print_failures(summary: RolloutSummary) -> None:
-    """Prints why agents failed: the count and the first message of each class of error."""
-    for name, count in summary.errors.most_common():
-        print(f"{count} agents failed: {summary.messages[name]}", file=sys.stderr)
+    """Prints why agents failed: the count and the text of each of the first distinct errors."""
+    for line in summary.first_errors():
+        rambled = "context_length_exceeded" in line
+        print(line + " (the policy rambled until its context was full)" * rambled, file=sys.stderr)
 
 
 def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ran:

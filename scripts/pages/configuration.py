@@ -7,13 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.config import MeshConfig, Setting, describe
 from rollmesh.scorer.config import ScorerConfig
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 
 CONFIGS: Mapping[str, type[Any]] = {
     "router": RouterConfig,

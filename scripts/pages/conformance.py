@@ -22,15 +22,15 @@ _LONGEST = 120
 _KINDS = {"": "passed", "failure": "failed", "skipped": "not seen"}
 _INTRO = """# Conformance
 
-`rollmesh conformance` checks a server the way agents use it. Each check is something that a
+`rollmesh-conformance` checks a server the way agents use it. Each check is something that a
 published agent or its SDK was seen to do, or that training on the answers needs; it says what
 breaks for whom where it does not hold. The kit speaks HTTP only, needs nothing but `httpx2`, and
 works against any server that is compatible with OpenAI's chat completions or Responses, or with
 Anthropic's Messages.
 
 ```sh
-pip install 'dist/rollmesh-0.1.0-py3-none-any.whl[conformance]'
-rollmesh conformance --base-url http://127.0.0.1:8000/v1 --key-file key --junit report.xml
+pip install dist/rollmesh_conformance-0.1.0-py3-none-any.whl
+rollmesh-conformance --base-url http://127.0.0.1:8000/v1 --key-file key --junit report.xml
 ```
 
 - `--base-url` is what OpenAI's clients take: paths such as `/chat/completions` are added to it.

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import rollmesh.batches.errors
-import rollmesh.client.weights.push  # noqa: F401 - defines errors
+import rollmesh.batches.rows
+import rollmesh.client.weights  # noqa: F401 - defines errors
 from rollmesh.runtime.errors import RemoteError, RollmeshError
-from rollmesh.sidecar.errors import to_http
+from rollmesh.sidecar import to_http
 
 PROTO = Path(__file__).parents[2] / "protos" / "rollmesh" / "v1" / "errors.proto"
 _COMMENTED = re.compile(r"((?:  //.*\n)+)  ERROR_REASON_(\w+) = [1-9]")

@@ -6,7 +6,7 @@ python -m scripts.pages.security
 from pathlib import Path
 
 from rollmesh.runtime.access.roles import MEANING, OPEN, TABLE, Role
-from rollmesh.sidecar import routes
+from rollmesh.sidecar import ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 _BEGIN, _END = "<!-- roles: generated -->\n", "<!-- roles: end -->\n"
@@ -35,7 +35,7 @@ def _methods() -> str:
 
 def _routes() -> str:
     head = "| route of the sidecar | opens with |\n|---|---|\n"
-    return head + "".join(f"| `{name}` | {opens} |\n" for name, opens in routes.TABLE.items())
+    return head + "".join(f"| `{name}` | {opens} |\n" for name, opens in ROUTES.items())
 
 
 def _row(method: str, roles: frozenset[Role]) -> str:

@@ -292,7 +292,7 @@ SAID = object()
                 "model": "another", "user": "ann", "store": False, "metadata": {"a": "b"},
                 "client_metadata": {"x": 1}, "context_management": {}, "output_config": {},
                 "prompt_cache_key": "k", "include": [], "service_tier": "auto",
-                "parallel_tool_calls": True, "made_up": [1], "temperature": 0.5, "n": 1,
+                "parallel_tool_calls": True, "made_up": [1], "temperature": 1.0, "n": 1,
                 "stream_options": None, "response_format": {"type": "text"},
             },
             id="keys of the body that change no message",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rollmesh.chat.images.rules import load_rule
+from rollmesh.chat.images import load_rule
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
 from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import session_pb2, trajectory_pb2

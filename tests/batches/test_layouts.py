@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from rollmesh.batches import Batch, Rows, TrajectoryTooLongError, pack, pad, ragged, rows_of, split
-from rollmesh.batches.layouts import token_columns
+from rollmesh.batches import (
+    Batch,
+    Row,
+    Rows,
+    TrajectoryTooLongError,
+    pack,
+    pad,
+    ragged,
+    rows_of,
+    split,
+)
 from rollmesh.client import SessionResult
 from tests.batches.records import linear, session
 from tests.batches.strategies import sessions
@@ -25,6 +34,19 @@ def _rows(*lengths: int) -> Rows:
     return rows_of(
         [session(f"s{at}", [linear(f"t{at}", 1, n - 1)]) for at, n in enumerate(lengths)]
     )
+
+
+def token_columns(row: Row) -> dict[str, NDArray[Any]]:
+    """The columns of a row, in the dtypes of a batch."""
+    trajectory = row.trajectory
+    return {
+        "token_ids": trajectory.token_ids.astype(np.int64),
+        "position_ids": np.arange(len(row), dtype=np.int64),
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "policy_versions": trajectory.policy_versions,
+        "rewards": row.rewards,
+    }
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)

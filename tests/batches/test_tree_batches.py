@@ -16,11 +16,11 @@ from rollmesh.batches import (
 )
 from rollmesh.chat.messages import Message
 from rollmesh.client import Delivery, SessionResult
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.export.record import write_record
+from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.batches.records import linear, session
+from tests.gateway.closing import write_record
 from tests.gateway.worlds import TOOLS, World, random_world, said, user
 
 

@@ -1,16 +1,13 @@
 """The chat templates of the `trl` package, each with a tokenizer made for it on the spot, and the
 tokenizers of `mistral_common`, which encode conversations without a template.
-
-`python -m tests.chat.families > docs/templates.md` makes the table in the docs.
 """
 
 import json
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +19,9 @@ from tokenizers.trainers import BpeTrainer
 
 from rollmesh.chat.messages import Message
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate
+from rollmesh.chat.templates.probing import SystemRule
 from rollmesh.chat.templates.profile import Finding
-from rollmesh.chat.templates.system_messages import SystemRule
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.paths import package_folder
 
@@ -112,30 +108,8 @@ def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> 
         render_jinja_template,
     )
 
-    plain: list[dict[str, Any]] = []
     in_parts = family.name.startswith(("llava", "idefics", "smolvlm"))
-    for message in messages:
-        entry: dict[str, Any] = {"role": message.role, "content": message.content}
-        if in_parts or message.images:
-            parts = message.parts if message.images else [message.content]
-            entry["content"] = [
-                {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
-                for one in parts
-            ]
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
-        plain.append(entry)
+    plain = [plain_message(message, in_parts=in_parts) for message in messages]
     try:
         texts, _ = render_jinja_template(
             conversations=[plain],
@@ -149,14 +123,52 @@ def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> 
     return str(texts[0])
 
 
+def plain_message(message: Message, *, in_parts: bool = False) -> dict[str, Any]:
+    """A message as transformers takes it."""
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if in_parts or message.images:
+        parts = message.parts if message.images else [message.content]
+        entry["content"] = [
+            {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
+            for one in parts
+        ]
+    if message.reasoning:
+        entry |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return entry
+
+
 def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
     """Writes tokenizer, template and config of a model; returns the template and its variables."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
+    more = _MORE_CONTROL.get(name.partition("_")[0], set())
+    return source, write_source(source, folder, end, more)
+
+
+def write_source(source: str, folder: Path, end: str, more: Collection[str] = ()) -> dict[str, str]:
+    """Writes the files of a model whose template and end token are given; returns its variables.
+
+    Args:
+        source: The chat template.
+        folder: Where the files are written.
+        end: Text of the token that ends an answer.
+        more: Control tokens that the template does not print.
+    """
     variables = {"eos_token": end, "bos_token": "<s>", "pad_token": end}
-    _write_tokenizer(folder, source, variables, _MORE_CONTROL.get(name.partition("_")[0], set()))
+    _write_tokenizer(folder, source, variables, set(more))
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
-    return source, variables
+    return variables
 
 
 def _write_tokenizer(folder: Path, source: str, variables: dict[str, str], more: set[str]) -> None:
@@ -225,145 +237,3 @@ def load_mistral(name: str) -> "tuple[Continuation, MistralTokenizer]":
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = MistralTokenizer(mistral_file(name, Path(folder)))
     return Continuation(MistralTemplate(tokenizer), tokenizer), tokenizer
-
-
-def rows() -> Iterator[str]:
-    """The lines of the table."""
-    for name in names():
-        yield _row(name, partial(continuation, name))
-
-
-def mistral_rows() -> Iterator[str]:
-    """The lines of the table of tokenizers."""
-    for name in mistral_names():
-        yield _row(name, partial(_mistral, name))
-
-
-def _mistral(name: str) -> Continuation:
-    return load_mistral(name)[0]
-
-
-def _row(name: str, load: Callable[[], Continuation]) -> str:
-    try:
-        profile = load().profile
-    except TemplateRefusedError as error:
-        return f"| {name} | refused | | {_cell(str(error))} |"
-    findings = "; ".join(sorted(profile.findings))
-    refused = "; ".join(f"no {order}" for order in sorted(map(str, profile.refused)))
-    seen = f"{profile.verified} complete"
-    seen += f", {profile.kept} after the last answer" if profile.kept else ""
-    said = "; ".join(filter(None, (findings, refused)))
-    return f"| {name} | {profile.kind} | {seen} | {_cell(said)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def document() -> str:
-    """The page of the docs."""
-    table = list(rows())
-    refused = sum("| refused |" in row for row in table)
-    head = _HEAD.format(count=len(table), refused=refused or "none")
-    return "\n".join((head + "\n".join(table), _MISTRAL + "\n".join(mistral_rows()), ""))
-
-
-_HEAD = """\
-# Chat templates
-
-A gateway continues a session's tokens without tokenising the past again. For that it must know what
-the model's chat template does to earlier messages. When it starts, it probes the template with some
-fifty conversations, with and without tools, and compares its own pieces with the template's render,
-as text and as token ids. `GetGatewayInfo` and `rollmesh template check MODEL_DIR` show the result:
-
-- **append-only**: a longer conversation begins with the shorter one, in all orders of roles.
-- **append-only except**: the same, except for what the last column names.
-- **rewrites**: the template prints plain answers of earlier turns differently from how they were
-  sampled after its own generation prompt, usually because that prompt opens a `<think>` which the
-  history leaves out.
-
-## What a session keeps
-
-Sampled tokens always stay as they are, and a turn adds exactly what the template prints after the
-last answer. A turn carries `TEMPLATE_REWRITE` if the ids of its prompt differ from the template's
-own render: earlier reasoning is dropped, whitespace is stripped, a call's arguments are spelt
-differently, or the tokenizer would cut the sampled text differently. With `--history=rewrite` such
-a turn continues from the template's render instead, id for id, on a new branch.
-
-With an append-only template each answer is compared once. Other templates are rendered in full for
-each turn, and only what is new or different is tokenised.
-
-**Strips earlier answers.** The template strips whitespace at the ends of answers. It matters only
-for an answer that was sampled with such whitespace: its tokens stay, and the turns after it carry
-`TEMPLATE_REWRITE`. An echo without the whitespace is also a `LENIENT_ECHO`.
-
-**Answers without an end of their own** (GLM). The model stops at the header of the next turn and so
-samples it. That token stays and is trained; the next turn does not print it again. If a different
-turn follows than the one whose header was sampled (a tool result after `<|user|>`), both headers
-are in the context and the turn carries `TEMPLATE_REWRITE`.
-
-**Where an answer stops.** Harmony (gpt-oss) ends each message of an answer with `<|end|>`, and in
-the history the answer too, but the model samples `<|return|>`, or `<|call|>` after a call, and
-stops only there. A model whose `generation_config.json` stops it inside its own answers is refused
-at start. Gemma 4 ends a call with the `<|tool_response>` that begins the result; if the model
-sampled another end, or was cut, that token is added. Its template prints text beside a call after
-the call's results: sampled text stays where it was, also with `--history=rewrite`, and an agent's
-own message of that kind is refused with a 400.
-
-**System messages.** Agents send several at the beginning, and others within the conversation: Codex
-begins with two, Claude Code adds reminders. A template that prints only one at the beginning is
-given their texts as one, with an empty line between them. A template that refuses or drops later
-ones is given them as user messages, unchanged and in their place, if it takes more orders of
-messages like that. The last column says so, and so does `GetGatewayInfo`. The rule depends on the
-template and its options alone, so a message is printed the same in every turn.
-
-**Ids of tool calls** count where the template prints them: a message with another id is another
-message, and a call has the id that the model sampled. Elsewhere they are ignored.
-
-## What is refused
-
-A template that cannot be continued at all is refused when the gateway starts. An order of roles in
-the last column is refused with a 400 when a request needs it. "No assistant, tool" means that no
-tool result may follow an assistant message; "no start, assistant" that an agent may not greet
-first; "no first system, assistant" that it may not do so after a system message.
-
-A conversation that ends with an assistant message gets another answer after it, where the template
-allows that. Continuing the message itself (`continue_final_message`) is refused.
-
-## Templates
-
-These are the {count} templates of the `trl` package, each with a byte-level tokenizer made for it;
-{refused} of them are refused. "Complete" counts probes where the gateway's pieces are the
-template's complete render; "after the last answer" those where only the new part is. A test
-compares the table with the code, and the gateway's prompts with transformers' render of other
-conversations.
-
-| template | profile | verified | what it does, what is refused |
-|---|---|---|---|
-"""
-
-_MISTRAL = """
-## Models without a chat template
-
-Mistral's own files (`tekken.json`, `tokenizer.model.v*`) contain no template. The gateway encodes
-their conversations with the `mistral_common` package (`pip install 'rollmesh[gateway-mistral]'`),
-for a model directory that has such a file and no chat template, as vLLM's `--tokenizer-mode
-mistral` does. The text of a message is tokenised alone and can spell no control token; the part
-after the last answer is what the package returns.
-
-- Up to v3 the first system message is in the *last* user turn, and up to v11 the tools are in front
-  of it: both move as the conversation continues. A session keeps those that were there when an
-  answer was sampled, and prints them again in the new user turn, as the package does.
-- The package merges two consecutive user messages, so a second one is refused with a 400.
-- With `--history=rewrite` the gateway does not start if a turn moves or repeats earlier parts: the
-  package would print the complete history differently, not only the answers.
-
-The table has all files of the package, and files made for v11 and v13, which the package lacks. The
-reference is the package's own `encode_chat_completion`.
-
-| tokenizer | profile | verified | what it does, what is refused |
-|---|---|---|---|
-"""
-
-if __name__ == "__main__":
-    sys.stdout.write(document())

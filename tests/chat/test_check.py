@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat import families
 from tests.paths import package_folder
 
 TEMPLATES = package_folder("trl") / "chat_templates"
@@ -52,3 +53,9 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     done = check(tmp_path)
     assert done.returncode == 2
     assert "tokenizer_config.json" in done.stderr
+
+
+def test_the_report_says_where_a_template_allows_one_call(tmp_path: Path) -> None:
+    families.write("llama3_1", tmp_path)
+    shown = check(tmp_path).stdout
+    assert "The template allows one tool call: an answer ends before a second." in shown

@@ -12,6 +12,7 @@ from rollmesh.chat import (
     ToolCallEvent,
 )
 from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from tests.chat import families
 
 TOOLS = [
     {
@@ -120,3 +121,19 @@ def test_a_refused_message_is_named_and_changes_nothing(model: ChatModel) -> Non
     with pytest.raises(RuntimeError, match="prompt"):
         conversation.finish()
     assert len(conversation.prompt([ASK])) > 0
+
+
+def test_an_answer_ends_before_a_second_call_where_the_template_allows_one(tmp_path: Path) -> None:
+    families.write("llama3_1", tmp_path)
+    model = ChatModel.load(tmp_path)
+    assert model.format.one_call
+    conversation = Conversation(model, tools=TOOLS)
+    first = conversation.prompt([ASK]).tolist()
+    one = '{"name": "multiply", "parameters": {"a": 6}}'
+    called = [id_ for char in one for id_ in model.tokenizer.encode(char).tolist()]
+    more = sampled(model, f"; {one}")
+    take(conversation, [*called, *more])
+    (call,) = conversation.answer["tool_calls"]
+    assert conversation.token_ids.tolist() == [*first, *called]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+    assert conversation.prompt([result]).tolist()[: len(first) + len(called)] == [*first, *called]

@@ -3,29 +3,31 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
-from rollmesh.cli.certs.making import make_certificates
-from rollmesh.cli.up.supervisor import free_ports
+from rollmesh.cli.up import Supervisor, free_ports
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.launch.plan import ProcessSpec
 from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.making import write_private
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+from tests.trial_certificates import copy_certificates
+from tests.waiting import until
 
 MESH = """
 [mesh]
@@ -52,15 +54,20 @@ class Up:
     def addresses(self) -> MeshAddresses:
         return MeshAddresses.from_json(json.dumps(self.line))
 
-    async def serving(self, address: str) -> None:
+    async def serving(self, address: str, within_s: float = 60) -> None:
         """Waits until a service answers that it is ready."""
         identity = Identity(self.addresses)
-        async with asyncio.timeout(60), open_channel(address, identity=identity) as channel:
+        async with asyncio.timeout(within_s), open_channel(address, identity=identity) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             watching = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             async for seen in watching:
                 if seen.status == health_pb2.HealthCheckResponse.SERVING:
                     return
+
+
+def _listening(address: str, data_dir: Path | None = None) -> tuple[str, ...]:
+    where = (f"--data-dir={data_dir}",) if data_dir else ()
+    return f"--port={address.rpartition(':')[2]}", *where
 
 
 @asynccontextmanager
@@ -84,8 +91,8 @@ async def up(folder: Path, config: str) -> AsyncIterator[asyncio.subprocess.Proc
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, config: str) -> AsyncIterator[Up]:
-    async with up(folder, config) as process, asyncio.timeout(170):
+async def running_mesh(folder: Path, config: str, within_s: float = 170) -> AsyncIterator[Up]:
+    async with up(folder, config) as process, asyncio.timeout(within_s):
         assert process.stdout is not None
         async for line in process.stdout:
             if line.startswith(b"UP "):
@@ -101,7 +108,50 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Up]:
         yield mesh
 
 
-def test_the_ports_of_a_mesh_are_its_own_also_while_nobody_listens() -> None:
+async def test_progress_is_shown_while_a_process_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Supervisor, "PROGRESS_S", 0.05)
+    with closing(free_ports()) as ports:
+        router, collector, database = (f"127.0.0.1:{next(ports)}" for _ in range(3))
+        flags = f"--store=postgresql://rollmesh@{database}/rollmesh", f"--data-dir={tmp_path}"
+        specs = [
+            ProcessSpec("router", "router", router, flags=_listening(router, tmp_path)),
+            ProcessSpec(
+                "collector", "collector", collector, (*_listening(collector), *flags), grace_ms=0
+            ),
+        ]
+        environments = {spec.name: dict(os.environ) for spec in specs}
+        said = ""
+
+        async def until_shown(pattern: str) -> None:
+            def shown() -> bool:
+                nonlocal said
+                said += capfd.readouterr().err
+                return re.search(pattern, said, re.MULTILINE) is not None
+
+            await until(shown)
+
+        log = tmp_path / "logs" / "collector.log"
+        log.parent.mkdir()
+        log.write_text("the words of an earlier run\n")
+        supervisor = Supervisor(specs, environments, log.parent, 120)
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(supervisor.run(stop))
+            await until_shown(r"^rollmesh up: router is ready after \d+ s$")
+            await until_shown(
+                r"^rollmesh up: collector is not ready after \d+ s: waiting for the database: ."
+            )
+            stop.set()
+    assert "the words of an earlier run" not in said
+    begins = json.loads(log.read_text().splitlines()[1])
+    assert begins["event"] == "a run of rollmesh up begins"
+    assert begins["process"] == "collector"
+    assert {"time", "version"} < set(begins)
+
+
+def test_the_ports_of_a_mesh_stay_reserved_while_its_processes_restart() -> None:
     with closing(free_ports()) as ports:
         address = "127.0.0.1", next(ports)
         for _ in range(2):  # a service that is started again
@@ -138,7 +188,7 @@ async def stranger_is_refused(mesh: Up) -> None:
         await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=30)
 
 
-async def test_what_is_killed_comes_back_at_its_address(mesh: Up) -> None:
+async def test_a_killed_process_restarts_at_its_address(mesh: Up) -> None:
     named = dict(zip(("router", "router-1"), mesh.line["router"].split(","), strict=True))
     named |= {"gateway-0": mesh.line["gateway"]}
     named |= {"collector": mesh.line["collector"], **mesh.line["engines"]}
@@ -152,14 +202,71 @@ async def test_what_is_killed_comes_back_at_its_address(mesh: Up) -> None:
         assert session.session_id
 
 
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_an_engine_of_vllm_that_is_killed_takes_its_model_along_and_comes_back(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = f"""
+[mesh]
+data_dir = "{tmp_path / "data"}"
+model_path = "{model_dir}"
+
+[engine]
+backend = "vllm"
+dtype = "float32"
+enforce_eager = true
+max_context_tokens = 2048
+"""
+    async with running_mesh(tmp_path, config, within_s=570) as mesh:
+        engine = psutil.Process(mesh.line["pids"]["engine-0"])
+        models = engine.children(recursive=True)
+        assert models
+        engine.kill()
+        alive = (await asyncio.to_thread(psutil.wait_procs, models, 60))[1]
+        assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+        async def is_back() -> bool:
+            try:
+                await mesh.serving(mesh.line["engines"]["engine-0"], within_s=300)
+            except grpc.aio.AioRpcError:  # an engine that loads its model may end a watch
+                return False
+            return True
+
+        await until(is_back, 300)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_stops_everything(mesh: Up, number: signal.Signals) -> None:
     family = psutil.Process(mesh.process.pid).children(recursive=True)
     assert len(family) == len(mesh.line["pids"]) == 7
     mesh.process.send_signal(number)
     async with asyncio.timeout(60):
-        assert await mesh.process.wait() == 0
+        said = (await mesh.process.communicate())[1].decode().splitlines()
+    assert mesh.process.returncode == 0
     assert [one for one in family if one.is_running()] == []
+    ready = [line.split()[2] for line in said if line.startswith("rollmesh up: ")]
+    assert set(ready) == set(mesh.line["pids"])
+    assert [line for line in said if "asyncio" in line] == []
+
+
+@pytest.mark.parametrize("count", [1, 4])
+async def test_a_signal_while_processes_start_stops_everything(
+    tmp_path: Path, tokenizer_dir: Path, count: int
+) -> None:
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=2)
+    async with asyncio.timeout(170), up(tmp_path, config) as process:
+        seen = psutil.Process(process.pid)
+        await until(lambda: len(seen.children()) >= count)
+        children = seen.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        said, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+    assert psutil.wait_procs(children, 30)[1] == []
+    assert not [line for line in said.splitlines() if line.startswith(b"UP ")]
+    assert b"Traceback" not in errors
 
 
 async def test_nothing_outlives_a_supervisor_that_was_killed(mesh: Up) -> None:
@@ -167,6 +274,36 @@ async def test_nothing_outlives_a_supervisor_that_was_killed(mesh: Up) -> None:
     mesh.process.kill()
     alive = (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
     assert alive == []
+
+
+async def test_a_full_disk_under_the_logs_is_said_once_and_ends_nothing(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    logs = tmp_path / "data" / "logs"
+    logs.mkdir(parents=True)
+    names = ("router", "router-1", "engine-0", "collector", "gateway-0", "sidecar")
+    for name in names:
+        (logs / f"{name}.log").symlink_to("/dev/full")
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
+    async with running_mesh(tmp_path, config) as mesh:
+        assert set(mesh.line["pids"]) == set(names)
+        for _ in range(2):
+            killed = psutil.Process(mesh.line["pids"]["engine-0"])
+            killed.kill()
+            await asyncio.to_thread(psutil.wait_procs, [killed], 30)
+            await mesh.serving(mesh.line["engines"]["engine-0"])
+            (mesh.line["pids"]["engine-0"],) = (
+                one.pid
+                for one in psutil.Process(mesh.process.pid).children()
+                if "rollmesh.engine" in one.cmdline()
+            )
+        mesh.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            said = (await mesh.process.communicate())[1].decode().splitlines()
+    assert mesh.process.returncode == 0
+    lost = [line for line in said if "No space left on device" in line]
+    assert len(lost) == 1, said
+    assert str(logs) in lost[0]
 
 
 async def test_a_scorer_of_the_file_rewards_sessions_that_have_no_reward(
@@ -185,10 +322,10 @@ async def test_a_scorer_of_the_file_rewards_sessions_that_have_no_reward(
     assert scored.reward == len(scored.trajectories[0].token_ids)
 
 
-async def test_a_mesh_with_certificates_says_how_a_trainer_gets_in(
+async def test_the_up_line_of_a_mesh_with_certificates_names_the_trainers_files(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    write_private(tmp_path / "certs", make_certificates([], datetime.now(UTC), 1))
+    copy_certificates(tmp_path / "certs")
     config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
     config = config.replace("[mesh]", f'[mesh]\ncertificates_dir = "{tmp_path / "certs"}"')
     async with running_mesh(tmp_path, config) as mesh:
@@ -233,7 +370,7 @@ async def test_a_bad_file_is_named(tmp_path: Path, config: str, names: str) -> N
     assert names in said
 
 
-async def test_help_says_what_there_is() -> None:
+async def test_help_lists_the_commands() -> None:
     command = [sys.executable, "-m", "rollmesh.cli", "--help"]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=dict(os.environ))

@@ -11,7 +11,7 @@ from rollmesh.client import (
     SampleOutcome,
     Session,
 )
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import rollout
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client, Retries, Rewards, Session
-from rollmesh.client.deliveries.subscription import Subscription
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.deliveries import Subscription
+from rollmesh.client.rollouts import rollout
 from rollmesh.client.runners.commands import CommandRunner
-from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.conftest import addresses_of, length, one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway
@@ -149,8 +148,6 @@ async def test_a_rollout_that_cannot_work_opens_no_session(
         pytest.param("argv", partial(CommandRunner, argv=NO_WORDS), id="a word that is none"),
         pytest.param("argv", partial(CommandRunner, argv=["agent", "\0"]), id="a zero byte"),
         pytest.param("env.N", partial(CommandRunner, argv=["a"], env=NO_TEXTS), id="a number"),
-        pytest.param("url", partial(RemoteRunner, url="10.0.0.7:80"), id="no scheme"),
-        pytest.param("url", partial(RemoteRunner, url="ftp://10.0.0.7"), id="another scheme"),
     ],
 )
 def test_a_runner_that_cannot_run_is_refused(field: str, make: Callable[[], object]) -> None:
@@ -169,12 +166,6 @@ async def test_a_runner_that_is_not_asynchronous_is_not_tried_again(
         summary, outcome = await one_sample(mesh, wrong, retries=Retries(tries=3, delay_s=0))
     assert (summary.errors, summary.retries) == ({"InvalidFieldError": 1}, 0)
     assert "runner: gave a float; give an asynchronous function" in outcome.error
-
-
-async def test_a_sample_that_is_not_json_is_named_before_the_agent_server_hears_of_it() -> None:
-    async with RemoteRunner(url=f"http://{NOWHERE}") as runner:
-        with pytest.raises(InvalidFieldError, match=r"sample: .* `encode`"):
-            await runner(object(), SESSION)
 
 
 async def test_what_on_sample_raises_ends_the_rollout_as_it_is(

@@ -7,11 +7,11 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from rollmesh.client.loop_thread import LoopThread
+from rollmesh.client.sync import LoopThread
 
 _WORK = """
 import asyncio, os, signal
-from rollmesh.client.loop_thread import LoopThread
+from rollmesh.client.sync import LoopThread
 
 thread = LoopThread()
 begun = ended = 0
@@ -86,14 +86,14 @@ async def later():
 
 import threading
 from concurrent import futures
-from rollmesh.client import loop_thread
-waiting, wait = threading.Event(), loop_thread.wait
+from rollmesh.client import sync
+waiting, wait = threading.Event(), sync.wait
 
 def noted(*arguments):
     waiting.set()
     return wait(*arguments)
 
-loop_thread.wait = noted
+sync.wait = noted
 try:
     thread.run(later())
 except Stop:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leasing.leases import LeaseClient
+from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, session_pb2

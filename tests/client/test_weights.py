@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import numpy as safetensors_numpy
 
 from rollmesh.client import Client, Transfer, WeightsPushError
-from rollmesh.client.weights.tensors import CHUNK_BYTES, file_of
+from rollmesh.client.weights import CHUNK_BYTES, file_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidWeightsError,

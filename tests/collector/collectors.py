@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc
 
-from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.service import CollectorService
+from rollmesh.collector import CollectorConfig, CollectorService
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound
 from rollmesh.runtime.rpc.server import serve

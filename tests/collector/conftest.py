@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
 from tests.collector.collectors import stub_at
 from tests.collector.postgres_server import Database, postgres_database
 from tests.collector.stores import postgres_store, sqlite_store

@@ -36,11 +36,12 @@ def trajectory(session_id: str, tokens: int = 6) -> trajectory_pb2.Trajectory:
 
 
 def record(
-    session_id: str, group: str = "", index: int = 0, size: int = 1
+    session_id: str, group: str | None = None, index: int = 0, size: int = 1
 ) -> session_pb2.SessionRecord:
+    """Returns a session, by default the only one of a group with its id."""
     return session_pb2.SessionRecord(
         session_id=session_id,
-        group_id=group,
+        group_id=session_id if group is None else group,
         sample_index=index,
         group_size=size,
         outcome=session_pb2.SESSION_OUTCOME_COMPLETED,

@@ -2,17 +2,12 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.collector.delivery.filters import judge
-from rollmesh.collector.delivery.loads import Loaded
-from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.delivery.settings import created
-from rollmesh.collector.delivery.units import Arrival, Settlement, Unit
-from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
+from rollmesh.collector.log import Arrival, Loaded, Retention, Settlement, Unit, created
+from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.runtime.errors import ConsumerExistsError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record
@@ -23,7 +18,7 @@ MAIN_ONLY = pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN])
 
 @asynccontextmanager
 async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterator[Store]:
-    async with open_store(folder, retention) as store:
+    async with open_sqlite(folder, retention) as store:
         yield store
 
 
@@ -31,8 +26,8 @@ async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterat
 async def postgres_store(
     url: str, retention: Retention = KEEP, **limits: int
 ) -> AsyncIterator[Store]:
-    from rollmesh.collector.storage.postgres.store import open_store as open_  # noqa: PLC0415
-    from rollmesh.runtime.postgres.connection import Limits  # noqa: PLC0415
+    from rollmesh.collector.postgres import open_postgres as open_  # noqa: PLC0415
+    from rollmesh.runtime.postgres import Limits  # noqa: PLC0415
 
     async with open_(url, retention, Limits(**limits)) as store:
         yield store
@@ -67,10 +62,10 @@ class Reader:
             await store.update_consumer(consumer, now_ms)
         return cls(store, await store.consumer(name))
 
-    async def fetch(self, limit: int = 100) -> list[Unit]:
+    async def fetch(self, limit: int = 100, now_ms: int = 0) -> list[Unit]:
         units: list[Unit] = []
         while len(units) < limit:
-            page = await self.store.fetch(self.name, self.cursor, limit - len(units))
+            page = await self.store.fetch(self.name, self.cursor, limit - len(units), now_ms)
             self.cursor = page.cursor
             units += page.units
             if not page.more:
@@ -81,8 +76,12 @@ class Reader:
         return [unit.unit_id for unit in await self.fetch(limit)]
 
     async def load(self, unit: Unit, version: int | None = None, now_ms: int = 0) -> Loaded | None:
-        rules = partial(judge, self.settings.filter, version)
-        (loaded,) = await self.store.load(self.name, [unit], rules, now_ms)
+        settings = pb.Consumer()
+        settings.CopyFrom(self.settings)
+        if version is not None:
+            settings.policy_version = version
+        settings.filter.ungrouped = True
+        (loaded,) = await self.store.load(settings, [unit], now_ms)
         return loaded
 
     async def take(self, limit: int = 100) -> list[tuple[str, int, list[str]]]:
@@ -112,7 +111,8 @@ class Reader:
 
 def sessions_of(loaded: Loaded | None) -> list[session_pb2.SessionRecord]:
     """The sessions of a unit as its consumer gets them."""
-    return list(loaded.response().delivery.sessions) if loaded else []
+    response = loaded.response() if loaded else None
+    return list(response.delivery.sessions) if response else []
 
 
 async def ingest(

@@ -81,13 +81,38 @@ async def test_export_writes_a_row_for_each_trajectory(
 async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: ServiceProcess) -> None:
     flags = ("--consumers", "--groups", "--filtered", "trainer")
     stats, consumer, group, entry = lines(tool(collector, "inspect", *flags))
-    assert (stats["sessions"], stats["consumers"][0]["acknowledged"]) == ("4", "1")
-    assert (consumer["name"], consumer["unit"]) == ("trainer", "DELIVERY_UNIT_GROUP")
+    assert (stats["sessions"], stats["consumers"][0]["acknowledged"]) == (4, 1)
+    assert (consumer["name"], consumer["unit"]) == ("trainer", "GROUP")
     assert (group["group_id"], group["samples"], group["group_size"]) == ("g", 1, 2)
-    assert (entry["session_id"], entry["reason"]) == ("late", "FILTER_REASON_SURPLUS")
+    assert (entry["session_id"], entry["reason"]) == ("late", "SURPLUS")
     (session,) = lines(tool(collector, "inspect", "--session", "c"))
     assert session["group_id"] == "g"
     assert "tokens" not in session["trajectories"][0]
+
+
+async def test_inspect_lists_sessions_by_the_names_of_an_export(
+    collector: ServiceProcess, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    listed = lines(tool(collector, "inspect", "--sessions"))
+    assert [one["session_id"] for one in listed] == ["a", "b", "c", "late"]
+    (one,) = lines(tool(collector, "inspect", "--sessions", "--group-id", "g"))
+    assert (one["session_id"], one["outcome"], one["purpose"]) == ("c", "COMPLETED", "TRAIN")
+    assert lines(tool(collector, "inspect", "--sessions", "--outcome", "FAILED")) == []
+    for flags in (("--outcome", "FAILED"), ("--session", "c", "--purpose", "TRAIN")):
+        ignored = tool(collector, "inspect", *flags)
+        assert (ignored.returncode, ignored.stdout) == (2, "")
+        assert f"{flags[-2]} selects sessions; give --sessions" in ignored.stderr
+    path = tmp_path / "chosen.jsonl"
+    done = tool(
+        collector,
+        *("export", "--to", str(path), "--group-id", "g", "--tokenizer", str(tokenizer_dir)),
+    )
+    assert done.stdout.startswith("1 sessions, 1 trajectories"), done.stderr
+    row = json.loads(path.read_text())
+    assert one.keys() - row.keys() == {"trajectories", "abandoned"}
+    assert row["text"].endswith(row["sampled_texts"][-1])
+    wrong = tool(collector, "export", "--to", str(path), "--tokenizer", str(tmp_path / "none"))
+    assert (wrong.returncode, "tokenizer.json" in wrong.stderr) == (2, True)
 
 
 async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) -> None:
@@ -122,13 +147,13 @@ async def test_a_router_knows_the_collectors(tmp_path: Path) -> None:
             stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
             await stub.Ingest(pb.IngestRequest(sessions=[record("a")]), timeout=TIMEOUT_S)
             (stats,) = lines(inspect(*flags))
-            assert stats["sessions"] == "1"
+            assert stats["sessions"] == 1
 
 
 async def test_another_collector_is_asked_if_one_is_away(collector: ServiceProcess) -> None:
     for addresses in (f"127.0.0.1:9,{collector.address}", f"{collector.address},127.0.0.1:9"):
         (stats,) = lines(inspect("--collector", addresses))
-        assert stats["sessions"] == "4"
+        assert stats["sessions"] == 4
 
 
 @pytest.mark.parametrize(
@@ -153,6 +178,7 @@ def test_a_position_that_is_none_is_refused(text: str) -> None:
 async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
     rewarded = record("a")
     rewarded.trajectories[0].segments[1].reward = 0.5
+    rewarded.trajectories[0].segments[1].sampling.temperature = 0.5
     rewarded.metadata["task"] = "7"
     yield rewarded
     yield record("b")
@@ -165,6 +191,9 @@ async def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     expected = [row async for session in sessions() for row in rows_of(session)]
     assert rows == expected
     assert rows[0]["turn_rewards"] == [{"node_id": 2, "end": 6, "reward": 0.5}]
+    (sampled,) = rows[0]["turn_sampling"]
+    assert (sampled["node_id"], sampled["end"]) == (2, 6)
+    assert json.loads(sampled["sampling"]) == {"temperature": 0.5}
 
 
 async def test_images_are_exported_once_beside_the_rows_that_name_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from prometheus_client import REGISTRY
 
 from rollmesh.collector import metrics
-from rollmesh.collector.delivery.filters import Verdict
+from rollmesh.collector.log import Verdict
 from rollmesh.v1 import collector_pb2 as pb
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.runtime.config import ConfigError
 
 

@@ -89,7 +89,7 @@ def test_names_are_unique_and_every_check_says_what_breaks() -> None:
         (KeyError("id"), Verdict.FAILED, "unexpected form of an answer: KeyError: 'id'"),
     ],
 )
-async def test_a_check_ends_by_what_it_raises(
+async def test_the_error_of_a_check_is_its_verdict(
     error: Exception | None, verdict: Verdict, detail: str
 ) -> None:
     (found,) = await results(fixed(200, {}), raising(error))
@@ -147,7 +147,7 @@ GOOD = (chunk(), chunk("stop"), "[DONE]")
         ("http.server.models", fixed(200, {"object": "list", "data": []}), "the list is empty"),
     ],
 )
-async def test_what_is_wrong_is_found(name: str, handle: Handler, seen: str) -> None:
+async def test_a_fault_is_found(name: str, handle: Handler, seen: str) -> None:
     found = (await results(handle, check(name)))[-1]
     assert found.verdict == Verdict.FAILED
     assert seen in found.detail
@@ -191,7 +191,7 @@ async def test_a_busy_server_that_names_no_delay_is_found() -> None:
         assert [one.verdict for one in await run_checks(tested, [busy], (), 5)] == [verdict]
 
 
-def test_the_report_says_what_was_seen_and_what_breaks() -> None:
+def test_the_report_names_the_fault_and_its_victims() -> None:
     failed = Result(raising(None), Verdict.FAILED, "status 500: \x00<b>", 1.0)
     found = [failed, Result(raising(None), Verdict.NOT_SEEN, "no call")]
     text = table(found)

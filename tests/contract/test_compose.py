@@ -47,6 +47,7 @@ def test_what_is_hardened_and_what_has_a_port_of_the_host(services: dict[str, An
         service = services[name]
         assert service["read_only"], name
         assert (service["cap_drop"], service["security_opt"]) == (["ALL"], [NO_MORE]), name
+        assert service["init"], f"{name}: a first process that passes signals on and reaps orphans"
     ports = [port for service in services.values() for port in service.get("ports", ())]
     assert all(port.startswith("127.0.0.1:") for port in ports)
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 CHANNELS = Path("services/runtime/rollmesh/runtime/rpc/channels.py")
-PROBE = Path("services/runtime/rollmesh/runtime/probe/asking.py")
+PROBE = Path("services/runtime/rollmesh/runtime/probe.py")
 """Dials the host and port of its own settings, and shows no token."""
 OPENERS = {"insecure_channel", "secure_channel", "local_channel_credentials"}
 

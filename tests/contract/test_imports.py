@@ -11,7 +11,7 @@ LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, se
 FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}
 FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli", "psycopg", "redis"}
 STANDS_ON = {  # apart from itself, the runtime and the stubs
-    "router": {"mesh"},
+    "router": {"mesh", "internal"},
     "engine": {"mesh"},
     "collector": {"mesh"},
     "gateway": {"mesh", "chat"},

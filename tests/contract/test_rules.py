@@ -7,8 +7,10 @@ from hypothesis import given, strategies as st
 
 from tests.contract.rules import problems
 
-FILES = sorted(Path("protos/rollmesh/v1").glob("*.proto"))
-MODULES = [importlib.import_module(f"rollmesh.v1.{path.stem}_pb2") for path in FILES]
+FILES = sorted(Path("protos/rollmesh").rglob("*.proto"))
+MODULES = [
+    importlib.import_module(f"{'.'.join(path.parts[1:-1])}.{path.stem}_pb2") for path in FILES
+]
 
 GOOD = """\
 // Serves.

@@ -154,6 +154,7 @@ def test_a_container_may_write_to_its_volumes_alone(project: Project) -> None:
         assert (host["CapDrop"], host["CapAdd"], host["Privileged"]) == (["ALL"], None, False)
         assert host["SecurityOpt"] == ["no-new-privileges:true"], service
         assert found["Config"]["User"] == "rollmesh"
+        assert host["Init"], service
     for service in project.counts:
         container = project.containers(service)[0]
         status = inside(container, "cat /proc/1/status")

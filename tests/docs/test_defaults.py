@@ -3,19 +3,18 @@
 import socket
 import subprocess
 import sys
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.certs.making import make_certificates
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
-from rollmesh.runtime.access.making import make_tokens, write_private
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.sidecar import SidecarConfig
 from tests.paths import ROOT
+from tests.trial_certificates import copy_certificates
 
 PORTS = [one.port for one in (RouterConfig, CollectorConfig, GatewayConfig, SidecarConfig)]
 # A network of its own: every port is free, and nobody else is met.
@@ -83,7 +82,7 @@ def test_by_their_defaults(folder: Path) -> None:
 def test_by_one_file_that_locks_them_with_tokens_and_certificates(folder: Path) -> None:
     (folder / "mesh.toml").write_text('[mesh]\ncertificates_dir = "certs"\n')
     make_tokens(folder / "var/mesh/tokens")
-    write_private(folder / "certs", make_certificates([], datetime.now(UTC), 1))
+    copy_certificates(folder / "certs")
     trainer = {
         "ROLLMESH_TOKEN_FILE": str(folder / "var/mesh/tokens/trainer.token"),
         "ROLLMESH_TLS_CA_FILE": str(folder / "certs/ca.crt"),

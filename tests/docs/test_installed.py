@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -131,6 +132,33 @@ def test_what_is_not_installed_is_named(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rooter"], "there is no command 'rooter'; did you mean 'router'?"),
+        (["config", "chek"], "chek"),
+        (["quite-another"], "there is no command 'quite-another'\n"),
+    ],
+)
+def test_an_unknown_command_is_named(
+    commands: Path, mesh_packages: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = call(commands / "rollmesh", *words, folder=tmp_path, packages=mesh_packages)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("words", [["up", "--config"], ["config", "check"]])
+def test_a_mesh_file_that_needs_vllm_says_how_to_install_it(
+    commands: Path, mesh_packages: Path, tmp_path: Path, tokenizer_dir: Path, words: list[str]
+) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text(MESH.format(model=tokenizer_dir).replace('"scripted"', '"vllm"'))
+    done = call(commands / "rollmesh", *words, file, folder=tmp_path, packages=mesh_packages)
+    assert done.returncode == 2
+    assert "engine.backend: the package vllm is not installed; run: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_chat_stands_alone(commands: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
     """The wheel and what `rollmesh[chat]` asks for: the page's example runs without gRPC."""
     packages = tmp_path / "packages"
@@ -168,23 +196,24 @@ class Nothing(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def test_the_kit_needs_only_httpx2(commands: Path, tmp_path: Path) -> None:
-    packages, report = tmp_path / "packages", tmp_path / "report.xml"
-    packages.mkdir()
-    for name in ("httpx2", "httpcore2", "anyio", "h11", "idna", "truststore"):
-        folder = package_folder(name)
-        for path in (folder, *folder.parent.glob(f"{name}-*.dist-info")):
-            (packages / path.name).symlink_to(path)
-    module = Path(typing_extensions.__file__)
-    (packages / module.name).symlink_to(module)
+def test_the_kit_is_a_distribution_that_needs_only_httpx2(commands: Path, tmp_path: Path) -> None:
+    absent = call(commands / "rollmesh", "conformance", folder=tmp_path)
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert absent.stderr.endswith("not installed; run: pip install rollmesh-conformance\n")
+    packages, report = kit_packages(tmp_path), tmp_path / "report.xml"
     with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         flags = ("--base-url", f"http://127.0.0.1:{server.server_port}/v1", "--junit", report)
+        alone = call(
+            sys.executable, "-S", "-m", "rollmesh.conformance", *flags,
+            folder=tmp_path, packages=packages,
+        )  # fmt: skip
         kit = (commands / "rollmesh", "conformance", *flags)
         done = call(*kit, folder=tmp_path, packages=packages)
         server.shutdown()
         serving.join()
+    assert (alone.returncode, alone.stderr) == (1, "")
     assert (done.returncode, done.stderr) == (1, "")
     cases = {
         case.attrib["name"]: [one.tag for one in case]
@@ -192,6 +221,27 @@ def test_the_kit_needs_only_httpx2(commands: Path, tmp_path: Path) -> None:
     }
     assert (cases["models"], cases["unknown-path"]) == (["failure"], [])
     assert cases["served"] == ["skipped"]  # each protocol
+
+
+def kit_packages(folder: Path) -> Path:
+    """The kit's wheel, unpacked beside the packages that it needs."""
+    source, packages = folder / "source", folder / "packages"
+    shutil.copytree(ROOT / "clients", source / "clients")
+    shutil.copy(ROOT / "pyproject.toml", source)
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    built = call(*build, folder=source / "clients" / "conformance")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("rollmesh_conformance-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    assert [one.name for one in (packages / "rollmesh").iterdir()] == ["conformance"]
+    for name in ("httpx2", "httpcore2", "anyio", "h11", "idna", "truststore"):
+        package = package_folder(name)
+        for path in (package, *package.parent.glob(f"{name}-*.dist-info")):
+            (packages / path.name).symlink_to(path)
+    module = Path(typing_extensions.__file__)
+    (packages / module.name).symlink_to(module)
+    return packages
 
 
 def test_the_lock_holds_what_the_extra_asks_for() -> None:

@@ -17,13 +17,14 @@ _ENDINGS = (".py", ".proto", ".toml", ".md", ".rst", ".txt", ".yml", ".sh")
 _MADE = ("build/", "var/", ".../")
 """Where programs write, and URLs."""
 _OTHER = {
+    "additional_chat_templates/",
     "arrays/",
     "collector/arrays/",
     "collector/collector.sqlite",
     "gateway/journal.sqlite",
     "sampling/sampling_logp_difference",
 }
-"""Files of a mesh's `data_dir`, and a metric."""
+"""Files of a model, of a mesh's `data_dir`, and a metric."""
 
 
 @cache
@@ -57,4 +58,4 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 
 def test_the_paths_of_the_contributors_guide_are_found() -> None:
     found = named(ROOT / "CONTRIBUTING.md")
-    assert {"services/gateway/rollmesh/chat/", "collector/storage/store.py"} <= found
+    assert {"services/gateway/rollmesh/chat/", "collector/store.py"} <= found

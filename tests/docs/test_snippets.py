@@ -5,6 +5,7 @@ import ast
 import asyncio
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rollmesh.integrations.trl import MeshRollouts
 from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
+from tests.docs.test_first_agent import PROGRAM as FIRST_AGENT
 from tests.meshes import Mesh
 from tests.models import make_tokenizer_dir
 from tests.ray.test_joining import SNIPPET as ON_RAY
@@ -55,19 +57,16 @@ async def run(block: Block, names: dict[str, Any]) -> None:
 
 
 async def readme(block: Block, mesh: Mesh) -> None:
-    trained: list[Any] = []
+    """A script of its own, with the mesh's addresses as its argument."""
     line = json.dumps(asdict(mesh.addresses))
-    names = {"line": line, "steps": 2, "prompts": ["a", "b"], "model": Model()}
-    await run(block, {**names, "score": lambda prompt, text: 1.0, "train": trained.append})
-    assert [len(sessions) for sessions in trained] == [GROUP] * 4
-    versions = {
-        version
-        for sessions in trained
-        for session in sessions
-        for one in session.trajectories
-        for version in one.policy_versions[one.loss_mask].tolist()
-    }
-    assert versions == {0, 1}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", block.text, line), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(120):
+        output, _ = await process.communicate()
+    summary, *rows = output.decode().splitlines()
+    assert (process.returncode, summary.split(",")[0]) == (0, f"completed {2 * GROUP}")
+    assert len(rows) == 2 * GROUP
 
 
 async def first_session(block: Block, mesh: Mesh) -> None:
@@ -230,5 +229,5 @@ async def test_a_snippet_calls_what_there_is(block: Block, tmp_path: Path) -> No
 
 
 def test_every_snippet_is_tested() -> None:
-    tested = {*WITH_MESH, *ALONE, ON_RAY, WITH_A_QUEUE}
+    tested = {*WITH_MESH, *ALONE, ON_RAY, WITH_A_QUEUE, FIRST_AGENT}
     assert {block.name for block in blocks("python")} == tested

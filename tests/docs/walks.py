@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 from tests.gateway.live import LiveMesh
 from tests.sidecar.scripted_gateway import sidecar_of
 

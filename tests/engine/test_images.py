@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import io
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from rollmesh.mesh.generations.engines import EngineClients
+from rollmesh.mesh.engines import EngineClients
 from rollmesh.runtime.errors import (
     ImageUnknownError,
     InvalidFieldError,
@@ -122,11 +121,15 @@ async def test_a_client_sends_images_once_and_again_to_an_engine_that_restarted(
         )
         generate.sampling.max_tokens = 4
         request = engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=4)
-        ids: list[int] = []
-        async with aclosing(clients.generate(address, request, 60_000, data)) as responses:
-            async for response in responses:
-                ids += np.frombuffer(response.token_ids_u32le, "<u4").tolist()
-        return ids, [bool(image.data) for image in request.generate.images]
+        engine = clients.of(address)
+        while True:
+            try:
+                with engine.begin(request, 60_000, data) as answer:
+                    ids = np.frombuffer((await answer.next()).token_ids_u32le, "<u4").tolist()
+            except ImageUnknownError as error:
+                engine.images.lost(error, data)
+            else:
+                return ids, [bool(image.data) for image in request.generate.images]
 
     cat, dog = placed(CAT, send=False), placed(DOG, 8, send=False)
     with reserved_port() as holder:

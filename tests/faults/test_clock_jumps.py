@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
 from rollmesh.runtime import clock
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import GROUP, SESSION, TIMEOUT_S, Stream, stub_at, subscribing

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.collector.streams import stream as streams_stream
+from rollmesh.collector import streams as streams_stream
 from rollmesh.runtime.errors import DeadlineError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import collector_pb2, session_pb2

@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.export.record import record_bytes, trajectory_ends
-from rollmesh.gateway.storage import closed, journal
-from rollmesh.gateway.storage.closed import Close
-from rollmesh.gateway.storage.transaction import Transaction
-from rollmesh.v1 import gateway_pb2, session_pb2
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.export import (
+    blobs_of,
+    record_bytes,
+    serialize,
+    trajectory_ends,
+    write_head,
+)
+from rollmesh.gateway.journal import Transaction
+from rollmesh.gateway.outbox import Close
+from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
+from rollmesh.gateway.tree import Tree
+from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
 from tests.gateway.worlds import END, World, said, user
 
 COMPLETED = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
@@ -28,25 +33,52 @@ def write_open(tx: Transaction, spec: SessionSpec, tree: Tree) -> None:
         journal.insert_turn(tx, spec.session_id, [node], answer)
 
 
-def write_closed(tx: Transaction, spec: SessionSpec, tree: Tree, size: int | None = None) -> None:
-    """Writes a session, and its close; `size` is what its record is said to have."""
+def write_closed(
+    tx: Transaction,
+    spec: SessionSpec,
+    tree: Tree,
+    size: int | None = None,
+    *,
+    with_head: bool = True,
+) -> None:
+    """Writes a session, and its close; `size` is what its record is said to have.
+
+    Without a head the record is written when it is sent, as after a close that took too long.
+    """
     write_open(tx, spec, tree)
     session = Session(spec, tree)
+    stored = COMPLETED.SerializeToString()
+    if with_head:
+        stored = outbox.stored_close(spec, tree, COMPLETED, 1)
     close = Close(
         spec.session_id,
-        COMPLETED.SerializeToString(),
+        stored,
         b"",
         1,
         record_bytes(session) if size is None else size,
         trajectory_ends(session),
         [],
     )
-    closed.close_session(tx, close)
+    outbox.close_session(tx, close)
 
 
-def write_small(tx: Transaction, names: Sequence[str], size: int | None = None) -> None:
+def write_small(
+    tx: Transaction, names: Sequence[str], size: int | None = None, *, with_head: bool = True
+) -> None:
     """Writes closed sessions of one turn each."""
     for name in names:
         world = World()
         world.turn((user("x"),), said("A"))
-        write_closed(tx, SessionSpec(name, 0), world.tree, size)
+        write_closed(tx, SessionSpec(name, 0), world.tree, size, with_head=with_head)
+
+
+def write_record(
+    spec: SessionSpec,
+    tree: Tree,
+    request: gateway_pb2.CloseSessionRequest,
+    closed_unix_ms: int,
+) -> session_pb2.SessionRecord:
+    """Returns the record of a session, as the collector gets it."""
+    head = write_head(spec, tree, request, closed_unix_ms)
+    sent = collector_pb2.IngestRequest.FromString(serialize(head, blobs_of(tree)))
+    return sent.sessions[0]

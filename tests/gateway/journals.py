@@ -5,9 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from rollmesh.gateway.storage.model_files import ModelFiles
-from rollmesh.gateway.storage.sqlite import open_sqlite
-from rollmesh.gateway.storage.transaction import Journal, Journals
+from rollmesh.gateway.journal import Journal, Journals, ModelFiles, open_sqlite
 
 MODEL = ModelFiles("tokenizer", "template")
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Journal]]
@@ -22,7 +20,7 @@ def sqlite_journal(folder: Path) -> AbstractAsyncContextManager[Journal]:
 async def postgres_journals(
     url: str, *, model: str = "policy", files: ModelFiles = MODEL, lease_ms: int = 60_000
 ) -> AsyncIterator[Journals]:
-    from rollmesh.gateway.storage.postgres import ServedModel, open_postgres  # noqa: PLC0415
+    from rollmesh.gateway.postgres import ServedModel, open_postgres  # noqa: PLC0415
 
     async with open_postgres(url, ServedModel(model, files), lease_ms) as journals:
         yield journals

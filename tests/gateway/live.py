@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import random
 import socket
@@ -10,23 +9,23 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
+import numpy as np
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.service import CollectorService
-from rollmesh.engine.backend import Chunk, GenerateInput, PromptImage
+from rollmesh.collector import CollectorConfig, CollectorService
+from rollmesh.engine.backend import GenerateInput, aborted
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests.images import RequestImages
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.registry import Registry
 from rollmesh.gateway.service import GatewayService
-from rollmesh.gateway.sessions.gateway import Gateway
-from rollmesh.gateway.sessions.registry import Registry
+from rollmesh.gateway.tenancy import Gateway
+from rollmesh.mesh.images import HeldBytes
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
 from rollmesh.runtime.errors import EngineDeadError
@@ -35,6 +34,7 @@ from rollmesh.runtime.rpc.listening import Bound, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.v1 import engine_pb2, gateway_pb2_grpc, sampling_pb2
 
+Messages: TypeAlias = AsyncGenerator[engine_pb2.StreamGenerateResponse, None]
 _WAIT_S = 60
 
 
@@ -47,7 +47,8 @@ class Generation:
     sampled: list[int] = field(default_factory=list)
     banned: tuple[int, ...] = ()
     """What the engine may not sample."""
-    images: tuple[PromptImage, ...] = ()
+    images: list[engine_pb2.PromptImage] = field(default_factory=list)
+    sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     number: int = field(default_factory=itertools.count().__next__)
     """In the order in which generations began."""
 
@@ -59,7 +60,15 @@ class Cut:
     at: int
     """Number of its tokens that arrive."""
     how: str
-    """"dies", "ends" (without a finish) or "aborts"."""
+    """"dies", "ends" (without a finish), "aborts" or "waits" (before the chunk with the next
+    token, until the gate is open)."""
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def ids_of(message: engine_pb2.StreamGenerateResponse) -> list[int]:
+    """The ids of a message."""
+    ids: list[int] = np.frombuffer(message.token_ids_u32le, "<u4").tolist()
+    return ids
 
 
 class RememberingBackend(ScriptedBackend):
@@ -74,58 +83,57 @@ class RememberingBackend(ScriptedBackend):
         self._faults = faults
         self._cuts = cuts
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
-        ids, start = request.token_ids.tolist(), len(request.token_ids) - request.sampled_tokens
-        generation = Generation(ids[:start], ids[start:], request.banned_token_ids, request.images)
+    async def generate(self, request: GenerateInput) -> Messages:
+        asked, ids = request.generate, request.token_ids.tolist()
+        start = len(ids) - asked.sampled_tokens
+        generation = Generation(ids[:start], ids[start:], tuple(asked.banned_token_ids))
+        generation.sampling = asked.sampling
+        for image in asked.images:
+            shown = engine_pb2.PromptImage()
+            shown.CopyFrom(image)
+            shown.data = request.images[image.sha256]
+            generation.images.append(shown)
         self.generations.append(generation)
         if self._cuts:
-            async for chunk in self._cut(self._cuts.pop(0), request):
-                generation.sampled += chunk.token_ids.tolist()
-                yield chunk
+            async for message in self._cut(self._cuts.pop(0), request):
+                generation.sampled += ids_of(message)
+                yield message
             return
         fault = self._dice.choice(["dies", "ends", "aborts", "new weights"])
         fault = fault if self._dice.random() < self._faults else ""
-        async with aclosing(super().generate(request)) as chunks:
-            async for chunk in chunks:
-                generation.sampled += chunk.token_ids.tolist()
-                yield chunk
-                await self._fail(fault, request.request_id)
+        async with aclosing(super().generate(request)) as messages:
+            async for message in messages:
+                generation.sampled += ids_of(message)
+                yield message
+                await self._fail(fault, asked.request_id)
                 if fault == "ends":
                     return
 
-    async def _cut(self, cut: Cut, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+    async def _cut(self, cut: Cut, request: GenerateInput) -> Messages:
         """Yields what arrives of a generation, counted from the first engine's first token."""
-        left = max(cut.at - request.sampled_tokens, 0)
-        async with aclosing(super().generate(request)) as chunks:
-            async for chunk in chunks:
-                part = slice(0, left)
-                cut_short = dataclasses.replace(
-                    chunk,
-                    token_ids=chunk.token_ids[part],
-                    logprobs=chunk.logprobs[part],
-                    top_ids=chunk.top_ids[part],
-                    top_logprobs=chunk.top_logprobs[part],
-                    finish=None,
-                )
-                left -= len(cut_short.token_ids)
-                if len(cut_short.token_ids):
-                    yield cut_short
+        left = max(cut.at - request.generate.sampled_tokens, 0)
+        async with aclosing(super().generate(request)) as messages:
+            async for message in messages:
+                if cut.how == "waits":
+                    if left <= 0:
+                        await cut.gate.wait()
+                    left -= len(ids_of(message))
+                    yield message
+                    continue
+                message.ClearField("finish")
+                message.token_ids_u32le = message.token_ids_u32le[: 4 * left]
+                message.logprobs_f32le = message.logprobs_f32le[: 4 * left]
+                left -= len(ids_of(message))
+                if ids_of(message):
+                    yield message
                 if left:
                     continue
                 if cut.how == "dies":
                     raise EngineDeadError("as the test wants it")
                 if cut.how == "aborts":
-                    spans = sampling_pb2.VersionSpan(end=cut.at - request.sampled_tokens)
-                    yield dataclasses.replace(
-                        cut_short,
-                        token_ids=chunk.token_ids[:0],
-                        logprobs=chunk.logprobs[:0],
-                        top_ids=chunk.top_ids[:0],
-                        top_logprobs=chunk.top_logprobs[:0],
-                        finish=engine_pb2.GenerateFinish(
-                            reason=sampling_pb2.FINISH_REASON_ABORT, version_spans=[spans]
-                        ),
-                    )
+                    last = aborted()
+                    last.finish.version_spans.add(end=cut.at - request.generate.sampled_tokens)
+                    yield last
                 return
 
     async def _fail(self, fault: str, request_id: str) -> None:
@@ -147,7 +155,8 @@ class RememberingEngine(EngineService):
 
     def forget_images(self) -> None:
         """Drops the bytes of all images, as a restart does."""
-        self._servicer._images = RequestImages(self._config)  # noqa: SLF001
+        held = HeldBytes(self._config.image_cache_bytes)
+        self._servicer.generations.images._held = held  # noqa: SLF001
 
 
 class LiveGateway(GatewayService):

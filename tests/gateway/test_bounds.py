@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rollmesh.gateway.tree import Tree
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
@@ -84,7 +86,7 @@ async def test_long_keys_and_large_metadata_are_refused_by_name(mesh: LiveMesh) 
     await mesh.stub.CloseSession(close)  # nothing was lost
 
 
-async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
+async def test_the_lineage_given_by_a_request_survives_a_restart_and_is_checked(
     mesh: LiveMesh,
 ) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
@@ -149,7 +151,7 @@ async def test_tools_of_requests_that_fail_are_not_kept(mesh: LiveMesh) -> None:
     ("deferred", "problem"),
     [("{}", "is not an array of objects"), ("[", "is not JSON"), ("[1]", "is not an array")],
 )
-async def test_what_is_wrong_with_tools_that_are_not_printed_is_named(
+async def test_an_error_in_deferred_tools_is_named(
     mesh: LiveMesh, deferred: str, problem: str
 ) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
@@ -159,3 +161,39 @@ async def test_what_is_wrong_with_tools_that_are_not_printed_is_named(
     assert str(error).startswith("deferred_tools_json: ")
     assert problem in str(error)
     assert "tools_json" not in str(error).removeprefix("deferred_tools_json")
+
+
+async def test_a_request_with_other_tools_that_are_not_printed_is_no_retry(mesh: LiveMesh) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
+
+    async def answer(name: str, retry_count: int = 1) -> str:
+        deferred = f'[{{"type": "function", "function": {{"name": "{name}"}}}}]' if name else ""
+        request = gateway_pb2.ChatRequest(
+            **who, messages=[ASK], deferred_tools_json=deferred, retry_count=retry_count
+        )
+        return (await mesh.stub.Chat(request)).answers[0].answer_id
+
+    first = {name: await answer(name, 0) for name in ("", "f", "g")}
+    assert len({*first.values()}) == 3
+    assert {name: await answer(name) for name in first} == first
+
+
+async def test_a_session_with_many_equal_samples_is_searched_in_a_thread(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, threads = Tree.search, list[bool]()
+
+    def noted(tree: Tree, *args: Any) -> Any:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return search(tree, *args)
+
+    monkeypatch.setattr(Tree, "search", noted)
+    monkeypatch.setattr("rollmesh.gateway.prompt._COMPARED_CHILDREN", 2)
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
+    for _ in range(4):
+        await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK]))
+    chat = gateway_pb2.ChatRequest(**who, messages=[ASK])
+    await mesh.stub.CountTokens(gateway_pb2.CountTokensRequest(chat=chat))
+    assert threads == [False, False, False, True, True]

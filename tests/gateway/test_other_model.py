@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.storage import closed, journal
-from rollmesh.gateway.storage.model_files import ModelFiles, OtherModelError
-from rollmesh.gateway.storage.sqlite import SCHEMA, adopt_model
-from rollmesh.gateway.storage.transaction import Transaction
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.journal import (
+    SQLITE_SCHEMA,
+    ModelFiles,
+    OtherModelError,
+    Transaction,
+    adopt_model,
+)
+from rollmesh.gateway.session import SessionSpec
+from rollmesh.runtime.database import SqliteStatements
 from rollmesh.runtime.errors import ModelMismatchError
-from rollmesh.runtime.statements import SqliteStatements
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2
 from tests.meshes import Mesh, scripted_mesh
@@ -118,12 +122,12 @@ def test_a_tokenizer_that_was_saved_again_is_the_same_and_another_is_not(
 def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() -> None:
     theirs, others = ModelFiles("a", "t"), ModelFiles("b", "t")
     with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(SCHEMA)
+        db.executescript(SQLITE_SCHEMA)
         tx = Transaction(SqliteStatements(db), "journal")
         adopt_model(tx, theirs)
         journal.insert_session(tx, SessionSpec("s", 0))
-        closed.set_aside(tx, [gateway_pb2.DeadLetter(session_id="s", message="why")])
+        outbox.set_aside(tx, [gateway_pb2.DeadLetter(session_id="s", message="why")])
         with pytest.raises(OtherModelError):
             adopt_model(tx, others)
-        closed.give_up(tx, "s")
+        outbox.give_up(tx, "s")
         adopt_model(tx, others)

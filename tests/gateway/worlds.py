@@ -7,14 +7,11 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
-from rollmesh.gateway.conversation.matching import Match
-from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.reasons import Finish, Lineage
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.export.trajectories import export_tree
+from rollmesh.gateway.export import blobs_of, export_tree, serialize
+from rollmesh.gateway.tree import Finish, Lineage, Match, Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import Mask
 from rollmesh.runtime.codec.token_arrays import unpack_tokens
-from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
+from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 END = 1
 BARE = make_context(b"", b"")
@@ -94,7 +91,11 @@ class World:
         return found
 
     def export(self) -> list[trajectory_pb2.Trajectory]:
-        return list(export_tree(self.tree, "s"))
+        record = session_pb2.SessionRecord()
+        for _ in export_tree(self.tree, "s", record.trajectories.add):
+            pass
+        sent = collector_pb2.IngestRequest.FromString(serialize(record, blobs_of(self.tree)))
+        return list(sent.sessions[0].trajectories)
 
     def check(self) -> None:
         """What must hold of any export."""

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from openai import AsyncOpenAI
 from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.matrix import Matrix, drain
-from rollmesh.cli.certs.making import make_certificates
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.runtime.access.making import make_tokens, write_private
+from rollmesh.runtime.access.tokens import make_tokens
 from tests.collector.postgres_server import postgres_database
 from tests.kubernetes.cluster import Cluster, cluster
 from tests.kubernetes.kubelet import Pod
@@ -33,6 +31,7 @@ from tests.kubernetes.rendering import MANIFESTS, Manifest, parsed, rendered, wr
 from tests.kubernetes.volumes import fill_claim
 from tests.meshes import delivered
 from tests.paths import ROOT
+from tests.trial_certificates import copy_certificates
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(280)
@@ -75,7 +74,7 @@ def render(folder: Path, vocabulary: int, *components: str) -> list[Manifest]:
         MANIFESTS / "locks", locks, ignore=shutil.ignore_patterns("tokens", "certificates")
     )
     make_tokens(locks / "tokens")
-    write_private(locks / "certificates", make_certificates([], datetime.now(UTC), days=1))
+    copy_certificates(locks / "certificates")
     return [*rendered(folder), *rendered(locks)]
 
 

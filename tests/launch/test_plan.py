@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.launch.child import Restarts
@@ -16,7 +16,7 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError, mesh_config, parse_config, read_mesh
 from rollmesh.scorer.config import ScorerConfig
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {
     "router": RouterConfig,
@@ -117,7 +117,7 @@ def test_processes_start_in_the_order_in_which_they_need_each_other() -> None:
     ]
 
 
-def test_every_process_is_told_where_the_others_are() -> None:
+def test_every_process_gets_the_addresses_of_the_others() -> None:
     specs = plan(mesh={"engines": 2, "host": "127.0.0.2"})
     found = {name: config_of(spec) for name, spec in specs.items()}
     for name, spec in specs.items():
@@ -140,7 +140,7 @@ def test_gateways_and_sidecars_are_as_many_as_the_file_says() -> None:
     assert {found[name].router for name in ("sidecar", "sidecar-1")} == {specs["router"].address}
 
 
-def test_every_process_is_told_of_all_routers_and_each_router_of_the_others() -> None:
+def test_every_process_gets_all_routers_and_each_router_its_peers() -> None:
     specs = plan(mesh={"routers": 2}, router={"port": 7100})
     found = {name: config_of(spec) for name, spec in specs.items()}
     routers = [found[name] for name in ("router", "router-1")]
@@ -309,7 +309,7 @@ def test_a_services_table_beats_the_mesh_table() -> None:
     assert config_of(specs["engine-0"]).model_path == Path("/m")
 
 
-def test_a_host_of_its_own_is_where_others_look_for_it() -> None:
+def test_others_use_the_host_of_a_services_table() -> None:
     specs = plan(router={"host": "127.0.0.9"})
     assert config_of(specs["router"]).host == "127.0.0.9"
     assert config_of(specs["engine-0"]).router.startswith("127.0.0.9:")
@@ -322,7 +322,7 @@ def test_a_given_port_is_taken_and_counted_up_for_further_engines() -> None:
     assert config_of(specs["sidecar"]).port >= 9000
 
 
-def test_the_time_to_stop_is_that_of_the_service() -> None:
+def test_the_time_to_stop_is_the_grace_of_the_service() -> None:
     specs = plan(engine={"grace_ms": 500})
     assert specs["engine-0"].grace_ms == config_of(specs["engine-0"]).grace_ms == 500
     assert specs["router"].grace_ms == config_of(specs["router"]).grace_ms
@@ -355,7 +355,7 @@ def test_each_engine_sees_its_own_gpus() -> None:
         visible_gpus(specs["engine-2"], few)
 
 
-def test_engines_see_all_gpus_unless_they_are_told() -> None:
+def test_engines_see_all_gpus_by_default() -> None:
     assert visible_gpus(plan()["engine-0"], {"CUDA_VISIBLE_DEVICES": "1"}) == {}
     with pytest.raises(ConfigError, match="gpus_per_engine: is -1"):
         plan(mesh={"gpus_per_engine": -1})

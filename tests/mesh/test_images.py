@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import io
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
 import pytest_asyncio
+from PIL import Image
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
@@ -248,6 +253,36 @@ async def test_a_broken_image_is_named_as_the_client_sent_it(seeing: Mesh) -> No
             assert f"{field}: is broken" in str(caught.value)
             if isinstance(caught.value, openai.BadRequestError):
                 assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("protocol", "status"), [("chat", 429), ("responses", 429), ("messages", 529)]
+)
+async def test_an_image_whose_decoder_the_machine_kills_may_be_tried_again(
+    seeing: Mesh, protocol: str, status: int
+) -> None:
+    gateway = psutil.Process(seeing.processes["gateway"].pid)
+    async with seeing.client() as client, client.session() as session:
+        agent = agent_of(seeing, session, protocol)
+        asking = asyncio.create_task(agent.ask(slow(), "plain"))
+        while not asking.done():  # as the kernel does while memory is short
+            for one in gateway.children():
+                with suppress(psutil.NoSuchProcess):
+                    if "rollmesh.runtime.decoding.worker" in one.cmdline():
+                        one.kill()
+            await asyncio.wait({asking}, timeout=0.01)
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+            await asking
+        assert caught.value.status_code == status
+        assert int(caught.value.response.headers["retry-after"]) > 0
+        await agent_of(seeing, session, protocol).ask(CAT, "plain")
+
+
+def slow() -> bytes:
+    """A file whose decoding takes a while."""
+    file = io.BytesIO()
+    Image.effect_noise((3000, 3000), 50).save(file, "JPEG", progressive=True)
+    return file.getvalue()
 
 
 async def test_images_are_refused_where_the_template_does_not_show_them(seeing: Mesh) -> None:

@@ -1,7 +1,6 @@
 """Rewards and rollouts through a whole mesh of real processes."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -23,11 +22,9 @@ from rollmesh.client import (
     SessionResult,
     sync,
 )
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import rollout
 from rollmesh.client.runners.commands import CommandRunner
-from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.client.runners.test_remote import Server
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.waiting import until, until_says
 
@@ -220,33 +217,6 @@ async def test_a_group_is_whole_with_the_attempts_that_count_after_agents_were_k
     superseded = [session for session in single if session.superseded]
     assert sorted(session.sample_index for session in superseded) == [0, 1]
     assert {session.outcome for session in superseded} == {"FAILED"}
-
-
-async def test_agents_of_a_server_that_is_killed_are_tried_again_through_the_mesh(
-    only: Client, tmp_path: Path
-) -> None:
-    folder = tmp_path / "agents"
-    folder.mkdir()
-    server, go = Server(folder), folder / "go"
-    await server.start()
-    sample = {"ask": "plain", "wait_for": str(go)}
-    async with (
-        asyncio.timeout(100),
-        RemoteRunner(url=server.url, token="open", poll_s=5) as runner,  # noqa: S106 - the test server's
-        contextlib.AsyncExitStack() as stack,
-    ):
-        stack.push_async_callback(server.close)
-        async with asyncio.TaskGroup() as tasks:
-            retries = Retries(tries=3, delay_s=0.01)
-            work = rollout(only, [sample], runner=runner, n=2, retries=retries)
-            running = tasks.create_task(work)
-            await server.logged("began", 2)
-            await server.kill()
-            go.touch()
-            await server.start()
-    assert running.result().counts == {"COMPLETED": 2}
-    (group,) = await taken(only, "group", 1)
-    assert [turn_rewards(session) for session in group.sessions] == [[0.5], [0.5]]
 
 
 async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(shared: Mesh) -> None:

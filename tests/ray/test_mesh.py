@@ -142,7 +142,7 @@ async def test_a_stranger_is_refused_and_no_token_is_in_a_command(mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("kill", [kill_processes, kill_actors])
-async def test_what_is_killed_is_started_again_and_agents_go_on(
+async def test_killed_services_restart_while_agents_continue(
     mesh: Mesh, kill: Callable[[list[Status]], None]
 ) -> None:
     async with Client(mesh.addresses) as client, agents_go_on(client, SESSIONS):
@@ -154,7 +154,7 @@ async def test_what_is_killed_is_started_again_and_agents_go_on(
         assert [now[one.name].node_id for one in pinned] == [one.node_id for one in pinned]
 
 
-async def test_engines_and_gateways_come_and_go_while_agents_go_on(mesh: Mesh) -> None:
+async def test_engines_and_gateways_are_scaled_while_agents_continue(mesh: Mesh) -> None:
     async with Client(mesh.addresses) as client, agents_go_on(client, SESSIONS):
         found = await asyncio.to_thread(mesh.scale, engines=5, gateways=3)
         assert (len(of(found, "engine")), len(of(found, "gateway"))) == (5, 3)
@@ -216,7 +216,6 @@ async def test_another_driver_finds_the_mesh_by_its_name(cluster: Cluster, mesh:
     for one in mesh.status():
         assert f"{one.name} " in output
         assert one.address in output
-    assert "a node is declared dead 5 s after it crashed, 55 s after it fell silent" in output
     code, output, errors = await command(cluster, "targets")
     assert code == 0, errors
     assert {one["labels"]["process"] for one in json.loads(output)} == {"gateway-0", "gateway-1"}

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from rollmesh.integrations.ray.placement import (
-    HEALTH,
     Home,
-    Losses,
     Node,
     further,
     pattern,
@@ -25,7 +23,7 @@ def homes(tables: Any) -> dict[str, Home]:
     return {one.process.name: one.home for one in places(tables)}
 
 
-def test_what_has_a_file_stays_at_the_disk_and_the_others_spread() -> None:
+def test_services_with_files_stay_at_the_disk_and_others_spread() -> None:
     found = homes({**FLEET, "scorer": {"function": "a:b"}})
     at_disk = {name for name, home in found.items() if home is Home.DISK}
     assert at_disk == {"router", "router-1", "scorer", "collector"}
@@ -53,13 +51,13 @@ def test_an_engine_has_the_gpus_that_its_model_is_split_over(tables: Any, gpus: 
     assert engine.gpus == gpus
 
 
-def test_models_have_gpus_of_their_own() -> None:
+def test_models_share_no_gpus() -> None:
     tables = {"model": [{"name": "a", "gpus_per_engine": 2}, {"name": "b"}]}
     found = {one.process.name: one.gpus for one in places(tables)}
     assert (found["engine-a-0"], found["engine-b-0"]) == (2, 0)
 
 
-def test_cpus_are_those_of_the_table() -> None:
+def test_cpus_come_from_the_table() -> None:
     found = {one.process.name: one.cpus for one in places({"ray": {"engine_cpus": 3}})}
     assert (found["engine-0"], found["router"], found["sidecar"]) == (3, 0, 0.5)
 
@@ -73,7 +71,7 @@ def test_cpus_are_those_of_the_table() -> None:
         ({"engine": {"vllm": {"tensor_parallel_size": 10**400}}}, "at most 512"),
     ],
 )
-def test_what_is_wrong_is_named(tables: Any, said: str) -> None:
+def test_a_wrong_setting_is_named(tables: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         places(tables)
 
@@ -112,7 +110,7 @@ def test_further_ones_take_the_lowest_free_numbers() -> None:
     assert names(further(FLEET, "sidecar", "", taken, 1)) == ["sidecar-1"]
 
 
-def test_the_processes_of_a_model_are_told_from_those_of_others() -> None:
+def test_the_processes_of_a_model_are_not_mixed_with_others() -> None:
     tables = {"model": [{"name": "a"}, {"name": "a-0"}]}
     running = ["engine-a-0", "engine-a-10", "engine-a-9", "engine-a-0-0", "engine-a-0-1"]
     assert same_kind(pattern(tables, "engine", "a"), running) == [
@@ -127,8 +125,3 @@ def test_the_processes_of_a_model_are_told_from_those_of_others() -> None:
 def test_a_model_must_be_one_of_several(model: str) -> None:
     with pytest.raises(ConfigError, match="give one of a, b"):
         pattern({"model": [{"name": "a"}, {"name": "b"}]}, "engine", model)
-
-
-def test_a_node_that_crashed_is_found_sooner_than_one_that_is_silent() -> None:
-    found = Losses(2, 1, HEALTH)
-    assert (found.crashed_s, found.silent_s) == (15, 65)

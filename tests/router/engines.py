@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.mesh.routers.membership import Membership
-from rollmesh.runtime.errors import InvalidWeightsError
+from rollmesh.mesh.routers import Membership
+from rollmesh.runtime.errors import InvalidWeightsError, RollmeshError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.rpc.statuses import from_status, to_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 Answers: TypeAlias = AsyncIterator[engine_pb2.StreamGenerateResponse]
@@ -46,10 +46,28 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Set while it answers; cleared, updates and control calls get no answer."""
         self.hangs.set()
 
-    async def StreamGenerate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Generations(  # type: ignore[override]  # it writes to the context
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        tasks = dict[int, asyncio.Task[None]]()
+        async for request in request_iterator:
+            for begin in request.begin:
+                tasks[begin.number] = asyncio.ensure_future(self._generate(begin, context))
+            for number in request.drop:
+                tasks[number].cancel()
+
+    async def _generate(self, begin: engine_pb2.BeginGeneration, context: Any) -> None:
         assert self.answers is not None
-        async for answer in self.answers(request.generate):
-            yield answer
+
+        async def send(**frame: Any) -> None:
+            frames = [engine_pb2.GenerationFrame(number=begin.number, **frame)]
+            await context.write(engine_pb2.GenerationsResponse(frames=frames))
+
+        try:  # it does not say that it has a request, so no request is suspected of its failures
+            async for answer in self.answers(begin.request.generate):
+                await send(answer=answer)
+        except RollmeshError as error:
+            await send(error=to_status(error))
 
     async def Abort(self, request: Any, context: Any) -> Any:
         await self._controlled("Abort", request)

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import Client, EngineControlError, MeshAddresses
+from rollmesh.client import Client, EngineControlError, MeshAddresses, WeightsPushError
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
@@ -68,7 +69,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 async def test_engines_sleep_wake_up_pause_and_resume_together(fleet: Fleet) -> None:
-    client, asleep, awake = fleet.client, (True, True), (False, False)
+    client, asleep, awake = fleet.client, (False, True), (False, False)
     done = await client.sleep_engines(model="policy")
     assert sorted(one.engine_id for one in done) == ["a", "b"]
     await fleet.until(a=asleep, b=asleep, c=awake)
@@ -81,7 +82,7 @@ async def test_engines_sleep_wake_up_pause_and_resume_together(fleet: Fleet) -> 
     assert len(await client.reset_prefix_caches("policy")) == 2
 
 
-async def test_generations_of_a_model_are_aborted_and_others_go_on(fleet: Fleet) -> None:
+async def test_generations_of_a_model_are_aborted_and_others_continue(fleet: Fleet) -> None:
     def generate(name: str) -> Awaitable[engine_pb2.GenerateResponse]:
         tokens = MANY if ENGINES[name] == "policy" else FEW
         sampling = sampling_pb2.SamplingParams(max_tokens=tokens)
@@ -117,13 +118,13 @@ async def test_generations_of_a_model_are_aborted_and_others_go_on(fleet: Fleet)
     assert (await calls["c"]).finish.reason != sampling_pb2.FINISH_REASON_ABORT
 
 
-async def test_an_engine_that_fails_is_named_and_the_others_do_what_is_asked(fleet: Fleet) -> None:
+async def test_an_engine_that_fails_is_named_and_the_others_obey(fleet: Fleet) -> None:
     async with noting_engine(fleet.router.address, "d", model="policy"):
         with pytest.raises(EngineControlError, match="d: ") as failed:  # it knows no such calls
             await fleet.client.sleep_engines(2, "policy")
         results = {one.engine_id: one.status.code for one in failed.value.results}
         assert (results["a"], results["b"], bool(results["d"])) == (0, 0, True)
-        await fleet.until(a=(True, True), b=(True, True))
+        await fleet.until(a=(False, True), b=(False, True))
         with pytest.raises(EngineControlError) as cached:
             await fleet.client.reset_prefix_caches("policy")
         reasons = {one.engine_id: reason_of(one) for one in cached.value.results}
@@ -152,7 +153,7 @@ async def test_a_control_call_names_its_model_where_there_are_several(
         await calls[call]("gpt-9")
 
 
-async def test_what_cannot_be_asked_of_engines_is_refused(fleet: Fleet) -> None:
+async def test_bad_arguments_of_control_calls_are_refused(fleet: Fleet) -> None:
     with pytest.raises(InvalidFieldError, match="level: is 3; give 1 or 2"):
         await fleet.client.sleep_engines(3, "policy")
     with pytest.raises(InvalidFieldError, match="mode: 'nap' is invalid"):
@@ -161,3 +162,25 @@ async def test_what_cannot_be_asked_of_engines_is_refused(fleet: Fleet) -> None:
         router = router_pb2_grpc.RouterServiceStub(channel)
         with pytest.raises(InvalidFieldError, match="request_ids: is empty"), typed_errors():
             await router.AbortGenerations(router_pb2.AbortGenerationsRequest(model="policy"))
+
+
+async def test_a_sleeping_engine_takes_a_push_once_it_is_awake(fleet: Fleet) -> None:
+    client, weights = fleet.client, {"w": np.zeros(1, np.float32)}
+    await client.sleep_engines(model="judge")
+    await fleet.until(c=(False, True))
+    with pytest.raises(WeightsPushError, match="WakeUp") as refused:
+        await client.push_weights(weights, 1, model="judge")
+    assert [reason_of(one) for one in refused.value.results] == ["ENGINE_ASLEEP"]
+    await client.wake_up_engines("judge")
+    await client.push_weights(weights, 1, model="judge")  # the version is still free
+    await fleet.stubs["a"].Sleep(engine_pb2.SleepRequest())
+    await fleet.until(a=(False, True), b=(False, False))
+    results = await client.push_weights(weights, 1, model="policy", allow_partial=True)
+    assert {one.engine_id: reason_of(one) for one in results} == {"a": "ENGINE_ASLEEP", "b": ""}
+    await fleet.stubs["a"].WakeUp(engine_pb2.WakeUpRequest())
+
+    async def is_up_to_date() -> bool:
+        info = await fleet.stubs["a"].GetInfo(engine_pb2.GetInfoRequest())
+        return info.policy_version == 1
+
+    await until(is_up_to_date)

@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[Client], Awaitable[list[router_pb2.EngineResult]]]] =
         pytest.param("Pause", signal.SIGSTOP, id="stopped"),
     ],
 )
-async def test_a_control_call_whose_router_is_lost_goes_on_at_the_other(
+async def test_a_control_call_whose_router_is_lost_is_repeated_at_the_other(
     routers: Routers, call: str, ending: signal.Signals
 ) -> None:
     for number in range(2):

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
-from rollmesh.mesh.leasing.leases import LeaseClient
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidFieldError,
@@ -182,7 +182,7 @@ async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Pa
             assert grant.engine_id == "engine-x"
 
 
-async def test_a_wait_goes_on_at_a_restarted_router_with_the_time_that_is_left(
+async def test_a_wait_continues_at_a_restarted_router_with_the_remaining_time(
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:

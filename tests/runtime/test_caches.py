@@ -24,7 +24,7 @@ def test_a_value_is_made_once_while_it_is_kept() -> None:
     assert made == ["a", "b", "c", "a"]
 
 
-def test_what_is_larger_than_the_bound_is_not_kept_and_drops_nothing() -> None:
+def test_an_entry_above_the_bound_is_not_kept_and_drops_nothing() -> None:
     made = count()
     cache: ByteCache[str, int] = ByteCache(10)
     cache.get("small", 3, lambda: 7)

@@ -77,7 +77,7 @@ async def waiting_together(
 
 
 @pytest.mark.parametrize("acknowledged", [1, 2, 21, 400])
-async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, acknowledged: int) -> None:
+async def test_acknowledged_rows_survive_a_kill(tmp_path: Path, acknowledged: int) -> None:
     path = tmp_path / "store.sqlite"
     command = [sys.executable, "-m", "tests.runtime.writer", str(path), str(acknowledged)]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
@@ -99,13 +99,13 @@ async def test_works_that_wait_together_share_one_commit(database: Database) -> 
 
 
 @pytest.mark.parametrize("error", [SessionUnknownError("no such session"), KeyError("any")])
-async def test_a_work_that_fails_loses_nobody_elses(database: Database, error: Exception) -> None:
+async def test_a_failed_job_fails_alone(database: Database, error: Exception) -> None:
     results = await waiting_together(database, inserting(1), raising(error, 2), inserting(3))
     assert results == [1, error, 3]
     assert await database.run(rows_of) == [1, 3]
 
 
-async def test_a_broken_constraint_is_a_store_error_of_its_own_work(database: Database) -> None:
+async def test_a_broken_constraint_is_a_store_error_of_its_job(database: Database) -> None:
     first, second, third = await waiting_together(
         database, inserting(1), inserting(1), inserting(2)
     )
@@ -113,7 +113,7 @@ async def test_a_broken_constraint_is_a_store_error_of_its_own_work(database: Da
     assert await database.run(rows_of) == [1, 2]
 
 
-async def test_a_full_disk_is_an_error_with_a_delay_and_keeps_what_was_there(
+async def test_a_full_disk_is_an_error_with_a_delay_and_keeps_earlier_rows(
     database: Database,
 ) -> None:
     def filling(connection: sqlite3.Connection) -> None:
@@ -142,7 +142,7 @@ async def test_too_much_waiting_is_refused_with_a_delay(database: Database) -> N
     assert await database.run(rows_of) == kept
 
 
-async def test_who_gave_up_waiting_disturbs_nobody(database: Database) -> None:
+async def test_a_cancelled_caller_disturbs_no_other(database: Database) -> None:
     async with asyncio.TaskGroup() as group:
         async with busy(database):
             patient = group.create_task(database.run(inserting(1)))
@@ -154,7 +154,7 @@ async def test_who_gave_up_waiting_disturbs_nobody(database: Database) -> None:
     assert 1 in await database.run(rows_of)
 
 
-async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
+async def test_closing_finishes_queued_jobs(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     async with asyncio.TaskGroup() as group:
         async with Database(path, SCHEMA, VERSION) as database:
@@ -188,7 +188,7 @@ async def test_a_file_that_could_not_be_opened_is_not_held(tmp_path: Path) -> No
     path = tmp_path / "store.sqlite"
     path.write_bytes(b"this is no database" * 100)
     for _ in range(2):
-        with pytest.raises(StoreError, match="not a database"):
+        with pytest.raises(StoreError, match=f"{path}: .*not a database"):
             async with Database(path, SCHEMA, VERSION):
                 pass
 
@@ -196,14 +196,6 @@ async def test_a_file_that_could_not_be_opened_is_not_held(tmp_path: Path) -> No
 async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "store.sqlite"
-    with pytest.raises(StoreError, match=str(path)):
-        async with Database(path, SCHEMA, VERSION):
-            pass
-
-
-async def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
-    path.write_bytes(b"this is no database" * 100)
     with pytest.raises(StoreError, match=str(path)):
         async with Database(path, SCHEMA, VERSION):
             pass
@@ -269,7 +261,7 @@ async def test_every_commit_is_synced_to_disk(database: Database) -> None:
     assert await database.run(settings) == ("wal", 2)
 
 
-async def test_what_is_removed_is_not_written_once_more(tmp_path: Path) -> None:
+async def test_removed_rows_are_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     schema = "CREATE TABLE IF NOT EXISTS blobs (data BLOB)"
     async with Database(path, schema, VERSION, page_bytes=16_384) as database:
@@ -281,7 +273,7 @@ async def test_what_is_removed_is_not_written_once_more(tmp_path: Path) -> None:
         assert path.with_name("store.sqlite-wal").stat().st_size < 400_000
 
 
-async def test_a_database_whose_thread_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+async def test_callers_of_a_database_whose_thread_dies_get_an_error(tmp_path: Path) -> None:
     def deadly(_db: sqlite3.Connection) -> None:
         raise SystemExit
 
@@ -314,3 +306,19 @@ async def test_a_folder_that_is_removed_under_an_idle_database_is_noticed(tmp_pa
         shutil.rmtree(tmp_path / "deep")
         async with asyncio.timeout(120):
             assert "was removed or replaced" in await database.lost()
+
+
+async def test_an_opening_that_is_cancelled_closes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    for turns in range(20):  # the file is opened meanwhile, sooner or later
+        database = Database(path, SCHEMA, VERSION)
+        async with asyncio.TaskGroup() as group:
+            opening = group.create_task(database.__aenter__())
+            for _ in range(turns * turns + 1):
+                await asyncio.sleep(0)
+            opening.cancel()
+        if not opening.cancelled():
+            await database.__aexit__(None, None, None)
+        assert f"sqlite-{path.stem}" not in [one.name for one in threading.enumerate()]
+    async with Database(path, SCHEMA, VERSION) as database:
+        await database.run(inserting(1))

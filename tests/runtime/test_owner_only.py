@@ -33,7 +33,7 @@ def test_missing_folders_are_made_for_the_owner_and_others_keep_their_mode(tmp_p
     ]
 
 
-def test_a_file_is_made_for_the_owner_and_one_that_exists_is_taken_from_others(
+def test_new_and_existing_files_are_for_the_owner_alone(
     tmp_path: Path,
 ) -> None:
     new, old = tmp_path / "new", tmp_path / "old"

@@ -23,7 +23,7 @@ async def fails() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["before its first step", "in the middle"])
-async def test_work_whose_owner_fails_is_an_error_to_who_waits(*, started: bool) -> None:
+async def test_work_whose_owner_fails_raises_in_its_waiter(*, started: bool) -> None:
     outcomes: list[asyncio.Future[None]] = []
 
     async def owner() -> None:
@@ -45,7 +45,7 @@ async def test_work_whose_owner_fails_is_an_error_to_who_waits(*, started: bool)
                 await outcome
 
 
-async def test_work_that_is_cancelled_before_it_began_is_an_error_to_who_waits() -> None:
+async def test_work_that_is_cancelled_before_it_began_raises_in_its_waiter() -> None:
     async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
         before = asyncio.all_tasks()
         outcome = begun(tasks, for_ever())
@@ -63,7 +63,7 @@ async def test_work_for_a_group_that_has_ended_is_refused() -> None:
             await finish(tasks, nothing())
 
 
-async def test_an_error_of_the_work_is_its_waiters_and_nobody_elses() -> None:
+async def test_an_error_of_the_work_raises_in_its_waiter_alone() -> None:
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(LookupError):
             await finish(tasks, fails())

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 
 

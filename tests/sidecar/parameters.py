@@ -1,4 +1,4 @@
-"""The parameters that an API has, that a page documents, and that were ignored."""
+"""The parameters that an API has and that a page documents."""
 
 import ast
 import importlib.util
@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-
-from prometheus_client import REGISTRY
 
 
 def fields_of_sdk(module: ModuleType, name: str) -> set[str]:
@@ -43,10 +41,3 @@ def documented(page: Path) -> set[str]:
     """Names in the first column of a page's tables."""
     rows: Iterable[str] = re.findall(r"^\| (`[^|]*`) \|", page.read_text(), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-
-
-def ignored(name: str) -> float:
-    """How often a parameter was counted as ignored."""
-    labels = {"name": name}
-    found = REGISTRY.get_sample_value("rollmesh_sidecar_ignored_parameters_total", labels)
-    return found or 0.0

@@ -1,19 +1,17 @@
 """A scripted gateway on a real gRPC server."""
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
 
-from rollmesh.mesh.directories.gateways import GatewayDirectory
-from rollmesh.runtime.errors import AnswerUnknownError, SessionUnknownError
+from rollmesh.mesh.directory import GatewayDirectory
+from rollmesh.runtime.errors import AnswerUnknownError, SessionKeyWrongError, SessionUnknownError
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
-from rollmesh.sidecar.app import make_app
-from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.http.server import HttpServer
+from rollmesh.sidecar import SidecarConfig, serving as serving_agents
 from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 Events: TypeAlias = AsyncIterator[gateway_pb2.StreamChatResponse]
@@ -103,6 +101,10 @@ def waiting(
     return script
 
 
+async def _closes(request: gateway_pb2.CloseSessionRequest) -> None:
+    pass
+
+
 async def _opens(request: gateway_pb2.CreateSessionRequest) -> None:
     """Lets a session be opened."""
 
@@ -120,6 +122,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.closed: list[gateway_pb2.CloseSessionRequest] = []
         self.failures: list[Exception] = []
         self.opening: Callable[[gateway_pb2.CreateSessionRequest], Awaitable[None]] = _opens
+        self.closing: Callable[[gateway_pb2.CloseSessionRequest], Awaitable[None]] = _closes
         self.dead: set[str] = set()
         """Ids of its dead letters."""
         self.found: dict[str, gateway_pb2.FindSessionResponse] = {}
@@ -195,6 +198,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         if self.failures:
             raise self.failures.pop(0)
         self.closed.append(request)
+        await self.closing(request)
         return gateway_pb2.CloseSessionResponse(trajectory_ids=[f"{request.session_id}-1"])
 
     async def GetSession(
@@ -210,6 +214,10 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetAnswer(
         self, request: gateway_pb2.GetAnswerRequest, context: Context
     ) -> gateway_pb2.GetAnswerResponse:
+        if not request.session_key.endswith("-secret"):
+            raise SessionKeyWrongError("session_key: does not open this session")
+        if not request.answer_id:
+            return gateway_pb2.GetAnswerResponse()
         raise AnswerUnknownError("answer_id: is unknown")
 
     async def WithdrawAnswer(
@@ -269,13 +277,5 @@ async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
     """Runs a sidecar's app on a free port; yields its `http://host:port`."""
     directory = GatewayDirectory(config.router, config.gateway)
     async with asyncio.timeout(60), aclosing(directory):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            server = HttpServer(make_app(config, directory), config)
-            listener.listen()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(server.serve([listener]))
-                try:
-                    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-                finally:
-                    server.should_exit = True
+        async with serving_agents(replace(config, port=0), directory, joins=False) as port:
+            yield f"http://127.0.0.1:{port}"

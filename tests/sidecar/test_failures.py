@@ -9,8 +9,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.runtime import errors
-from rollmesh.runtime.codec.content import text_of
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.runtime.codec.enums import text_of
+from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.scripted_gateway import (
     KEY,
     SESSION,
@@ -74,6 +74,14 @@ TOO_LONG = (
         pytest.param(
             errors.DeadlineError("too late"),
             openai.InternalServerError, 504, "deadline", None, id="deadline",
+        ),
+        pytest.param(
+            errors.RoleRefusedError("an engine"),
+            openai.InternalServerError, 503, "role_refused", None, id="the sidecar's role",
+        ),
+        pytest.param(
+            errors.CallerUnknownError("no token"),
+            openai.InternalServerError, 503, "caller_unknown", None, id="the sidecar's token",
         ),
         pytest.param(
             RuntimeError("a secret"),
@@ -148,7 +156,8 @@ async def test_the_sdks_retries_carry_their_count(
     assert [request.retry_count for request in gateway.requests] == [0, 1]
     assert {request.idempotency_key for request in gateway.requests} == {"once"}
     first, second = gateway.requests
-    second.retry_count = 0
+    assert first.call_id != second.call_id
+    second.retry_count, second.call_id = 0, first.call_id
     assert first == second
 
 

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.runtime.config import ConfigError
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 
 ASK: list[Any] = [{"role": "user", "content": "What is 6 x 7?"}]

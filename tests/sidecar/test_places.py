@@ -5,15 +5,16 @@ import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from starlette.routing import Route
 
+from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime.config import ConfigError
-from rollmesh.sidecar.advertising import advertised
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import ROUTES, SidecarConfig, advertised, make_app, prefixes
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 from tests.sidecar.test_process import port_of
 
@@ -33,6 +34,22 @@ async def test_paths_are_served_below_a_prefix_and_without_it_and_errors_keep_th
                 refused = await http.post(f"{path}/messages", content=b"{" * 40_000_000)
                 assert (refused.status_code, refused.json()["type"]) == (413, "error")
             assert (await http.get("/team-b/mesh/healthz")).status_code == 404
+
+
+@pytest.mark.parametrize("prefix", ["", "/agents"])
+async def test_the_table_of_routes_has_every_route_and_no_other(prefix: str) -> None:
+    config = SidecarConfig(path_prefix=prefix)
+    async with aclosing(GatewayDirectory(config.router)) as directory:
+        routes = make_app(config, directory).routes
+    served = {
+        f"{method} {route.path}"
+        for route in routes
+        if isinstance(route, Route)
+        for method in (route.methods or {"ANY"}) - {"HEAD"}
+    }
+    assert len(served) == len(routes) == 2 * len(ROUTES) * (2 if prefix else 1)
+    for before in prefixes(prefix):
+        assert {name.replace(" ", f" {before}") for name in ROUTES} <= served
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
-from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.metrics import REFUSED
-from rollmesh.sidecar.paths import protocol_of
+from rollmesh.sidecar import SidecarConfig, protocol_of
 from tests.lazily import anthropic
+from tests.sidecar.reading import counted
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,
@@ -107,7 +106,7 @@ def held_bytes() -> float:
 
 
 def full() -> float:
-    return REFUSED.labels("TOO_MANY_CONNECTIONS")._value.get()  # type: ignore[no-any-return] # noqa: SLF001
+    return counted("refused", reason="TOO_MANY_CONNECTIONS")
 
 
 def kind_of(error: Any, sdk: Any) -> str:
@@ -145,7 +144,8 @@ async def test_headers_that_are_too_large(ask: Ask, sdk: Any) -> None:
 async def test_too_much_in_memory(ask: Ask, sdk: Any) -> None:
     async with served(max_bytes_in_flight=1024 * 1024) as (url, clients):
         async with connected(url) as (_, writer):
-            writer.write(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 900000\r\n\r\n")
+            writer.write(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 900000\r\n")
+            writer.write(b"x-api-key: %s\r\n\r\n" % KEY.encode())
             writer.write(b"x" * 700_000)
             await until(lambda: held_bytes() >= 700_000)
             with pytest.raises(sdk.APIStatusError) as caught:
@@ -168,7 +168,7 @@ async def test_a_connection_too_many(ask: Ask, sdk: Any) -> None:
 
 
 @every_protocol
-async def test_what_is_refused_for_a_moment_is_sent_again_by_the_sdk(ask: Ask, sdk: Any) -> None:
+async def test_the_sdk_repeats_a_request_that_was_refused_for_a_moment(ask: Ask, sdk: Any) -> None:
     del sdk
     gateway = ScriptedGateway()
     gateway.script = answering(done("Hello"))
@@ -244,7 +244,8 @@ async def test_a_request_that_does_not_arrive(
     async with served(head_timeout_ms=50, body_idle_timeout_ms=50) as (url, _):
         for path in ("messages?beta=true", "responses", "chat/completions"):
             async with connected(url) as (reader, writer):
-                writer.write(f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\n".encode() + rest)
+                key = f"Authorization: Bearer {KEY}\r\n"
+                writer.write(f"POST /v1/{path} HTTP/1.1\r\n{key}Host: x\r\n".encode() + rest)
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             assert int(head.split()[1]) == status
             headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])

@@ -71,6 +71,9 @@ async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> 
     refusals = ran["refusals"]
     assert refusals["settings"] == "rollmesh: 'runners'; see docs/trainers.md"
     assert "'speed'" in refusals["unknown"]
+    assert refusals["sampling_policy"] == (
+        "sampling_policy: 'agent' is invalid; give one of enforce, refuse"
+    )
     assert refusals["status"] == "status: 'some_failed' is invalid; give any_failed or all_failed"
     assert refusals["writer"] == refusals["status"]
     assert refusals["concurrency"] == "concurrency: is 0; give at least 1"

@@ -1,5 +1,6 @@
 """TRL's GRPOTrainer as published, real vLLM on CPU, a random policy: mechanics, not learning."""
 
+import importlib
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import MeshAddresses
-from rollmesh.integrations.trl import MeshRollouts
+from rollmesh.integrations.trl import MeshRollouts, sampling_of
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.trainers.processes import run_with
 
@@ -42,6 +43,11 @@ async def test_our_log_probabilities_are_those_of_the_trainers_forward_pass(ran:
         assert step["ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
+async def test_agents_sample_with_the_trainers_parameters_whatever_they_send(ran: Any) -> None:
+    for step in ran["steps"]:
+        assert (step["changed"], step["sampling"]) == (0, [[1.0, 0.875]])
+
+
 async def test_every_generation_has_the_weights_of_the_step_before_it(ran: Any) -> None:
     assert [step["versions"] for step in ran["steps"]] == [[1], [2], [3]]
     assert all(step["grad_norm"] > 0 for step in ran["steps"])  # so they did change
@@ -67,11 +73,54 @@ async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran
     assert ran["counts"] == {"trained": trained, "failed": 1, "retried": 1, "left_out": 1}
 
 
-async def test_a_temperature_that_the_log_probabilities_do_not_have_is_refused() -> None:
-    async def run(prompt: Any, session: Any) -> float:
-        return 0.0
+def arguments(**settings: Any) -> Any:
+    """The published trainer's own arguments; importing them takes seconds."""
+    return importlib.import_module("trl").GRPOConfig(use_cpu=True, bf16=False, **settings)
 
-    nowhere = MeshAddresses(router="", gateway="", collector="", sidecar="")
-    trainer = SimpleNamespace(args=SimpleNamespace(temperature=0.7))
-    with pytest.raises(InvalidFieldError, match=r"temperature: is 0\.7"):
-        MeshRollouts(nowhere, run)(["p"], trainer)
+
+NOWHERE = MeshAddresses(router="", gateway="", collector="", sidecar="")
+
+
+async def never_run(prompt: Any, session: Any) -> float:
+    raise AssertionError("no agent runs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"temperature": 0.7}, r"temperature: is 0\.7"),
+        ({"generation_kwargs": {"temperature": 0.7}}, r"temperature: is 0\.7"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: is no parameter of a session; leave"),
+        ({"generation_kwargs": {"seed": 7}}, "seed: is no parameter"),
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, "suppress_tokens: is no parameter"),
+        ({"generation_kwargs": {"top_p": "most"}}, "generation_kwargs: .*top_p"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex: is no"),
+    ],
+)
+async def test_a_distribution_that_sessions_cannot_keep_is_refused_before_the_first_rollout(
+    settings: dict[str, Any], error: str
+) -> None:
+    trainer = SimpleNamespace(args=arguments(**settings))
+    rollouts = MeshRollouts(NOWHERE, never_run)
+    with pytest.raises(InvalidFieldError, match=error):
+        rollouts.attach(trainer)
+
+
+async def test_generation_kwargs_win_over_the_trainers_other_parameters() -> None:
+    given = {"top_p": 0.5, "presence_penalty": 1, "max_tokens": 9, "logit_bias": {3: -1.0}}
+    args = arguments(top_k=5, generation_kwargs=given)
+    assert sampling_of(args) == {
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "top_k": 5,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 1,
+        "max_tokens": 9,
+        "logit_bias": {3: -1.0},
+    }
+
+
+async def test_agents_may_not_sample_as_they_like() -> None:
+    as_they_like: Any = "agent"
+    with pytest.raises(InvalidFieldError, match="sampling_policy: 'agent' is invalid; give one of"):
+        MeshRollouts(NOWHERE, never_run, sampling_policy=as_they_like)

@@ -92,6 +92,16 @@ async def test_the_tokens_verl_reads_are_the_ones_the_engine_sampled(ran: Ran) -
         assert ran.column("rollout_log_probs")[at] == logprobs
 
 
+async def test_agents_sample_with_verls_parameters_whatever_they_send(ran: Ran) -> None:
+    for (uid, _), session in ran.sessions.items():
+        for trajectory in session.trajectories:
+            assert "SAMPLING_CHANGED" not in trajectory.reasons
+            for sampling in (one.sampling for one in trajectory.segments if one.sampled):
+                expected = (0.0, 1.0) if uid == "checked" else (1.0, 0.875)
+                assert (sampling.temperature, sampling.top_p) == expected
+                assert (sampling.top_k, sampling.HasField("seed")) == (0, False)
+
+
 async def test_the_score_is_at_the_last_position_and_nowhere_else(ran: Ran) -> None:
     for key, scores in zip(ran.read["keys"], ran.column("rm_scores"), strict=True):
         uid, sample, _ = key.split("_")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.fuzz.decoders.target import Target, expect, framed, frames, one_frame, text_with
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.parsing.decoding import StopStrings
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.parsing.answer import StopStrings
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, AnswerFormat, tool_schemas
+from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 
 _MOST_TEXT = 400

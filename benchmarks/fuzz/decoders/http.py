@@ -13,18 +13,11 @@ from benchmarks.fuzz.decoders.target import (
     one_frame,
     text_with,
 )
-from rollmesh.sidecar.anthropic_messages.protocol import CountTokens, Messages
-from rollmesh.sidecar.openai_chat.protocol import ChatCompletions
-from rollmesh.sidecar.openai_responses import ids
-from rollmesh.sidecar.openai_responses.protocol import Responses
-from rollmesh.sidecar.turns.heads import Head
-from rollmesh.sidecar.turns.protocol import Protocol
-from rollmesh.sidecar.turns.seals import seal, sealed_answer
-from rollmesh.sidecar.turns.sessions import named_session
+from rollmesh.sidecar import PROTOCOLS, Head, read_head, responses, seal, sealed_answer
 from rollmesh.v1 import trajectory_pb2
 
 _KEY = "rmk-s-k"
-_HEAD = Head("r", "s", _KEY, {}, trajectory_pb2.LINEAGE_UNSPECIFIED)
+_HEAD = Head("s", _KEY, {}, trajectory_pb2.LINEAGE_UNSPECIFIED)
 _SEALED = [seal(_KEY, "chatcmpl-s-2", text) for text in ("hm", "")]
 
 
@@ -50,7 +43,8 @@ def _echoes(route: str) -> list[dict[str, object]]:
     return []
 
 
-def _body(route: str, protocol: Protocol) -> Target:
+def _body(route: str) -> Target:
+    protocol = PROTOCOLS[route]
     seeds = [json.dumps(body).encode() for body in (*SEEDS[route], *_echoes(route))]
 
     def read(data: bytes) -> None:
@@ -75,8 +69,13 @@ def _decodable(parts: Sequence[bytes]) -> list[bytes]:
 def _session(data: bytes) -> None:
     parts = [part.decode("latin-1") for part in frames(data)]
     path, authorization, other = (*parts, "", "", "")[:3]
-    headers = {b"authorization": authorization, b"x-api-key": other}
-    session_id, key = named_session(path, headers)
+    headers = [(b"authorization", authorization), (b"x-api-key", other)]
+    scope = {
+        "headers": [(name, value.encode("latin-1")) for name, value in headers],
+        "path_params": {"session": path},
+    }
+    head = read_head(scope)
+    session_id, key = head.session_id, head.session_key
     expect(key.startswith("rmk-"), f"{key!r} is taken for a key")
     given = (path, authorization.partition(" ")[2].strip(), other)
     expect(key in given, f"{key!r} was not given")
@@ -85,19 +84,16 @@ def _session(data: bytes) -> None:
 
 def _ids(data: bytes) -> None:
     given = data.decode("utf-8", "replace")
-    item = ids.answer_of_item(given)
-    expect(bool(item) == bool(ids.kind_of_item(given)), "a kind without an answer")
-    answer_id, instructed = ids.answer_of_response(given, "response_id")
-    expect(ids.response_id(answer_id, instructed=instructed) == given, "another response")
+    kind, item = responses.item_of(given)
+    expect(bool(item) == bool(kind), "a kind without an answer")
+    answer_id, instructed = responses.answer_of_response(given, "response_id")
+    expect(responses.response_id(answer_id, instructed=instructed) == given, "another response")
 
 
 _HEAD_PARTS = ("Bearer ", "bearer ", "rmk-", "rmk-s-k", "-", " ", "\t", "Basic ", "s", "k")
 _ID_PARTS = ("resp_", "rs_", "msg_", "fc_", "ctr_", "-i", "-", "_", "0", "2", "chatcmpl-", "\u0661")
 TARGETS = (
-    _body("/v1/chat/completions", ChatCompletions()),
-    _body("/v1/messages", Messages()),
-    _body("/v1/messages/count_tokens", CountTokens()),
-    _body("/v1/responses", Responses()),
+    *map(_body, PROTOCOLS),
     Target(
         "seals",
         _seal,

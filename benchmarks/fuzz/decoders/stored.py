@@ -23,18 +23,19 @@ from benchmarks.fuzz.decoders.target import (
     text_with,
 )
 from rollmesh.chat.messages import RenderContext
-from rollmesh.cli.config.checking import check_mesh
-from rollmesh.cli.services import installed
-from rollmesh.client.sessions.trajectories import SessionResult
-from rollmesh.collector.delivery.records import join, read_head, split
-from rollmesh.gateway.storage.closed import Letter
-from rollmesh.gateway.storage.outbox import write_letters
+from rollmesh.cli.config import check_mesh, installed
+from rollmesh.client.sessions import SessionResult
+from rollmesh.collector.log import join, read_head, split
+from rollmesh.gateway.outbox import Letter, write_letters
 from rollmesh.launch.plan import plan_mesh
-from rollmesh.runtime.access.making import write_private
-from rollmesh.runtime.access.tokens import AcceptedTokens, PresentedToken, TokensOfFile
+from rollmesh.runtime.access.tokens import (
+    AcceptedTokens,
+    PresentedToken,
+    TokensOfFile,
+    write_private,
+)
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.runtime.codec.data_urls import read_data_url
-from rollmesh.runtime.codec.images import ImageLimits, check_image, decode_image
+from rollmesh.runtime.codec.images import ImageLimits, check_image, decode_image, read_data_url
 from rollmesh.runtime.config import ConfigError, read_mesh
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
@@ -151,8 +152,8 @@ def _letter(data: bytes) -> None:
     context = RenderContext(b"", b"")
     body = request.encode("latin-1", "replace")
     letter = Letter("s", spec, body, 5, {_KEY: context}, made, [])
-    records, broken = write_letters([letter])
-    expect(len(records) + len(broken) == 1, "neither a record nor a dead letter")
+    written = write_letters([letter], limit_s=60.0)
+    expect(len(written.records) + len(written.broken) == 1, "neither a record nor a dead letter")
 
 
 def _row(fields: dict[str, Any]) -> tuple[Any, ...]:

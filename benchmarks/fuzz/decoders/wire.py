@@ -16,21 +16,19 @@ from benchmarks.fuzz.decoders.target import (
     one_frame,
     text_with,
 )
-from rollmesh.client.sessions.trajectories import SessionResult
-from rollmesh.collector.delivery.settings import created
+from rollmesh.client.sessions import SessionResult
+from rollmesh.collector.log import created
 from rollmesh.engine.backend import ModelLimits
-from rollmesh.engine.requests.generate import read_generate
-from rollmesh.engine.requests.transfer import read_init
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.mesh.generations.checking import AnswerCheck, Expected
-from rollmesh.mesh.leasing.offered import Offered
+from rollmesh.engine.requests import read_generate, read_init
+from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway.session import Session, SessionSpec
+from rollmesh.gateway.tree import Tree
+from rollmesh.mesh.generation import AnswerCheck, Expected
+from rollmesh.mesh.leases import Offered
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.codec.enums import check_enums
-from rollmesh.runtime.codec.session_records import check_session
-from rollmesh.runtime.rpc.addresses import check_address, target_of
+from rollmesh.runtime.codec.records import check_session
+from rollmesh.runtime.rpc.channels import check_address, target_of
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

@@ -8,18 +8,29 @@ that does not fit is refused, or left out and counted.
 May import `client` and `runtime`.
 """
 
-from rollmesh.batches.columns import TrajectoryColumns, TreeColumns, group_advantages
-from rollmesh.batches.errors import (
-    MissingRewardError,
-    PackageMissingError,
-    TrajectoryTooLongError,
-)
 from rollmesh.batches.images import ImageInputs, ImageProcessor
 from rollmesh.batches.layouts import Batch, pack, pad
-from rollmesh.batches.ragged import RaggedBatch, ragged
-from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
-from rollmesh.batches.split import SplitBatch, split
-from rollmesh.batches.tensors import image_tensors, to_tensordict, to_torch
+from rollmesh.batches.rows import (
+    LeftOut,
+    MissingRewardError,
+    PackageMissingError,
+    Row,
+    Rows,
+    TrajectoryColumns,
+    TrajectoryTooLongError,
+    TreeColumns,
+    group_advantages,
+    rows_of,
+)
+from rollmesh.batches.tensors import (
+    RaggedBatch,
+    SplitBatch,
+    image_tensors,
+    ragged,
+    split,
+    to_tensordict,
+    to_torch,
+)
 from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [

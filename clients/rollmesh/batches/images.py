@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.errors import PackageMissingError
-from rollmesh.batches.rows import Row
+from rollmesh.batches.rows import PackageMissingError, Row
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2

@@ -7,10 +7,17 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
-from rollmesh.batches.errors import TrajectoryTooLongError
 from rollmesh.batches.images import ImageInputs, ImageProcessor, row_inputs
-from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
+from rollmesh.batches.rows import (
+    Handling,
+    LeftOut,
+    Row,
+    Rows,
+    TrajectoryColumns,
+    TrajectoryTooLongError,
+    refuse_or_leave,
+    trajectory_columns,
+)
 
 Cell: TypeAlias = tuple[int, int]
 """Row of the batch and column of the first token."""
@@ -146,47 +153,47 @@ def fit(
     return fitting, tuple(left_out)
 
 
-def token_columns(row: Row, inputs: ImageInputs | None = None) -> dict[str, NDArray[Any]]:
-    """Returns the columns with one value per token, [N] each, in the dtypes of a batch.
-
-    Args:
-        row: The row.
-        inputs: Those of its images, which have its positions, [N] or [3, N].
-    """
-    trajectory = row.trajectory
-    positions = np.arange(len(row), dtype=np.int64) if inputs is None else inputs.position_ids
-    return {
-        "token_ids": trajectory.token_ids.astype(np.int64),
-        "position_ids": positions,
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs,
-        "policy_versions": trajectory.policy_versions,
-        "rewards": row.rewards,
-    }
-
-
-def columns_of(rows: Sequence[Row], inputs: Sequence[ImageInputs]) -> list[dict[str, NDArray[Any]]]:
-    """Returns `token_columns` of each row; `inputs` has one for each, or none at all."""
-    if not inputs:
-        return [token_columns(row) for row in rows]
-    return [token_columns(row, made) for row, made in zip(rows, inputs, strict=True)]
-
-
-def filled(
-    shape: tuple[int, ...], pad_id: int, inputs: Sequence[ImageInputs] = ()
+def lay_out(
+    rows: Sequence[Row],
+    places: Sequence[tuple[Any, ...]],
+    shape: tuple[int, ...],
+    pad_id: int,
+    inputs: Sequence[ImageInputs] = (),
 ) -> dict[str, NDArray[Any]]:
-    """Returns the columns of `shape`, [..., L], filled with their padding values.
+    """Returns the columns of `shape`, [..., L], with each row copied to its place, once.
 
     Positions have the shape [..., 3, L] if those of the inputs are multi-dimensional.
+
+    Args:
+        rows: The rows.
+        places: Index of each in a column.
+        shape: Shape of the columns.
+        pad_id: Token id of the padding.
+        inputs: Those of the images of each row, which have its positions; or none at all.
     """
     axes = inputs[0].position_ids.shape[:-1] if inputs else ()
+    token_ids = np.full(shape, pad_id, np.int64)
+    position_ids = np.zeros((*shape[:-1], *axes, shape[-1]), np.int64)
+    loss_mask = np.zeros(shape, np.bool_)
+    logprobs = np.zeros(shape, np.float32)
+    policy_versions = np.full(shape, -1, np.int64)
+    rewards = np.zeros(shape, np.float32)
+    counting = np.arange(max(map(len, rows), default=0))
+    for at, (row, here) in enumerate(zip(rows, places, strict=True)):
+        trajectory = row.trajectory
+        token_ids[here] = trajectory.token_ids
+        position_ids[here] = inputs[at].position_ids if inputs else counting[: len(row)]
+        loss_mask[here] = trajectory.loss_mask
+        logprobs[here] = trajectory.logprobs
+        policy_versions[here] = trajectory.policy_versions
+        rewards[here] = row.rewards
     return {
-        "token_ids": np.full(shape, pad_id, np.int64),
-        "position_ids": np.zeros((*shape[:-1], *axes, shape[-1]), np.int64),
-        "loss_mask": np.zeros(shape, np.bool_),
-        "logprobs": np.zeros(shape, np.float32),
-        "policy_versions": np.full(shape, -1, np.int64),
-        "rewards": np.zeros(shape, np.float32),
+        "token_ids": token_ids,
+        "position_ids": position_ids,
+        "loss_mask": loss_mask,
+        "logprobs": logprobs,
+        "policy_versions": policy_versions,
+        "rewards": rewards,
     }
 
 
@@ -198,14 +205,15 @@ def _lay_out(
     pad_id: int,
     left_out: Iterable[LeftOut],
 ) -> Batch:
-    columns = filled(shape, pad_id, inputs)
+    places = [
+        (at, ..., slice(start, start + len(row)))
+        for row, (at, start) in zip(rows, cells, strict=True)
+    ]
+    columns = lay_out(rows, places, shape, pad_id, inputs)
     segment_ids = np.zeros(shape, np.int32)
     number = _numbers(cells)
-    for row, given, (at, start) in zip(rows, columns_of(rows, inputs), cells, strict=True):
-        here = (at, ..., slice(start, start + len(row)))
-        segment_ids[here] = number[at, start]
-        for name, values in given.items():
-            columns[name][here] = values
+    for here, cell in zip(places, cells, strict=True):
+        segment_ids[here] = number[cell]
     return Batch(
         **columns,
         attention_mask=segment_ids > 0,

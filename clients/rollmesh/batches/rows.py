@@ -1,16 +1,72 @@
 """Rows: the trajectories of sessions with their rewards, before they are laid out."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.errors import MissingRewardError
-from rollmesh.client import Delivery, SessionResult, Trajectory
+from rollmesh.client import Delivery, SessionResult, Trajectory, TrajectoryTree
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+
+# Why a trajectory cannot be a row of a batch.
+
+
+class TrajectoryTooLongError(RollmeshError):
+    """A trajectory has more tokens than a row may hold; nothing is cut.
+
+    Use longer rows, or leave it out (`too_long="leave_out"`).
+    """
+
+    code = "OUT_OF_RANGE"
+    reason = "TRAJECTORY_TOO_LONG"
+
+    def __init__(self, trajectory_id: str, part: str, tokens: int, most: int) -> None:
+        """Names the trajectory, the part that is too long, and the limit."""
+        super().__init__(
+            f"trajectory {trajectory_id}: its {part} has {tokens} tokens and {most} fit; "
+            'give more room, or too_long="leave_out" to go on without it',
+            trajectory_id=trajectory_id,
+            tokens=tokens,
+            most=most,
+        )
+
+
+class MissingRewardError(RollmeshError):
+    """A trajectory has no reward: none of its session, none of its own, none of a turn.
+
+    Set a reward before the session closes, use `set_rewards`, or pass
+    `missing_reward="leave_out"`.
+    """
+
+    code = "FAILED_PRECONDITION"
+    reason = "MISSING_REWARD"
+
+    def __init__(self, trajectory_id: str, session_id: str, *, kind: str = "trajectory") -> None:
+        """Names the trajectory, or what else `kind` says, and its session."""
+        super().__init__(
+            f"{kind} {trajectory_id}: session {session_id} was closed without a reward; "
+            'set one before the close, or missing_reward="leave_out" to go on without it',
+            trajectory_id=trajectory_id,
+            session_id=session_id,
+        )
+
+
+class PackageMissingError(RollmeshError):
+    """What was asked for needs a package that is not installed.
+
+    Install the package that the message names.
+    """
+
+    code = "FAILED_PRECONDITION"
+    reason = "PACKAGE_MISSING"
+
+    def __init__(self, package: str, wanted: str) -> None:
+        """Names the package and what needs it."""
+        super().__init__(f"{wanted} needs the package {package}; install it", package=package)
+
 
 Handling: TypeAlias = Literal["refuse", "leave_out"]
 """Handling of an unsuitable trajectory: raise an error, or leave it out and count it."""
@@ -36,7 +92,7 @@ class Row:
     @property
     def group_id(self) -> str:
         """Id of the group; id of the session if it has no group."""
-        return self.session.group_id or self.session.session_id
+        return self.session.group[1]
 
     def __len__(self) -> int:
         """Number of tokens N."""
@@ -104,12 +160,11 @@ def rows_of(
                 'open sessions with export="leaves" or "turns", or take pack_trees',
             )
         for index, trajectory in enumerate(session.trajectories):
-            rewards = _rewards(session, trajectory)
             if session.superseded:
                 left_out.append(_left(trajectory, "SUPERSEDED"))
             elif untrained == "leave_out" and not trajectory.loss_mask.any():
                 left_out.append(_left(trajectory, "UNTRAINED"))
-            elif rewards is None:
+            elif (rewards := _rewards(session, trajectory)) is None:
                 missing = MissingRewardError(trajectory.trajectory_id, session.session_id)
                 left_out.append(refuse_or_leave(trajectory, missing, missing_reward))
             else:
@@ -137,14 +192,151 @@ def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[Session
 def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float32] | None:
     """Returns float32 [N]; None if there is no reward at all."""
     rewards = np.zeros(len(trajectory.token_ids), np.float32)
-    turns = [
-        segment for segment in trajectory.segments if segment.trained and segment.HasField("reward")
-    ]
-    for segment in turns:
-        rewards[segment.end - 1] += segment.reward
+    is_rewarded = False
+    for segment in trajectory.path.segments:
+        if segment.trained and segment.HasField("reward"):
+            rewards[segment.end - 1] += segment.reward
+            is_rewarded = True
     outcome = trajectory.reward if trajectory.reward is not None else session.reward
     if outcome is None:
-        return rewards if turns else None
-    trained = np.flatnonzero(trajectory.loss_mask)
-    rewards[trained[-1] if len(trained) else -1] += outcome
+        return rewards if is_rewarded else None
+    # The last trained token, or the last one if none is trained.
+    rewards[len(rewards) - 1 - int(trajectory.loss_mask[::-1].argmax())] += outcome
     return rewards
+
+
+# Columns of a batch with one value per trajectory: ids, counts, rewards, advantages.
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryColumns:
+    """One value per trajectory; B trajectories."""
+
+    trajectory_ids: tuple[str, ...]
+    session_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+    lineages: tuple[str, ...]
+    reasons: tuple[tuple[str, ...], ...]
+    """Fidelity reasons of each; ("EXACT",) if there are none."""
+    group_index: NDArray[np.int64]
+    """int64 [B]: number of the group, from 0 in order of appearance."""
+    session_index: NDArray[np.int64]
+    """int64 [B]: number of the session, from 0 in order of appearance."""
+    sample_index: NDArray[np.int64]
+    """int64 [B]: index of the session in its group."""
+    trajectory_index: NDArray[np.int64]
+    """int64 [B]: index of the trajectory in its session."""
+    num_tokens: NDArray[np.int64]
+    """int64 [B]."""
+    prompt_tokens: NDArray[np.int64]
+    """int64 [B]: tokens before the first sampled one."""
+    num_turns: NDArray[np.int64]
+    """int64 [B]: sampled turns along the path."""
+    reward: NDArray[np.float32]
+    """float32 [B]: total reward of the trajectory."""
+
+    def __len__(self) -> int:
+        """Number of trajectories B."""
+        return len(self.trajectory_ids)
+
+
+def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
+    """Returns the columns of rows, in their order."""
+    return TrajectoryColumns(
+        trajectory_ids=tuple(row.trajectory.trajectory_id for row in rows),
+        session_ids=tuple(row.session.session_id for row in rows),
+        group_ids=tuple(row.group_id for row in rows),
+        lineages=tuple(row.trajectory.lineage for row in rows),
+        reasons=tuple(row.trajectory.reasons for row in rows),
+        group_index=_indexes([row.session.group for row in rows]),
+        session_index=_indexes([row.session.session_id for row in rows]),
+        sample_index=_integers([row.session.sample_index for row in rows]),
+        trajectory_index=_integers([row.index for row in rows]),
+        num_tokens=_integers([len(row) for row in rows]),
+        prompt_tokens=_integers([row.trajectory.prompt_tokens for row in rows]),
+        num_turns=_integers([row.trajectory.turns for row in rows]),
+        reward=np.array([row.reward for row in rows], np.float32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeColumns:
+    """One value per tree; B trees, each from a different session."""
+
+    session_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+    reasons: tuple[tuple[str, ...], ...]
+    """Fidelity reasons of each; ("EXACT",) if there are none."""
+    group_index: NDArray[np.int64]
+    """int64 [B]: number of the group, from 0 in order of appearance."""
+    session_index: NDArray[np.int64]
+    """int64 [B]: 0 to B - 1."""
+    sample_index: NDArray[np.int64]
+    """int64 [B]: index of the session in its group."""
+    num_tokens: NDArray[np.int64]
+    """int64 [B]: tokens of the tree, each counted once."""
+    num_turns: NDArray[np.int64]
+    """int64 [B]: sampled turns of the tree."""
+    reward: NDArray[np.float32]
+    """float32 [B]: the session's reward and those of its trained turns, each once."""
+
+    def __len__(self) -> int:
+        """Number of trees B."""
+        return len(self.session_ids)
+
+
+def tree_columns(
+    kept: Sequence[tuple[SessionResult, TrajectoryTree]], rewards: Sequence[float]
+) -> TreeColumns:
+    """Returns the columns of trees, in their order, with the total reward of each."""
+    sessions = [session for session, _ in kept]
+    return TreeColumns(
+        session_ids=tuple(session.session_id for session in sessions),
+        group_ids=tuple(session.group[1] for session in sessions),
+        reasons=tuple(tree.reasons for _, tree in kept),
+        group_index=_indexes([session.group for session in sessions]),
+        session_index=np.arange(len(kept)),
+        sample_index=_integers([session.sample_index for session in sessions]),
+        num_tokens=_integers([len(tree.token_ids) for _, tree in kept]),
+        num_turns=_integers([session.turns for session in sessions]),
+        reward=np.array(rewards, np.float32),
+    )
+
+
+def group_advantages(
+    columns: TrajectoryColumns | TreeColumns, *, by_deviation: bool = False, epsilon: float = 1e-6
+) -> NDArray[np.float32]:
+    """Returns each reward minus its group's mean, float32 [B], as in GRPO.
+
+    Each session of a group counts once, with the mean over its trajectories.
+
+    Args:
+        columns: Columns of complete groups.
+        by_deviation: Whether to divide by the group's standard deviation (n - 1; 1.0 if the group
+            has one session).
+        epsilon: Added to the standard deviation.
+    """
+    sessions = int(columns.session_index.max(initial=-1)) + 1
+    groups = int(columns.group_index.max(initial=-1)) + 1
+    reward = columns.reward.astype(np.float64)
+    trajectories = np.bincount(columns.session_index, minlength=sessions)
+    of_session = np.bincount(columns.session_index, reward, sessions) / trajectories
+    group_of = np.zeros(sessions, np.int64)
+    group_of[columns.session_index] = columns.group_index
+    size = np.bincount(group_of, minlength=groups)
+    mean = np.bincount(group_of, of_session, groups) / size
+    advantages = reward - mean[columns.group_index]
+    if by_deviation:
+        squares = np.bincount(group_of, (of_session - mean[group_of]) ** 2, groups)
+        deviation = np.where(size > 1, np.sqrt(squares / np.maximum(size - 1, 1)), 1.0)
+        advantages /= deviation[columns.group_index] + epsilon
+    return advantages.astype(np.float32)
+
+
+def _integers(values: list[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def _indexes(values: Sequence[Hashable]) -> NDArray[np.int64]:
+    numbers: dict[Hashable, int] = {}
+    return _integers([numbers.setdefault(value, len(numbers)) for value in values])

@@ -1,18 +1,187 @@
 """Converts batches to torch tensors and TensorDicts; both packages are imported on demand."""
 
 import importlib
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.columns import TrajectoryColumns, TreeColumns
-from rollmesh.batches.errors import PackageMissingError
-from rollmesh.batches.layouts import Batch
-from rollmesh.batches.ragged import RaggedBatch
-from rollmesh.batches.split import SplitBatch
+from rollmesh.batches.images import ImageInputs, ImageProcessor, row_inputs
+from rollmesh.batches.layouts import Batch, lay_out
+from rollmesh.batches.rows import (
+    Handling,
+    LeftOut,
+    PackageMissingError,
+    Row,
+    Rows,
+    TrajectoryColumns,
+    TrajectoryTooLongError,
+    TreeColumns,
+    refuse_or_leave,
+    trajectory_columns,
+)
 from rollmesh.batches.tree_batches import TreeBatch
+
+# Batches split into prompts, padded on the left, and responses, padded on the right.
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBatch:
+    """B trajectories; P columns before the first sampled token, R columns from it on."""
+
+    prompt_ids: NDArray[np.int64]
+    """int64 [B, P], padded on the left."""
+    prompt_mask: NDArray[np.bool_]
+    """bool [B, P]: whether there is a token."""
+    response_ids: NDArray[np.int64]
+    """int64 [B, R], padded on the right: sampled tokens and the context between them."""
+    response_mask: NDArray[np.bool_]
+    """bool [B, R]: whether there is a token."""
+    position_ids: NDArray[np.int64]
+    """int64 [B, P + R]: over prompt and response together; 0 at padding. int64 [B, 3, P + R] if a
+    processor was given whose model has multi-dimensional positions."""
+    loss_mask: NDArray[np.bool_]
+    """bool [B, R]: whether the token is trained."""
+    logprobs: NDArray[np.float32]
+    """float32 [B, R]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    policy_versions: NDArray[np.int64]
+    """int64 [B, R]: version that sampled the token; -1 if it was not sampled."""
+    rewards: NDArray[np.float32]
+    """float32 [B, R]: see `Row.rewards`."""
+    trajectories: TrajectoryColumns
+    """One value per trajectory."""
+    left_out: tuple[LeftOut, ...]
+    """Trajectories that are not in the batch, including those left out earlier."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trajectories`; none without a processor."""
+
+
+def split(
+    rows: Rows,
+    *,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    pad_id: int = 0,
+    too_long: Handling = "refuse",
+    processor: ImageProcessor | None = None,
+) -> SplitBatch:
+    """Lays out prompts and responses side by side.
+
+    Args:
+        rows: Rows to train on.
+        prompt_length: P; None uses the longest prompt.
+        response_length: R; None uses the longest response.
+        pad_id: Token id of the padding.
+        too_long: Handling of trajectories with a part that does not fit.
+        processor: Of the model, if it takes images.
+
+    Raises:
+        TrajectoryTooLongError: With "refuse"; names the trajectory and the part.
+        InvalidFieldError: As with `pad`.
+    """
+    fitting: list[Row] = []
+    left_out = list(rows.left_out)
+    for row in rows:
+        error = _misfit(row, prompt_length, response_length)
+        if error is None:
+            fitting.append(row)
+        else:
+            left_out.append(refuse_or_leave(row.trajectory, error, too_long))
+    inputs = row_inputs(fitting, processor)
+    prompts = [row.trajectory.prompt_tokens for row in fitting]
+    responses = [len(row) - prompt for row, prompt in zip(fitting, prompts, strict=True)]
+    middle = max(prompts, default=0) if prompt_length is None else prompt_length
+    behind = max(responses, default=0) if response_length is None else response_length
+    shape = (len(fitting), middle + behind)
+    places = [
+        (at, ..., slice(middle - prompt, middle - prompt + len(row)))
+        for at, (row, prompt) in enumerate(zip(fitting, prompts, strict=True))
+    ]
+    columns = lay_out(fitting, places, shape, pad_id, inputs)
+    present = np.zeros(shape, np.bool_)
+    for here in places:
+        present[here] = True
+    return SplitBatch(
+        prompt_ids=columns["token_ids"][:, :middle],
+        prompt_mask=present[:, :middle],
+        response_ids=columns["token_ids"][:, middle:],
+        response_mask=present[:, middle:],
+        position_ids=columns["position_ids"],
+        loss_mask=columns["loss_mask"][:, middle:],
+        logprobs=columns["logprobs"][:, middle:],
+        policy_versions=columns["policy_versions"][:, middle:],
+        rewards=columns["rewards"][:, middle:],
+        trajectories=trajectory_columns(fitting),
+        left_out=tuple(left_out),
+        images=inputs,
+    )
+
+
+def _misfit(
+    row: Row, prompt_length: int | None, response_length: int | None
+) -> TrajectoryTooLongError | None:
+    prompt = row.trajectory.prompt_tokens
+    parts = (("prompt", prompt, prompt_length), ("response", len(row) - prompt, response_length))
+    for part, tokens, most in parts:
+        if most is not None and tokens > most:
+            return TrajectoryTooLongError(row.trajectory.trajectory_id, part, tokens, most)
+    return None
+
+
+# Batches without padding: all tokens concatenated, and the start of each trajectory.
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """B trajectories with T tokens in total."""
+
+    token_ids: NDArray[np.int64]
+    """int64 [T]."""
+    position_ids: NDArray[np.int64]
+    """int64 [T]: from 0 in each trajectory. int64 [3, T] if a processor was given whose model has
+    multi-dimensional positions."""
+    loss_mask: NDArray[np.bool_]
+    """bool [T]: whether the token is trained."""
+    logprobs: NDArray[np.float32]
+    """float32 [T]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    policy_versions: NDArray[np.int64]
+    """int64 [T]: version that sampled the token; -1 if it was not sampled."""
+    rewards: NDArray[np.float32]
+    """float32 [T]: see `Row.rewards`."""
+    offsets: NDArray[np.int64]
+    """int64 [B + 1]: start of each trajectory, then T; the `cu_seqlens` of the batch."""
+    trajectories: TrajectoryColumns
+    """One value per trajectory."""
+    left_out: tuple[LeftOut, ...]
+    """Trajectories that are not in the batch."""
+    images: tuple[ImageInputs, ...] = ()
+    """What the model needs for the images of each of `trajectories`; none without a processor."""
+
+
+def ragged(rows: Rows, *, processor: ImageProcessor | None = None) -> RaggedBatch:
+    """Concatenates the trajectories in their order.
+
+    Args:
+        rows: Rows to train on.
+        processor: Of the model, if it takes images.
+
+    Raises:
+        InvalidFieldError: As with `pad`.
+    """
+    inputs = row_inputs(rows.rows, processor)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    places = [(..., slice(start, end)) for start, end in pairwise(offsets.tolist())]
+    columns = lay_out(rows.rows, places, (int(offsets[-1]),), 0, inputs)
+    return RaggedBatch(
+        **columns,
+        offsets=offsets,
+        trajectories=trajectory_columns(rows.rows),
+        left_out=rows.left_out,
+        images=inputs,
+    )
+
 
 Layout: TypeAlias = Batch | RaggedBatch | SplitBatch | TreeBatch
 

@@ -7,12 +7,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.columns import TreeColumns, tree_columns
-from rollmesh.batches.errors import MissingRewardError
 from rollmesh.batches.images import ImageInputs, ImageProcessor, refuse_images
-from rollmesh.batches.rows import Handling, LeftOut, sessions_of
+from rollmesh.batches.rows import (
+    Handling,
+    LeftOut,
+    MissingRewardError,
+    TreeColumns,
+    sessions_of,
+    tree_columns,
+)
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
-from rollmesh.client.sessions.trees import path_mask
+from rollmesh.client.sessions import path_mask
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 
 

@@ -1,101 +1,127 @@
 """The `rollmesh` command: starts a service, a mesh on this machine, or a tool.
 
-It imports nothing but the standard library, so that it works, and says what is missing, wherever
+It imports nothing but the standard library, so that it works, and names missing packages, wherever
 any part of rollmesh is installed.
 """
 
+import difflib
 import os
+import re
 import sys
-from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
+from importlib.util import find_spec
 
-_USAGE = """usage: rollmesh up [--config mesh.toml]
-       rollmesh ray up --config mesh.toml
-       rollmesh ray status|scale|targets|down
-                                       a mesh on a Ray cluster
-       rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
-       rollmesh scorer module:function [flags]
-                                       serves a reward function to collectors
-       rollmesh SERVICE --help         lists the service's flags
-       rollmesh probe SERVICE          exits 0 if a service of this host serves
-       rollmesh router forget-weights [--model NAME]
-       rollmesh collector delete|export|inspect|replay [flags]
-       rollmesh gateway dead-letters list|retry|drop [flags]
-       rollmesh gateway revoke-key SESSION_ID  ends a session's key
-       rollmesh template check MODEL   shows what a gateway finds about a chat template
-       rollmesh conformance --base-url URL --key-file FILE
-                                       checks any server as agents would use it
-       rollmesh config check FILE      says everything that is wrong with a mesh file
-       rollmesh config show [SERVICE] [--config FILE]
-                                       prints every setting and who gave it
-       rollmesh tokens DIR             makes a token for each role of a mesh
-       rollmesh certs DIR              makes a CA and certificates for a trial of TLS
-       rollmesh --version
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    module: str
-    extra: str
-    """Extra of the distribution that installs what it imports."""
-    imports: tuple[str, ...]
-    """Packages of that extra that it cannot do without."""
-
-
-_SERVER = ("grpc_health", "grpc_reflection", "prometheus_client", "uvloop")
-_GATEWAY = (*_SERVER, "tokenizers", "jinja2")
 _COMMANDS = {
-    ("router",): _Command("rollmesh.router", "router", _SERVER),
-    ("engine",): _Command("rollmesh.engine", "engine", (*_SERVER, "safetensors")),
-    ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "psycopg")),
-    ("gateway",): _Command("rollmesh.gateway", "gateway", _GATEWAY),
-    ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
-    ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
-    ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
-    ("conformance",): _Command("rollmesh.conformance", "conformance", ("httpx2",)),
-    ("config",): _Command("rollmesh.cli.config", "router", _SERVER),
-    ("probe",): _Command("rollmesh.runtime.probe", "router", ("grpc_health",)),
-    ("tokens",): _Command("rollmesh.runtime.access", "router", ()),
-    ("certs",): _Command("rollmesh.cli.certs", "certs", ("cryptography",)),
-    ("up",): _Command(
-        "rollmesh.cli.up",
-        "mesh",
-        (*_GATEWAY, "safetensors", "psycopg", "starlette", "orjson"),
-    ),
-    ("ray",): _Command(
-        "rollmesh.cli.ray",
-        "ray",
-        ("ray", *_GATEWAY, "safetensors", "psycopg", "starlette", "orjson"),
-    ),
+    "up": ("rollmesh.cli.up", "mesh"),
+    "ray": ("rollmesh.cli.ray", "ray"),
+    "router": ("rollmesh.router", "router"),
+    "engine": ("rollmesh.engine", "engine"),
+    "collector": ("rollmesh.collector", "collector"),
+    "gateway": ("rollmesh.gateway", "gateway"),
+    "sidecar": ("rollmesh.sidecar", "sidecar"),
+    "scorer": ("rollmesh.scorer", "scorer"),
+    "status": ("rollmesh.cli.status", ""),
+    "probe": ("rollmesh.runtime.probe", "router"),
+    "template check": ("rollmesh.chat.check", "gateway"),
+    "conformance": ("rollmesh.conformance", ""),
+    "config": ("rollmesh.cli.config", "router"),
+    "tokens": ("rollmesh.runtime.access", ""),
 }
-"""Each command runs as `python -m` of its module."""
+"""The module of each command, which runs as `python -m`, and the extra that it needs."""
+_FORMS = {
+    "up [--config mesh.toml]": "runs a mesh on this machine",
+    "ray up --config mesh.toml": "runs a mesh on a Ray cluster",
+    "ray status|scale|targets|down": "shows, scales and stops it",
+    "SERVICE [flags]": "starts a router, engine, collector, gateway or sidecar",
+    "SERVICE --help": "lists the flags of the service",
+    "scorer module:function [flags]": "serves a reward function to collectors",
+    "status [--router HOST:PORT] [--json]": "shows members, weights, sessions and consumers",
+    "probe SERVICE": "exits 0 if a service of this host serves",
+    "router forget-weights [--model NAME]": "drops the weights that routers keep",
+    "collector delete|export|inspect|replay": "works on stored sessions",
+    "gateway --http PORT [flags]": "starts a gateway that serves agents itself",
+    "gateway dead-letters list|retry|drop": "works on sessions that no collector takes",
+    "gateway revoke-key SESSION_ID": "ends the key of a session",
+    "template check MODEL": "shows what a gateway finds about a chat template",
+    "conformance --base-url URL --key-file FILE": "checks any server as agents would use it",
+    "config check FILE": "lists everything that is wrong with a mesh file",
+    "config show [SERVICE] [--config FILE]": "prints every setting and its source",
+    "tokens DIR": "makes a token for each role of a mesh",
+    "--version": "",
+}
+"""The forms of the commands, for the usage."""
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,-]+)\])?")
+_EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 
 
 def main() -> int:
-    """Becomes the command that the arguments name; returns only where it cannot."""
+    """Becomes the named command. Returns only on failure."""
     arguments = sys.argv[1:]
-    for words, command in _COMMANDS.items():
-        if tuple(arguments[: len(words)]) == words:
-            return _run(" ".join(words), command, arguments[len(words) :])
+    if arguments[:1] == ["gateway"] and any(one.split("=")[0] == "--http" for one in arguments):
+        return _run("gateway --http", "rollmesh.cli.gateway", "mesh", arguments[1:])
+    for name, (module, extra) in _COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return _run(name, module, extra, arguments[len(words) :])
     if arguments == ["--version"]:
         print(f"rollmesh {metadata.version('rollmesh')}")
         return 0
     asked = arguments in (["--help"], ["-h"])
-    print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
+    if arguments and not asked:
+        print(f"rollmesh: there is no command {_near(arguments)}", file=sys.stderr)
+    print(_usage(), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 
 
-def _run(name: str, command: _Command, arguments: list[str]) -> int:
-    missing = [package for package in command.imports if util.find_spec(package) is None]
+def _usage() -> str:
+    forms = (f"rollmesh {form}".ljust(52) + meaning for form, meaning in _FORMS.items())
+    return "usage: " + "\n       ".join(one.rstrip() for one in forms)
+
+
+def _near(arguments: list[str]) -> str:
+    """Returns the typed command, and the nearest existing one."""
+    known = list(_COMMANDS)
+    near = difflib.get_close_matches(" ".join(arguments[:2]), known, 1)
+    near = near or difflib.get_close_matches(arguments[0], known, 1)
+    return repr(arguments[0]) + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _run(name: str, module: str, extra: str, arguments: list[str]) -> int:
+    missing = sorted(one for one in _packages(extra) if not _is_installed(one))
+    if name == "conformance" and find_spec(module) is None:  # a distribution of its own
+        print(f"rollmesh {name}: not installed; run: pip install rollmesh-{name}", file=sys.stderr)
+        return 2
     if not missing:
-        os.execv(sys.executable, [sys.executable, "-m", command.module, *arguments])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
     print(
         f"rollmesh {name}: {', '.join(missing)} not installed; "
-        f"run: pip install 'rollmesh[{command.extra}]'",
+        f"run: pip install 'rollmesh[{extra}]'",
         file=sys.stderr,
     )
     return 2
+
+
+def _packages(extra: str) -> set[str]:
+    """Returns the packages of an extra of this distribution, and of the extras that it includes."""
+    found: set[str] = set()
+    for line in metadata.requires("rollmesh") or ():
+        of = _EXTRA.search(line)
+        name = _REQUIREMENT.match(line)
+        if name is None or of is None or of[1] != extra:
+            continue
+        if name[1] == "rollmesh":
+            found.update(*map(_packages, (name[2] or "").split(",")))
+        else:
+            found.add(name[1])
+    return found
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -10,10 +10,26 @@ from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 
 ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
 """The form in which a session's conversation tree is delivered."""
+SamplingPolicy: TypeAlias = Literal["agent", "enforce", "refuse"]
+"""Whose sampling parameters count: the agent's over the session's ("agent"), or the session's,
+where others of the agent are ignored ("enforce") or a 400 ("refuse"). `max_tokens` and stops are
+the agent's under every policy."""
+_POLICIES = {
+    "agent": sampling_pb2.SAMPLING_POLICY_AGENT,
+    "enforce": sampling_pb2.SAMPLING_POLICY_ENFORCE,
+    "refuse": sampling_pb2.SAMPLING_POLICY_REFUSE,
+}
 _EXPORT_FORMS = {
     "leaves": gateway_pb2.EXPORT_MODE_LEAVES,
     "turns": gateway_pb2.EXPORT_MODE_TURNS,
     "tree": gateway_pb2.EXPORT_MODE_TREE,
+}
+Purpose: TypeAlias = Literal["train", "eval", "other"]
+"""The use of a session's tokens. A consumer gets sessions to train on by default."""
+_PURPOSES = {
+    "train": session_pb2.SESSION_PURPOSE_TRAIN,
+    "eval": session_pb2.SESSION_PURPOSE_EVAL,
+    "other": session_pb2.SESSION_PURPOSE_OTHER,
 }
 _OUTCOMES = {
     "COMPLETED": session_pb2.SESSION_OUTCOME_COMPLETED,
@@ -42,6 +58,24 @@ def export_mode(form: object) -> gateway_pb2.ExportMode.ValueType:
         InvalidFieldError: There is no such form.
     """
     return chosen("export", form, _EXPORT_FORMS)
+
+
+def purpose_of(purpose: object) -> session_pb2.SessionPurpose.ValueType:
+    """Returns the value of a `Purpose`.
+
+    Raises:
+        InvalidFieldError: There is no such purpose.
+    """
+    return chosen("purpose", purpose, _PURPOSES)
+
+
+def policy_of(name: object) -> sampling_pb2.SamplingPolicy.ValueType | None:
+    """Returns the value of a `SamplingPolicy`; None for None, which is the gateway's own.
+
+    Raises:
+        InvalidFieldError: There is no such policy.
+    """
+    return None if name is None else chosen("sampling_policy", name, _POLICIES)
 
 
 def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:

@@ -10,9 +10,14 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import grpc
 
 from rollmesh.client.retries import retried
-from rollmesh.mesh.directories.gateways import GatewayDirectory, Reached, journal_of
-from rollmesh.mesh.directories.members import CollectorDirectory, SidecarDirectory
-from rollmesh.mesh.routers.calls import Routers
+from rollmesh.mesh.directory import (
+    CollectorDirectory,
+    GatewayDirectory,
+    Reached,
+    SidecarDirectory,
+    journal_of,
+)
+from rollmesh.mesh.routers import Routers
 from rollmesh.runtime import clock
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.errors import (
@@ -105,9 +110,9 @@ class Connections:
         """Closes the channels."""
         for part in (self._gateways, self._routers, self._collectors, self._sidecars):
             await part.aclose()
-        for channel in self._channels.values():
+        while self._channels:  # calls that end meanwhile may open others
+            _, channel = self._channels.popitem()
             await channel.close()
-        self._channels.clear()
 
     async def _at_collector(
         self,

@@ -37,12 +37,11 @@ async def retried(
         except RollmeshError as error:
             asked_s = (error.retry_delay_ms or 0) / 1000
             wait_s = max(asked_s, backoff.next_s())
-            transient = error.code in _TRANSIENT or isinstance(error, also)
-            if isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED":
-                said = (
-                    f"no answer within {timeout_s:g} s: the service is away, or not at its address"
-                )
-                raise RemoteError(said, error.code) from error
+            silent = isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED"
+            transient = silent or error.code in _TRANSIENT or isinstance(error, also)
             if not transient or now() + wait_s >= deadline:
-                raise
+                if not silent:
+                    raise
+                said = f"no answer within {timeout_s:g} s: the service is away, or not at its "
+                raise RemoteError(f"{said}address", error.code) from error
         await asyncio.sleep(wait_s)

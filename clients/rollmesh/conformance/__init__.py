@@ -1,5 +1,5 @@
-"""Black-box checks of servers that agents call: what is known of agents, asked over HTTP.
+"""Black-box checks of servers that agents call: the known habits of agents, over HTTP.
 
-A check says what it requires and what breaks for whom without it. It never depends on what a model
-samples. Imports nothing else of rollmesh, so that it runs against any server.
+A check states its requirement, and the clients that break without it. It never depends on the
+samples of a model. Imports nothing else of rollmesh, so that it runs against any server.
 """

@@ -1,4 +1,4 @@
-"""What the checks ask a model, and the tool that it is given, in every protocol."""
+"""The questions of the checks to a model, and its tool, in every protocol."""
 
 from typing import Any
 
@@ -21,4 +21,4 @@ PARAMETERS: dict[str, Any] = {
 ANSWER_TOKENS = 48
 """Most tokens of an answer."""
 CALL_TOKENS = 192
-"""Most tokens of a forced call; what is longer is not seen."""
+"""Most tokens of a forced call. A longer one is not seen."""

@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 class NotSeenError(Exception):
-    """There was no occasion to see what a check is about; the message says why."""
+    """A check had no occasion; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Check:
     name: str
     """`protocol.family.check`."""
     what: str
-    """What is required, as a sentence."""
+    """The requirement, as a sentence."""
     breaks: str
     """What breaks for whom where it does not hold."""
     run: Run

@@ -1,4 +1,4 @@
-"""What every protocol has in common: paths, models, and what a server says under load."""
+"""Checks that all protocols share: paths, models, and answers under load."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ _JUNIT = {Verdict.FAILED: "failure", Verdict.NOT_SEEN: "skipped", Verdict.SKIPPE
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns one line for each check; those that failed say why and what breaks."""
+    """Returns one line for each check; a failed one says why, and which clients break."""
     width = max((len(one.check.name) for one in results), default=0)
     lines: list[str] = []
     for one in results:
@@ -54,5 +54,5 @@ def junit(results: Sequence[Result]) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """Returns text without characters that XML cannot hold: details quote what a server sent."""
+    """Returns text without characters that XML cannot hold: details quote servers."""
     return "".join(one if one.isprintable() else "\ufffd" for one in text)

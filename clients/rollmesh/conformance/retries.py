@@ -20,7 +20,7 @@ class Repeats:
     body: Callable[[Server, str], dict[str, Any]]
     """Makes a request that asks the given text."""
     said: Callable[[dict[str, Any]], Any]
-    """Returns what a complete answer says."""
+    """Returns the text of a complete answer."""
     streamed_id: Callable[[Streamed], Any]
     """Returns the id of a streamed answer."""
 

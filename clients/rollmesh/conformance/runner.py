@@ -21,7 +21,7 @@ async def run_checks(
 
     Args:
         server: The server under test.
-        checks: What to check, in this order.
+        checks: The checks, in their order.
         required: Protocols that fail where the server does not serve them. Others are one skipped
             row each.
         limit_s: Time for each check, seconds.

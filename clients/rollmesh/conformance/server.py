@@ -14,7 +14,7 @@ _MOST_SEEN = 10_000
 
 
 class FailedError(Exception):
-    """A requirement does not hold; the message says what was seen instead."""
+    """A requirement does not hold; the message says how the server behaved."""
 
 
 def need(condition: object, problem: str) -> None:

@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from rollmesh.batches import Row, rows_of
 from rollmesh.client import (
@@ -31,7 +31,9 @@ from rollmesh.client import (
     TimeLimits,
     rollout,
 )
+from rollmesh.client.arguments import chosen
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import sampling_pb2
 
 
 class MeshRollouts:
@@ -49,6 +51,7 @@ class MeshRollouts:
         limits: TimeLimits | None = None,
         retries: Retries | None = None,
         reward: RewardFunction | None = None,
+        sampling_policy: Literal["enforce", "refuse"] = "enforce",
     ) -> None:
         """Takes the mesh and the agent.
 
@@ -63,6 +66,8 @@ class MeshRollouts:
             limits: Other time limits.
             retries: Which failed attempts are retried.
             reward: Scores a finished agent; None: the runner returns the rewards.
+            sampling_policy: What becomes of an agent's own temperature, top_p and the like, which
+                the trainer would not know of: they are ignored, or a 400.
 
         Raises:
             InvalidFieldError: A setting is invalid.
@@ -78,7 +83,9 @@ class MeshRollouts:
             "limits": limits or TimeLimits(),
             "retries": retries or Retries(),
             "reward": reward,
+            "sampling_policy": sampling_policy,
         }
+        chosen("sampling_policy", sampling_policy, dict.fromkeys(("enforce", "refuse")))
         RolloutSettings(**self._settings)
         self.counts: Counter[str] = Counter()
         """Samples so far: "trained"; "failed" (in the batch without trained tokens or reward);
@@ -95,21 +102,12 @@ class MeshRollouts:
             for tokens that were not sampled), `env_mask` (1 for trained tokens), `mesh_reward`.
 
         Raises:
-            InvalidFieldError: The trainer's temperature is not 1.
+            InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
             RollmeshError: The collector refuses the subscription.
         """
-        if trainer.args.temperature != 1.0:
-            raise InvalidFieldError(
-                "temperature",
-                f"is {trainer.args.temperature}, and the trainer would compare log-probabilities "
-                "at that temperature with ours, which are at 1.0; leave it at 1.0",
-            )
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
-        sampling = {
-            "temperature": 1.0,
-            "max_tokens": int(trainer.args.max_completion_length),
-        }
+        sampling = sampling_of(trainer.args)
         process = int(trainer.accelerator.process_index)
         consumer = f"{self._consumer}-{process}" if process else self._consumer
         self.rows = asyncio.run(self._run(list(_groups(prompts, size, sampling)), consumer))
@@ -138,7 +136,11 @@ class MeshRollouts:
         weights before the first generation after each step, and by default
         (`vllm_importance_sampling_correction`) it weighs every token by exp(trainer's
         log-probability - ours).
+
+        Raises:
+            InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
         """
+        sampling_of(trainer.args)
         trainer.vllm_generation = _Weights(self._addresses, self._model, trainer)
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
@@ -203,6 +205,37 @@ class _Weights:
         async with Client(self._addresses) as client:
             version = await client.policy_version(self._model) + 1
             await client.push_weights(parameters, version, model=self._model)
+
+
+_ACCEPTED = {*sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {"bad_sequences", "seed"}
+
+
+def sampling_of(args: Any) -> dict[str, Any]:
+    """Returns the sampling parameters of a session, from the trainer's arguments.
+
+    Its `generation_kwargs` win, as in TRL's own generation.
+
+    Raises:
+        InvalidFieldError: The temperature is not 1, or a session cannot have an argument.
+    """
+    given: dict[str, Any] = {**(args.generation_kwargs or {})}
+    if args.vllm_structured_outputs_regex:
+        given["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    for name in given.keys() - _ACCEPTED:
+        known = ", ".join(sorted(_ACCEPTED))
+        raise InvalidFieldError(name, f"is no parameter of a session; leave it out, or use {known}")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling = {name: getattr(args, name) for name in names}
+    sampling |= {"max_tokens": args.max_completion_length, **given}
+    if sampling["temperature"] != 1.0:
+        other = f"is {sampling['temperature']}, and the trainer would compare log-probabilities at "
+        raise InvalidFieldError("temperature", f"{other}it with ours, at 1.0; leave it at 1.0")
+    sampling["top_k"] = max(sampling["top_k"] or 0, 0)  # off: 0, in other releases None or -1
+    try:
+        sampling_pb2.SamplingParams(**sampling)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("generation_kwargs", f"{sampling}: {error}") from error
+    return {name: value for name, value in sampling.items() if value is not None}
 
 
 def _groups(prompts: Sequence[Any], size: int, sampling: Mapping[str, Any]) -> Iterator[Group]:

@@ -1,5 +1,5 @@
 """The processes of a mesh: planned from its file, started, and started again when they die.
 
-`rollmesh up` runs all of them on one machine; `rollmesh.integrations.ray` runs each where Ray
+`rollmesh up` runs all of them on one machine. `rollmesh.integrations.ray` runs each where Ray
 places it. It imports the runtime only.
 """

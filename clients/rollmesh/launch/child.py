@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
@@ -19,8 +19,12 @@ from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _KILL_AFTER_GRACE_MS = 5_000
+_LAST_LINES_S = 5.0
+"""Longest wait for the last lines of a process that has ended, or for the end of a killed one."""
 _BAD_SETTING = 2
 """Exit code of a service with a setting that it refuses."""
+_LONGEST_LINE = 64 * 1024
+"""Longest line of a process's standard output that is passed on, bytes."""
 
 
 class EndedEarlyError(Exception):
@@ -36,16 +40,17 @@ class Child:
     """Owns one process."""
 
     def __init__(self, spec: ProcessSpec, environment: Mapping[str, str]) -> None:
-        """Takes what is to run, and all of its environment; starts nothing yet."""
+        """Takes the process and its complete environment. Starts nothing yet."""
         self.spec = spec
         self.ready = asyncio.Event()
         """Set once it was ready for the first time."""
         self.said: dict[str, Any] = {}
-        """What its last READY line says: `port`, `metrics_port`."""
+        """The READY line of `process`: `port`, `metrics_port`. Empty until it is ready."""
         self.starts = 0
         self.process: Process | None = None
         self._environment = environment
-        self._stopping = False
+        self._stopping = asyncio.Event()
+        self._starting = asyncio.Lock()
 
     async def keep(
         self,
@@ -58,18 +63,18 @@ class Child:
 
         Args:
             write: Takes each line of its standard output.
-            stderr: Takes its standard error; None shares that of this process.
-            patient: Whether it is started again also if it was never ready, because what keeps it
-                from that, such as a predecessor that still holds its store, may pass.
+            stderr: Takes its standard error. None shares this process's.
+            patient: Whether it is restarted even if it was never ready, because the cause, such
+                as a predecessor that still holds its store, may pass.
 
         Raises:
             EndedEarlyError: It ended before it was ready, and a restart would end the same way.
         """
         restarts = Restarts()
-        while not self._stopping:
+        while not self._stopping.is_set():
             started = clock.monotonic_ms()
             code = await self._run_once(write, stderr)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not self.ready.is_set() and (not patient or code == _BAD_SETTING):
                 raise EndedEarlyError(self.spec.name, code)
@@ -78,16 +83,19 @@ class Child:
                 "process ended",
                 extra=fields(process=self.spec.name, code=code, restart_in_ms=delay),
             )
-            await asyncio.sleep(delay / 1000)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay / 1000):
+                    await self._stopping.wait()
 
     async def stop(self) -> None:
         """Stops the process: by SIGTERM, and after its grace period by SIGKILL."""
-        self._stopping = True
-        process = self.process
+        self._stopping.set()
+        async with self._starting:  # a process that is being started is stopped as well
+            process = self.process
         if process is None or process.returncode is not None:
             return
         with suppress(ProcessLookupError):
-            process.terminate()
+            os.kill(process.pid, signal.SIGTERM)  # `terminate` may take the exit code from asyncio
         try:
             async with asyncio.timeout((self.spec.grace_ms + _KILL_AFTER_GRACE_MS) / 1000):
                 await process.wait()
@@ -96,36 +104,91 @@ class Child:
                 "process killed after its grace period", extra=fields(process=self.spec.name)
             )
         _kill_group(process)
-
-    def stopping(self) -> None:
-        """Makes sure that the process is not started again."""
-        self._stopping = True
+        with suppress(TimeoutError):  # asyncio warns about a process whose end it did not see
+            async with asyncio.timeout(_LAST_LINES_S):
+                await process.wait()
 
     async def _run_once(self, write: Callable[[bytes], object], stderr: IO[bytes] | None) -> int:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"rollmesh.{self.spec.service}",
-            *self.spec.flags,
-            "--supervised=true",
-            stdin=PIPE,  # its end tells the process that the supervisor is gone
-            stdout=PIPE,
-            stderr=stderr,
-            env=self._environment,
-            start_new_session=True,  # the supervisor passes Ctrl-C on itself
+        # A pipe of asyncio's would keep `wait` until its last writer ends, which may be an orphan.
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as lines, os.fdopen(writing, "wb") as stdout:
+            async with self._starting:
+                if self._stopping.is_set():
+                    return 0
+                self.said = {}
+                self.process = process = await asyncio.create_subprocess_exec(
+                    *self._command(),
+                    stdin=PIPE,  # its end tells the process that the supervisor is gone
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=self._environment,
+                    start_new_session=True,  # the supervisor passes Ctrl-C on itself
+                )
+                self.starts += 1
+            stdout.close()
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(lines, write))
+                try:
+                    code = await process.wait()
+                finally:
+                    _kill_group(process)  # its children, such as the model's process, end with it
+                await asyncio.wait((reader,), timeout=_LAST_LINES_S)
+                reader.cancel()
+        return code
+
+    def _command(self) -> tuple[str, ...]:
+        module = f"rollmesh.{self.spec.service}"
+        return (sys.executable, "-m", module, *self.spec.flags, "--supervised=true")
+
+    async def _read(self, lines: IO[bytes], write: Callable[[bytes], object]) -> None:
+        """Passes the lines of its standard output on, until the last writer has closed it."""
+        reader = asyncio.StreamReader(_LONGEST_LINE)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), lines
         )
-        self.process = process
-        self.starts += 1
-        assert process.stdout is not None
-        try:
-            async for line in process.stdout:
+        with closing(transport):
+            async for line in _lines(reader, self.spec.name):
                 write(line)
                 if line.startswith(b"READY"):
-                    self.said = json.loads(line.removeprefix(b"READY"))
-                    self.ready.set()
-            return await process.wait()
-        finally:
-            _kill_group(process)  # including its children, such as the model's process
+                    self._take_ready(line.removeprefix(b"READY"))
+
+    def _take_ready(self, said: bytes) -> None:
+        try:
+            found = json.loads(said)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or type(found.get("port")) is not int:
+            _log.warning(
+                "line skipped: READY without the JSON of a service",
+                extra=fields(process=self.spec.name),
+            )
+            return
+        self.said = found
+        self.ready.set()
+
+
+async def _lines(reader: asyncio.StreamReader, process: str) -> AsyncIterator[bytes]:
+    """Yields lines. Longer lines are skipped, with a line in the log."""
+    skipping = False
+    while True:
+        try:
+            line = await reader.readuntil()
+        except asyncio.IncompleteReadError as error:
+            if error.partial and not skipping:
+                yield error.partial
+            return
+        except asyncio.LimitOverrunError as error:
+            if not skipping:
+                _log.warning(
+                    "line skipped: it is too long",
+                    extra=fields(process=process, most_bytes=_LONGEST_LINE),
+                )
+            skipping = True
+            await reader.readexactly(error.consumed)
+            continue
+        if not skipping:
+            yield line
+        skipping = False
 
 
 def _kill_group(process: Process) -> None:

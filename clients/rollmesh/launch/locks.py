@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.runtime.access.making import make_tokens
+from rollmesh.runtime.access.tokens import make_tokens
 from rollmesh.runtime.config import ConfigError, MeshConfig
 from rollmesh.runtime.owner_only import make_folder
 
 
 def mesh_tokens(mesh: MeshConfig) -> Path | None:
-    """Returns the folder of a mesh's tokens, which are made if there are none; None if it is open.
+    """Returns the folder of a mesh's tokens, made if missing, or None if the mesh is open.
 
     Raises:
         ConfigError: They cannot be written.
@@ -32,7 +32,7 @@ def mesh_tokens(mesh: MeshConfig) -> Path | None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes a folder, and keeps others that do so out: they find what was written first."""
+    """Makes a folder and locks it, so that one process makes the tokens."""
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

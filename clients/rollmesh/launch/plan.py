@@ -1,7 +1,7 @@
 """The processes of a mesh, planned from a mesh file or from defaults.
 
-`rollmesh.runtime.config.mesh_file` says what the file means. `plan_mesh` plans for one
-machine; other places plan with `processes` and `spec_of`.
+`rollmesh.runtime.config` reads the file. `plan_mesh` plans for one
+machine. Other places plan with `processes` and `spec_of`.
 """
 
 import json
@@ -42,7 +42,7 @@ class Process:
 
     @property
     def port(self) -> int:
-        """Port of its table, counted up for further processes; 0 if the table names none.
+        """Port of its table, counted up for further processes, 0 if the table names none.
 
         Raises:
             ConfigError: It is no integer.
@@ -56,13 +56,13 @@ class ProcessSpec:
     """One process of the mesh."""
 
     name: str
-    """`engine-0`; also its id in the mesh."""
+    """`engine-0`, which is also its id in the mesh."""
     service: str
     address: str
     """host:port."""
     flags: tuple[str, ...]
     gpus: tuple[int, ...] = ()
-    """GPUs that it sees, counted from 0; empty means all."""
+    """GPUs that it sees, counted from 0. Empty means all."""
     grace_ms: int = GRACE_MS
     """Time that running calls get to finish on a stop, milliseconds."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -78,13 +78,13 @@ def plan_mesh(
     """Returns the processes in the order in which they start.
 
     Args:
-        tables: What `read_mesh` returned.
+        tables: From `read_mesh`.
         free_port: Returns a port for a service whose table names none.
-        tokens: Folder with the tokens that lock the services; None leaves them open.
-        environment: Settings that the environment gives, by service; they win over the file.
+        tokens: Folder with the tokens that lock the services. None leaves them open.
+        environment: Settings that the environment gives, by service. They win over the file.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and the problem.
     """
     mesh = mesh_config(tables)
     planned = processes(tables, environment)
@@ -108,14 +108,14 @@ def spec_of(
 
     Args:
         one: The process.
-        tables: What `read_mesh` returned.
-        address: host:port on which it listens; port 0 takes a free one.
+        tables: From `read_mesh`.
+        address: host:port on which it listens. Port 0 takes a free one.
         routers: Addresses of all routers, the preferred one first.
-        scorer: Address of the scorer; empty if there is none.
-        tokens: Folder with the tokens that lock the process; None leaves it open.
+        scorer: Address of the scorer, empty if there is none.
+        tokens: Folder with the tokens that lock the process. None leaves it open.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and the problem.
     """
     settings = shared_settings(
         tables,
@@ -134,7 +134,7 @@ def spec_of(
     if one.model is not None:
         settings[f"{one.service}_id"] = one.name
     if one.service in {"gateway", "router"} and one.name not in {"gateway-0", "router"}:
-        # Each has a journal, or weights, of its own.
+        # Each has its own journal or weights.
         settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix(one.service)}"
     grace_ms = _number(one, "grace_ms", GRACE_MS)
     secret = {name: value for name, value in settings.items() if has_secret(value)}
@@ -150,11 +150,11 @@ def processes(tables: Tables, environment: _Environment | None = None) -> list[P
     """Returns the processes of a mesh in the order in which they start.
 
     Args:
-        tables: What `read_mesh` returned.
-        environment: Settings that the environment gives, by service; they win over the file.
+        tables: From `read_mesh`.
+        environment: Settings that the environment gives, by service. They win over the file.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and the problem.
     """
     return list(_processes(tables, mesh_config(tables), environment or {}))
 
@@ -224,7 +224,7 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
 
     Args:
         spec: The process.
-        environ: Environment of this process; its CUDA_VISIBLE_DEVICES lists the GPUs to share out.
+        environ: Environment of this process. Its CUDA_VISIBLE_DEVICES lists the GPUs to share out.
 
     Raises:
         ConfigError: There are too few GPUs.

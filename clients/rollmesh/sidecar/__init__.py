@@ -1,6 +1,54 @@
-"""The sidecar: OpenAI-compatible HTTP in front of the gateway.
+"""The sidecar: OpenAI's and Anthropic's HTTP APIs in front of the gateways.
 
-May import `mesh`, `runtime` and `v1`.
+Read first: `turn`, `chat`, `gateways`, `app`.
+
+`turn` is one request, from its head to its answer. `chat` is a protocol, `gateways` has the calls
+and `app` the routes. `messages` and `responses` are the other protocols, `body` reads values for
+all three, and `http` bounds connections.
+
+May import `mesh`, `runtime` and `v1`. The names below are for other rooms and for tests; they are
+loaded on first use, because settings are read where the sidecar's packages are not installed.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 import rollmesh.runtime  # noqa: F401 - before gRPC
+
+if TYPE_CHECKING:
+    from rollmesh.sidecar.app import (
+        PROTOCOLS as PROTOCOLS,
+        ROUTES as ROUTES,
+        Opens as Opens,
+        advertised as advertised,
+        make_app as make_app,
+        prefixes as prefixes,
+        protocol_of as protocol_of,
+        serving as serving,
+    )
+    from rollmesh.sidecar.config import SidecarConfig as SidecarConfig
+    from rollmesh.sidecar.errors import to_http as to_http
+    from rollmesh.sidecar.http import (
+        Certificate as Certificate,
+        Places as Places,
+        address_of as address_of,
+    )
+    from rollmesh.sidecar.seals import seal as seal, sealed_answer as sealed_answer
+    from rollmesh.sidecar.turn import Head as Head, Protocol as Protocol, read_head as read_head
+
+_MODULES = {
+    "app": "PROTOCOLS ROUTES Opens advertised make_app prefixes protocol_of serving",
+    "config": "SidecarConfig",
+    "errors": "to_http",
+    "http": "Certificate Places address_of",
+    "seals": "seal sealed_answer",
+    "turn": "Head Protocol read_head",
+}
+_DOOR = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a name of the door."""
+    if name not in _DOOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)

@@ -3,31 +3,24 @@
 import asyncio
 import logging
 import os
-import socket
 import sys
-import uuid
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 
 import uvloop
 
-from rollmesh.mesh.directories.gateways import GatewayDirectory
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.access.identity import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.process.descriptors import raise_descriptor_limit
-from rollmesh.runtime.process.main import print_ready
-from rollmesh.runtime.process.signals import stop_signals
+from rollmesh.runtime.process.children import raise_descriptor_limit
+from rollmesh.runtime.process.main import print_ready, stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
-from rollmesh.runtime.rpc.locks import check_exposed
+from rollmesh.runtime.rpc.server import check_exposed
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
-from rollmesh.sidecar.advertising import advertised
-from rollmesh.sidecar.app import make_app
+from rollmesh.sidecar.app import serving
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.http.server import HttpServer
-from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)
 _OTHER_FILES = 64
@@ -35,51 +28,19 @@ _OTHER_FILES = 64
 
 
 async def _serve(config: SidecarConfig) -> None:
-    host = bind_host(config)
     locked = bool(config.token_file or config.tls_certificate_file)
-    check_exposed(config, host, "--token-file", locked=locked)
+    check_exposed(config, bind_host(config), "--token-file", locked=locked)
     scrapers = tokens_of(config.metrics_token_file)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host.strip("[]"), config.port))
     wanted = None if config.metrics_port < 0 else config.metrics_port
-    with metrics_endpoint(config.host, wanted, scrapers, tls_of(config)) as metrics_port:
-        await _serve_on(listener, config, metrics_port)
-
-
-async def _serve_on(
-    listener: socket.socket, config: SidecarConfig, metrics_port: int | None
-) -> None:
-    directory = GatewayDirectory(config.router, config.gateway)
-    try:
-        server = HttpServer(make_app(config, directory), config)
-        with stop_signals(supervised=config.supervised) as stop:
-            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-                port = listener.getsockname()[1]
-                if config.register and not config.gateway:
-                    await stack.enter_async_context(_membership(config, port))
-                serving = group.create_task(server.serve([listener]))
-                stopping = group.create_task(stop.wait())
-                listener.listen(1024)
+    joins = config.register and not config.gateway
+    async with aclosing(GatewayDirectory(config.router, config.gateway)) as directory:
+        with (
+            metrics_endpoint(config.host, wanted, scrapers, tls_of(config)) as metrics_port,
+            stop_signals(supervised=config.supervised) as stop,
+        ):
+            async with serving(config, directory, joins=joins) as port:
                 print_ready(Bound(port, metrics_port))
-                await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-                server.should_exit = True
-                stopping.cancel()
-    finally:
-        await directory.aclose()
-
-
-def _membership(config: SidecarConfig, port: int) -> Membership:
-    """Tells the router where agents reach this sidecar."""
-    door = advertised(config, port)
-    hello = router_pb2.ReplicaHello(
-        replica_id=f"sidecar-{uuid.uuid4().hex}",
-        kind=router_pb2.REPLICA_KIND_SIDECAR,
-        address=door.address,
-        https=door.https,
-        path_prefix=door.path_prefix,
-    )
-    return Membership(config.router, hello, router_pb2.ReplicaLoad)
+                await stop.wait()
 
 
 def _check_descriptors(config: SidecarConfig) -> None:

@@ -1,9 +1,15 @@
-"""The sidecar's routes: chat completions, models, health."""
+"""The routes of a sidecar, and its HTTP server."""
 
+import asyncio
+import re
+import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,10 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.mesh.directory import GatewayDirectory
+from rollmesh.mesh.routers import Membership
+from rollmesh.runtime.access.identity import Identity
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.sidecar.anthropic_messages.protocol import CountTokens, Messages
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.runtime.rpc.listening import bind_host
+from rollmesh.sidecar.chat import CHAT
+from rollmesh.sidecar.config import PathPrefix, SidecarConfig
 from rollmesh.sidecar.errors import (
     MethodUnknownError,
     ModelUnknownError,
@@ -23,13 +33,54 @@ from rollmesh.sidecar.errors import (
     typed,
 )
 from rollmesh.sidecar.gateways import Gateways
-from rollmesh.sidecar.openai_chat.protocol import ChatCompletions
-from rollmesh.sidecar.openai_responses.protocol import CountTokens as CountInputTokens, Responses
-from rollmesh.sidecar.openai_responses.stored import StoredResponses
-from rollmesh.sidecar.paths import protocol_of
-from rollmesh.sidecar.routes import TABLE, prefixes
-from rollmesh.sidecar.turns.endpoint import TurnEndpoint
-from rollmesh.sidecar.turns.fetching import ImageFetcher
+from rollmesh.sidecar.http import HttpServer
+from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
+from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, StoredResponses
+from rollmesh.sidecar.turn import Protocol, TurnEndpoint
+from rollmesh.v1 import router_pb2
+
+PROTOCOLS: Mapping[str, Protocol] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": COUNT_INPUT,
+}
+"""The protocols that agents POST to, by path."""
+
+
+class Opens(StrEnum):
+    """The credential that a request needs."""
+
+    NOTHING = "nothing"
+    SESSION_KEY = "the session's key"
+
+
+ROUTES: Mapping[str, Opens] = {
+    **{f"POST {path}": Opens.SESSION_KEY for path in PROTOCOLS},
+    "GET /v1/responses/{response}": Opens.SESSION_KEY,
+    "DELETE /v1/responses/{response}": Opens.SESSION_KEY,
+    "GET /v1/models": Opens.NOTHING,
+    "GET /v1/models/{model:path}": Opens.NOTHING,
+    "GET /healthz": Opens.NOTHING,
+}
+"""What opens a route, by its method and path. `HEAD` counts as `GET`."""
+_IN_SESSION = "/sessions/{session}"
+"""May precede each path; it has the session's id or key."""
+_MESSAGES = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/messages(?:[/?]|$)")
+_PORTS = {"http": 80, "https": 443}
+
+
+def prefixes(path_prefix: str) -> Iterator[str]:
+    """Yields the beginnings of paths; a proxy may strip its own prefix or keep it."""
+    for root in dict.fromkeys(("", path_prefix)):
+        yield root
+        yield f"{root}{_IN_SESSION}"
+
+
+def protocol_of(path: str, prefix: str = "") -> Protocol:
+    """Returns the protocol in which errors of a path are written, perhaps with its query."""
+    return MESSAGES if _MESSAGES.match(path.removeprefix(prefix)) else CHAT
 
 
 def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
@@ -39,7 +90,7 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         config: Its settings.
         directory: Finds the gateways.
     """
-    gateways, images = Gateways(config, directory), ImageFetcher(config)
+    gateways = Gateways(config, directory)
 
     async def models(_request: Request) -> Response:
         entries = [_entry(name) for name in await gateways.models()]
@@ -58,18 +109,9 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         await gateways.check()
         return JSONResponse({"status": "ok"})
 
-    chat = TurnEndpoint(ChatCompletions(), gateways, images, config)
-    messages = TurnEndpoint(Messages(), gateways, images, config)
-    count_tokens = TurnEndpoint(CountTokens(), gateways, images, config)
-    responses = TurnEndpoint(Responses(), gateways, images, config)
-    count_input = TurnEndpoint(CountInputTokens(), gateways, images, config)
     stored = StoredResponses(gateways)
     endpoints: dict[str, Callable[..., Any]] = {
-        "POST /v1/chat/completions": chat,
-        "POST /v1/messages": messages,
-        "POST /v1/messages/count_tokens": count_tokens,
-        "POST /v1/responses": responses,
-        "POST /v1/responses/input_tokens": count_input,
+        **{f"POST {path}": TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()},
         "GET /v1/responses/{response}": stored.retrieve,
         "DELETE /v1/responses/{response}": stored.delete,
         "GET /v1/models": models,
@@ -79,7 +121,7 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     routes = [
         Route(f"{prefix}{path}", endpoints[f"{method} {path}"], methods=[method])
         for prefix in prefixes(config.path_prefix)
-        for method, path in (name.split(" ") for name in TABLE)
+        for method, path in (name.split(" ") for name in ROUTES)
     ]
     refuse = partial(_refuse, config.path_prefix)
     handlers = {
@@ -115,3 +157,94 @@ async def _refuse(prefix: str, request: Request, error: Exception) -> Response:
     protocol, request_id = protocol_of(request.scope["path"], prefix), uuid.uuid4().hex
     http = protocol.error(typed(error), request_id)
     return as_response(http, protocol.request_id_header, request_id)
+
+
+# Serving
+
+
+@asynccontextmanager
+async def serving(
+    config: SidecarConfig,
+    directory: GatewayDirectory,
+    identity: Identity | None = None,
+    *,
+    joins: bool = True,
+) -> AsyncIterator[int]:
+    """Serves agents while the block runs; yields the port.
+
+    At the end running requests may finish within the grace; the others end with an error.
+
+    Args:
+        config: The settings of the sidecar.
+        directory: Finds the gateways.
+        identity: Credentials of calls to the router; None means the process's own.
+        joins: Whether the sidecar registers with the router, which tells it to the SDK.
+
+    Raises:
+        ConfigError: The certificate or its key cannot be read, or `advertise` is no URL of HTTP.
+        OSError: The port is taken.
+    """
+    speaks = partial(protocol_of, prefix=config.path_prefix)
+    server = HttpServer(make_app(config, directory), config, speaks)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_host(config).strip("[]"), config.port))
+        port: int = listener.getsockname()[1]
+        membership = _membership(config, port, identity) if joins else _nothing()
+        async with membership, asyncio.TaskGroup() as group:
+            group.create_task(server.serve([listener]))
+            listener.listen(1024)
+            try:
+                yield port
+            finally:
+                server.should_exit = True
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield
+
+
+def _membership(config: SidecarConfig, port: int, identity: Identity | None) -> Membership:
+    door = advertised(config, port)
+    hello = router_pb2.ReplicaHello(
+        replica_id=f"sidecar-{uuid.uuid4().hex}",
+        kind=router_pb2.REPLICA_KIND_SIDECAR,
+        address=door.address,
+        https=door.https,
+        path_prefix=door.path_prefix,
+    )
+    return Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
+
+
+class Door(NamedTuple):
+    """Where agents reach a sidecar."""
+
+    address: str
+    """`host:port`."""
+    https: bool
+    path_prefix: str
+    """The beginning of paths; may be empty."""
+
+
+def advertised(config: SidecarConfig, port: int) -> Door:
+    """Returns where agents reach a sidecar that listens on a port.
+
+    Raises:
+        ConfigError: `advertise` is a URL, but not one of HTTP without a query.
+    """
+    given = config.advertise or f"{config.host}:{port}"
+    if "://" not in given:
+        return Door(given, bool(config.https_certificate_file), config.path_prefix)
+    problem = ConfigError(f"advertise: is {given!r}; give https://HOST, https://HOST:PORT/PATH")
+    try:
+        url = urlsplit(given)
+        port_of_url = url.port or _PORTS[url.scheme]
+    except (ValueError, KeyError) as error:
+        raise problem from error
+    prefix = url.path.rstrip("/")
+    is_plain = not (url.query or url.fragment or "@" in url.netloc)
+    if not (url.hostname and is_plain) or PathPrefix().problem(prefix):
+        raise problem
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return Door(f"{host}:{port_of_url}", url.scheme == "https", prefix)

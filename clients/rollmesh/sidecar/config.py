@@ -16,7 +16,7 @@ class PathPrefix:
     """The beginning of paths: segments that begin with a slash, or nothing."""
 
     def problem(self, value: str) -> str:
-        """Returns what to give instead of a value; empty if the value is allowed."""
+        """Returns the remedy for a value; empty if the value is allowed."""
         is_one = _PREFIX.fullmatch(value) and len(value) <= _MOST_PREFIX_CHARS
         return "" if is_one else "give segments such as /a/b, without a slash at the end"
 
@@ -67,18 +67,6 @@ class SidecarConfig(ListeningConfig):
     """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024
     """Largest request body, bytes; a larger one is answered 413."""
-    image_hosts: str = ""
-    """Hosts from which images that agents give by http or https URLs are fetched, separated by
-    commas: HOST for the usual ports, or HOST:PORT. Empty fetches none. Redirects to other hosts are
-    not followed, and addresses that are not public are never connected to."""
-    max_image_bytes: Annotated[int, Bounds(1)] = 20 * 1024 * 1024
-    """Largest image that is fetched, bytes. Those of one request together may have as many bytes as
-    a body."""
-    image_timeout_ms: Annotated[int, Bounds(1)] = 10_000
-    """Timeout for fetching one image, milliseconds."""
-    request_images_timeout_ms: Annotated[int, Bounds(1)] = 30_000
-    """Timeout for fetching all images of one request, milliseconds; up to four are fetched at a
-    time."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
     """Largest request line and headers together (431), and largest trailers, bytes."""
     max_headers: Annotated[int, Bounds(1)] = 256
@@ -96,6 +84,9 @@ class SidecarConfig(ListeningConfig):
     """Timeout for the first byte of a request, and for its line and headers (408), milliseconds."""
     body_idle_timeout_ms: Annotated[int, Bounds(1)] = 30_000
     """Timeout for the next bytes of a body (408), milliseconds."""
+    min_body_bytes_per_s: Annotated[int, Bounds(1)] = 16 * 1024
+    """Least average rate of a body (408), bytes per second, from `body_idle_timeout_ms` after its
+    head on."""
     body_timeout_ms: Annotated[int, Bounds(1)] = 300_000
     """Timeout for a complete body (408), milliseconds."""
     idle_timeout_ms: Annotated[int, Bounds(1)] = 60_000

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import orjson
 from starlette.responses import Response
@@ -36,7 +36,7 @@ _STATUS_OF_REASON = {
     "TOO_MANY_CONNECTIONS": 503,
 }
 _OF_THE_SIDECAR = {"CALLER_UNKNOWN", "ROLE_REFUSED"}
-"""A gateway does not know the sidecar, or its role: nothing that an agent could send would help."""
+"""The gateway refuses the sidecar itself: an agent cannot mend that."""
 _MAX_PARAM_BYTES = 200
 _MOST_DELAY_S = 120  # SDKs ignore longer delays
 CHAT_PARAMS: Mapping[str, str] = {
@@ -49,132 +49,103 @@ CHAT_PARAMS: Mapping[str, str] = {
 }
 
 
-class ModelUnknownError(InvalidFieldError):
-    """A request names another model than the session's, or one that is not served.
+class ModelUnknownError(InvalidFieldError, code="NOT_FOUND", reason="MODEL_NOT_FOUND"):
+    """A request names another model than the session's, or an unknown one.
 
     Ask for the session's model, or open a session of the other one; `/v1/models` lists them.
     """
 
-    code = "NOT_FOUND"
-    reason = "MODEL_NOT_FOUND"
 
-
-class PreviousResponseUnknownError(InvalidFieldError):
+class PreviousResponseUnknownError(InvalidFieldError, reason="PREVIOUS_RESPONSE_NOT_FOUND"):
     """A request continues a response that its session does not have.
 
     Give the id of a response of this session that was not deleted, or send the complete input.
     """
 
-    reason = "PREVIOUS_RESPONSE_NOT_FOUND"
 
-
-class BodyTooLargeError(InvalidFieldError):
+class BodyTooLargeError(InvalidFieldError, reason="BODY_TOO_LARGE"):
     """A request body is over the limit.
 
     Send a shorter history, or raise the sidecar's `--max-body-bytes`.
     """
 
-    reason = "BODY_TOO_LARGE"
 
-
-class HttpInvalidError(RollmeshError):
+class HttpInvalidError(RollmeshError, code="INVALID_ARGUMENT", reason="HTTP_INVALID"):
     """The client did not send a valid HTTP/1.1 request.
 
     Send HTTP/1.1; the connection was closed.
     """
 
-    code = "INVALID_ARGUMENT"
-    reason = "HTTP_INVALID"
 
-
-class HeadersTooLargeError(HttpInvalidError):
+class HeadersTooLargeError(HttpInvalidError, reason="HEADERS_TOO_LARGE"):
     """The headers of a request or the trailers of a body are over the limit.
 
     Send smaller headers, or raise the sidecar's `--max-header-bytes`.
     """
 
-    reason = "HEADERS_TOO_LARGE"
 
-
-class UrlTooLongError(HttpInvalidError):
+class UrlTooLongError(HttpInvalidError, reason="URL_TOO_LONG"):
     """A URL is over the limit.
 
     Send a shorter URL.
     """
 
-    reason = "URL_TOO_LONG"
 
-
-class RequestTimeoutError(HttpInvalidError):
+class RequestTimeoutError(HttpInvalidError, reason="REQUEST_TIMEOUT"):
     """A request did not arrive in time.
 
     Send the request faster, or raise the time limit that the message names.
     """
 
-    reason = "REQUEST_TIMEOUT"
 
-
-class PipelineTooLongError(HttpInvalidError):
+class PipelineTooLongError(HttpInvalidError, reason="PIPELINE_TOO_LONG"):
     """A client pipelined too many requests on one connection.
 
     Wait for answers before you send more requests on one connection.
     """
 
-    reason = "PIPELINE_TOO_LONG"
 
-
-class TooManyConnectionsError(RollmeshError):
+class TooManyConnectionsError(RollmeshError, code="UNAVAILABLE", reason="TOO_MANY_CONNECTIONS"):
     """The sidecar has its maximum of connections.
 
     Reuse connections, or raise the sidecar's `--max-connections`.
     """
 
-    code = "UNAVAILABLE"
-    reason = "TOO_MANY_CONNECTIONS"
 
-
-class PathUnknownError(RollmeshError):
+class PathUnknownError(RollmeshError, code="NOT_FOUND", reason="PATH_UNKNOWN"):
     """Nothing is served at this path with this method.
 
     Call one of the paths that the message names.
     """
 
-    code = "NOT_FOUND"
-    reason = "PATH_UNKNOWN"
 
-
-class MethodUnknownError(PathUnknownError):
+class MethodUnknownError(PathUnknownError, reason="METHOD_UNKNOWN"):
     """This path is served, but not with this method.
 
     Use a method that the header `allow` names.
     """
 
-    reason = "METHOD_UNKNOWN"
 
-
-class StoppingError(RollmeshError):
+class StoppingError(RollmeshError, code="UNAVAILABLE", reason="STOPPING"):
     """The sidecar stopped before the answer was complete.
 
     Retry: another sidecar, or this one after its restart, gives the answer.
     """
 
-    code = "UNAVAILABLE"
-    reason = "STOPPING"
+
+Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+JSON: Headers = ((b"content-type", b"application/json"),)
 
 
-@dataclass(frozen=True, slots=True)
-class HttpError:
+class HttpError(NamedTuple):
     """An error as an HTTP answer."""
 
     status: int
     body: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: Headers
 
 
-def to_http(
-    error: RollmeshError,
-    params: Mapping[str, str] = CHAT_PARAMS,
-) -> HttpError:
+def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> HttpError:
     """Returns an error as an HTTP answer in OpenAI's form, its message cut to 1,500 bytes.
 
     Args:
@@ -197,7 +168,7 @@ def to_http(
         "param": params.get(param, param.removeprefix("sampling.") or None),
         "code": reason.lower(),
     }
-    headers = [(b"content-type", b"application/json")]
+    headers = list(JSON)
     if status in {429, 503}:
         delay = min(max(-(-(error.retry_delay_ms or 1000) // 1000), 1), _MOST_DELAY_S)
         headers.append((b"retry-after", str(delay).encode()))
@@ -206,26 +177,17 @@ def to_http(
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
 
 
-def shown_text(message: str) -> str:
-    """Returns a message as clients see it: without session keys, cut to 1,500 bytes.
-
-    Clients log errors, and a key may be where the client did not mean to send it.
-    """
-    return cut_text(without_keys(message), MAX_MESSAGE_BYTES)
-
-
 def as_response(http: HttpError, id_header: bytes, request_id: str) -> Response:
-    """Returns an error as a response of the routes.
-
-    Args:
-        http: The error.
-        id_header: Name of the header with the request's id.
-        request_id: The id.
-    """
+    """Returns an answer of the routes, with the request's id in a header."""
     response = Response(http.body, http.status)
     for name, value in (*http.headers, (id_header, request_id.encode())):
         response.headers[name.decode()] = value.decode()
     return response
+
+
+def shown_text(message: str) -> str:
+    """Returns a message without session keys, cut to 1,500 bytes, because clients log errors."""
+    return cut_text(without_keys(message), MAX_MESSAGE_BYTES)
 
 
 def typed(error: Exception) -> RollmeshError:
@@ -236,8 +198,3 @@ def typed(error: Exception) -> RollmeshError:
         return error
     _log.error("unexpected error", exc_info=error)
     return RollmeshError("unexpected error; see the log under the request id")
-
-
-def error_event(error: RollmeshError) -> bytes:
-    """Returns the server-sent event that reports an error inside a stream of chat completions."""
-    return b"data: " + to_http(error).body + b"\n\n"

@@ -1,11 +1,11 @@
-"""The gateways of a mesh, as a sidecar's HTTP endpoints call them."""
+"""The gateways of a mesh, as the HTTP endpoints call them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypedDict
+from typing import Any
 
-from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
@@ -19,58 +19,55 @@ _STORED_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
-class _CallOptions(TypedDict):
-    timeout: float
-    metadata: tuple[tuple[str, str], ...]
-
-
 class Gateways:
-    """Calls the gateway of each session; answers and failures are typed."""
+    """Calls the gateway of each session; every failure is a `RollmeshError`.
+
+    If a session's gateway goes away or stands still before its answer began, the gateway that takes
+    over is asked again.
+    """
 
     def __init__(self, config: SidecarConfig, directory: GatewayDirectory) -> None:
-        """Takes the settings and what finds the gateways."""
-        self._config = config
+        """Takes the settings and the directory of the gateways."""
+        self._takeover_wait_ms = config.takeover_wait_ms
+        self._turn_timeout_s = config.turn_timeout_ms / 1000
+        self._takes_unknown_models = config.unknown_models == "take"
         self._directory = directory
 
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
     ) -> gateway_pb2.ChatResponse:
-        """Returns the complete answers, one for each choice.
-
-        If the session's gateway goes away or stands still, the one that takes over is asked again.
-
-        Raises:
-            RollmeshError: The gateway refused the request or failed.
-        """
-        options = self._call_options(request_id)
-        response: gateway_pb2.ChatResponse = await self._ask(
-            request.session_id, lambda stub: stub.Chat(request, **options), turn=request
-        )
+        """Returns the complete answers, one for each choice."""
+        response: gateway_pb2.ChatResponse
+        response = await self._ask(request.session_id, "Chat", request, **self._turn(request_id))
         if len(response.answers) != request.choices:
             raise RollmeshError("the gateway's answer ended without its final message")
+        return response
+
+    async def count_tokens(
+        self, request: gateway_pb2.ChatRequest, request_id: str
+    ) -> gateway_pb2.CountTokensResponse:
+        """Returns the size of a request's prompt; nothing is sampled."""
+        counted = gateway_pb2.CountTokensRequest(chat=request)
+        response: gateway_pb2.CountTokensResponse = await self._ask(
+            request.session_id, "CountTokens", counted, **self._turn(request_id)
+        )
         return response
 
     async def stream_chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
-        """Yields the answers as they are generated; closing the iterator cancels the call.
-
-        If the session's gateway goes away or stands still before they begin, the one that takes
-        over is asked again.
-
-        Raises:
-            RollmeshError: The gateway refused the request or failed.
-        """
-        takeover = _Takeover(self._config.takeover_wait_ms)
+        """Yields the answers as they are generated; closing the iterator cancels the call."""
+        takeover = _Takeover(self._takeover_wait_ms)
         has_begun = False
         while True:
             gateway = await self._directory.of(request.session_id)
             call = gateway.stub.StreamChat(
-                gateway_pb2.StreamChatRequest(chat=request), **self._call_options(request_id)
+                gateway_pb2.StreamChatRequest(chat=request), **self._turn(request_id)
             )
             try:
                 with gateway.watched(call) as peer:
-                    async with aclosing(read_stream(call)) as responses:
+                    local = call if isinstance(call, AsyncGenerator) else None
+                    async with aclosing(local or read_stream(call)) as responses:
                         async for response in responses:
                             has_begun = peer.heard = True
                             yield response
@@ -79,16 +76,13 @@ class Gateways:
                     self._directory.failed(request.session_id, error)
                     raise
                 await self._await_another(request.session_id, error, takeover)
-                request.retry_count += 1  # the gateway may have committed the answer
             else:
                 return
 
     async def answer(
         self, session_id: str, key: str, answer_id: str, *, with_messages: bool
     ) -> gateway_pb2.GetAnswerResponse:
-        """Returns an earlier answer of a session, with the conversation that it answers if wanted.
-
-        If the session's gateway goes away or stands still, the one that takes over is asked again.
+        """Returns an earlier answer of a session, with the conversation before it if wanted.
 
         Raises:
             AnswerUnknownError: The session does not have it.
@@ -100,15 +94,12 @@ class Gateways:
             answer_id=answer_id,
             with_messages=with_messages,
         )
-        response: gateway_pb2.GetAnswerResponse = await self._ask(
-            session_id, lambda stub: stub.GetAnswer(request, timeout=_STORED_TIMEOUT_S)
-        )
+        response: gateway_pb2.GetAnswerResponse
+        response = await self._ask(session_id, "GetAnswer", request, timeout=_STORED_TIMEOUT_S)
         return response
 
     async def withdraw(self, session_id: str, key: str, answer_id: str) -> None:
         """Withdraws an answer of a session.
-
-        If the session's gateway goes away or stands still, the one that takes over is asked again.
 
         Raises:
             AnswerUnknownError: The session does not have it, or the gateway that went away had
@@ -118,41 +109,24 @@ class Gateways:
         request = gateway_pb2.WithdrawAnswerRequest(
             session_id=session_id, session_key=key, answer_id=answer_id
         )
-        await self._ask(
-            session_id, lambda stub: stub.WithdrawAnswer(request, timeout=_STORED_TIMEOUT_S)
-        )
+        await self._ask(session_id, "WithdrawAnswer", request, timeout=_STORED_TIMEOUT_S)
 
-    async def count_tokens(
-        self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> gateway_pb2.CountTokensResponse:
-        """Returns the size of a request's prompt; nothing is sampled.
-
-        If the session's gateway goes away or stands still, the one that takes over is asked again.
+    async def check_key(self, session_id: str, key: str) -> None:
+        """Checks that a key opens an open session.
 
         Raises:
+            SessionKeyWrongError: It does not.
             RollmeshError: The gateway refused the request or failed.
         """
-        options = self._call_options(request_id)
-        asked = gateway_pb2.CountTokensRequest(chat=request)
-        response: gateway_pb2.CountTokensResponse = await self._ask(
-            request.session_id, lambda stub: stub.CountTokens(asked, **options)
-        )
-        return response
+        request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
+        await self._ask(session_id, "GetAnswer", request, timeout=_CHECK_TIMEOUT_S)
 
     async def models(self) -> list[str]:
-        """Returns the names of the models of the mesh, sorted.
-
-        Raises:
-            RollmeshError: The router, or the only gateway, did not answer.
-        """
+        """Returns the names of the models of the mesh, sorted."""
         return await self._directory.models()
 
     async def check(self) -> None:
-        """Checks that a gateway answers.
-
-        Raises:
-            RollmeshError: None does.
-        """
+        """Checks that a gateway answers."""
         gateway = await self._directory.any()
         with typed_errors():
             await gateway.GetGatewayInfo(
@@ -176,7 +150,7 @@ class Gateways:
         own = await self._directory.model_of(session_id)
         if name in {"", own}:
             return own
-        takes = self._config.unknown_models == "take"
+        takes = self._takes_unknown_models
         if takes and self._directory.is_fixed:  # there is no other model
             return name
         try:
@@ -196,32 +170,17 @@ class Gateways:
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
 
-    async def _ask(
-        self,
-        session_id: str,
-        begin: Callable[[Any], Any],
-        *,
-        turn: gateway_pb2.ChatRequest | None = None,
-    ) -> Any:
-        """Returns the response of a session's gateway, or of the one that takes over.
-
-        Args:
-            session_id: Id of the session.
-            begin: Starts the call at a stub of the gateway.
-            turn: The request, if it may have been answered by a gateway that then went away; it is
-                marked as a retry.
-        """
-        takeover = _Takeover(self._config.takeover_wait_ms)
+    async def _ask(self, session_id: str, method: str, request: Any, **call: Any) -> Any:
+        """Returns the response of a session's gateway, or of the gateway that takes over."""
+        takeover = _Takeover(self._takeover_wait_ms)
         while True:
             gateway = await self._directory.of(session_id)
-            call = begin(gateway.stub)
+            running = getattr(gateway.stub, method)(request, **call)
             try:
-                with typed_errors(), gateway.watched(call):
-                    return await call
+                with typed_errors(), gateway.watched(running):
+                    return await running
             except RollmeshError as error:
                 await self._await_another(session_id, error, takeover)
-                if turn is not None:
-                    turn.retry_count += 1
 
     async def _await_another(
         self, session_id: str, error: RollmeshError, takeover: "_Takeover"
@@ -233,12 +192,10 @@ class Gateways:
         """
         if not self._directory.failed(session_id, error) or takeover.is_over():
             raise error
-        await asyncio.sleep(takeover.pause_s())
+        await asyncio.sleep(takeover.backoff.next_s())
 
-    def _call_options(self, request_id: str) -> _CallOptions:
-        return _CallOptions(
-            timeout=self._config.turn_timeout_ms / 1000, metadata=(("x-request-id", request_id),)
-        )
+    def _turn(self, request_id: str) -> dict[str, Any]:
+        return {"timeout": self._turn_timeout_s, "metadata": (("x-request-id", request_id),)}
 
 
 class _Takeover:
@@ -248,7 +205,7 @@ class _Takeover:
         """Takes the longest wait, milliseconds from the first failure."""
         self._wait_ms = wait_ms
         self._until_ms: int | None = None
-        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        self.backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
 
     def is_over(self) -> bool:
         """Returns whether to give up at this failure; the first one starts the clock."""
@@ -256,7 +213,3 @@ class _Takeover:
         if self._until_ms is None:
             self._until_ms = now_ms + self._wait_ms
         return now_ms >= self._until_ms
-
-    def pause_s(self) -> float:
-        """Returns how long to wait before the gateway is looked for again, seconds."""
-        return self._backoff.next_s()

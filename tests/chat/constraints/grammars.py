@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from examples.demo.chatml import make_tokenizer
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints.structural_tag import (
+from rollmesh.chat.constraints import (
     CONSTRAINED_FORMATS,
     Calls,
     Wanted,

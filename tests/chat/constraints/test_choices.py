@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints.structural_tag import Calls, Wanted, constraint_of
+from rollmesh.chat.constraints import Calls, Wanted, constraint_of
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.chat.constraints.grammars import CONTEXT, REQUIRED, TOOLS

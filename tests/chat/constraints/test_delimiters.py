@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints.structural_tag import constraint_of
+from rollmesh.chat.constraints import constraint_of
 from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from tests.chat.constraints.grammars import ALL, MARKS, REQUIRED, WRITTEN, Compiler, read

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rollmesh.chat.constraints.structural_tag import Calls, Wanted
+from rollmesh.chat.constraints import Calls, Wanted
 from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS
 from tests.chat.constraints.grammars import (
@@ -122,6 +122,7 @@ def test_harmony_thinks_in_its_channel(compiler: Compiler) -> None:
             " to=self<|message|>Let me see.<|eom|><|start|>assistant",
             " to=user<|message|>",
         ),
+        ("solar_open", "<|think|>Let me see.<|end|><|begin|>assistant", "<|content|>"),
     ],
 )
 def test_json_stands_in_the_channel_of_the_answer(

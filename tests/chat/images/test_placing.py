@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.images.placing import Placeholder, PlacementError, expand, locate
-from rollmesh.chat.images.rules import ConstantRule, GridRule
+from rollmesh.chat.images import ConstantRule, GridRule, Placeholder, PlacementError, expand, locate
 from rollmesh.chat.messages import Image
 from rollmesh.runtime.codec.arrays import TokenIds
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.images.rules import ImageRefusedError, ImageRule, load_rule
+from rollmesh.chat.images import ImageRefusedError, ImageRule, load_rule
 from rollmesh.chat.tokenizer import ModelFilesError
 
 QWEN: dict[str, Any] = {"image_token_id": 7, "video_token_id": 8, "model_type": "qwen2_5_vl"}

@@ -83,10 +83,11 @@ def pairs() -> list[Pair]:
         Pair(
             writer,
             output,
-            ours(WRITERS[writer].format, output.text),
+            ours(written.format, output.text),
             peer.read(writer, output.text),
         )
-        for writer in WRITERS
+        for writer, written in WRITERS.items()
+        if written.peer
         for output in outputs(writer, SEEDS)
     ]
 

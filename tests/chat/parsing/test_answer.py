@@ -4,12 +4,13 @@ import pytest
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
-from rollmesh.chat.parsing.answer import Answer
-from rollmesh.chat.parsing.decoding import IncrementalDecoder
-from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.parser import ParserEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.parsing.vllm.answers import Reading
 from rollmesh.chat.tokenizer import Tokenizer
+from tests.chat.parsing.writers import Characters
 
 CONTEXT = make_context(
     json.dumps([{"type": "function", "function": {"name": name}} for name in "fg"]).encode(), b""
@@ -109,3 +110,64 @@ def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
         assert answer.stopped_at is not None
         assert tokenizer.rust.decode(ids[: answer.stopped_at]).rstrip() == kept
         assert not answer.malformed
+
+
+def read_one_call(answer: Answer, ids: list[int]) -> tuple[Message, list[ParserEvent]]:
+    """The message and the events of an answer whose ids come one by one."""
+    events = [event for one in ids for event in answer.feed([one])]
+    events += answer.end_text()
+    if answer.whole is not None:
+        calls = (("f", '{"a": 6}'), ("g", '{"a": 6}'))
+        answer.whole.take(Reading("", calls[: answer.whole.text.count("<tool_call>")]))
+    events += answer.finish()
+    return answer.message(), events
+
+
+@pytest.mark.parametrize(
+    ("between", "stop"),
+    [
+        pytest.param("\n", "<tool_call> never", id="it begins with the second call"),
+        pytest.param("\n", "\n<tool_call>\n{ never", id="it begins between the calls"),
+        pytest.param(" Oh. ", ". <tool_call>\n{ never", id="it begins with text"),
+        pytest.param("\n", 'tool_call>\n{"name": "g", "arguments" never', id="until its name"),
+        pytest.param("\n", call("g") + " never", id="until the end"),
+        pytest.param("\n", "never", id="it never begins"),
+    ],
+)
+def test_an_answer_of_one_call_keeps_no_id_of_the_second_that_a_stop_string_held_back(
+    between: str, stop: str
+) -> None:
+    answer = one_call_answer("hermes", stop)
+    text = f"{call('f')}{between}{call('g')}"
+    message, events = read_one_call(answer, list(map(ord, text)))
+    assert [one.name for one in message.tool_calls] == ["f"]
+    assert all(one.index == 0 for one in events if isinstance(one, ToolCallEvent))
+    assert answer.stopped_at is not None
+    assert text[: answer.stopped_at].rstrip() == (call("f") + between).rstrip()
+    assert answer.stop == ""
+
+
+@pytest.mark.parametrize("stop", ["", "END"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_parser_of_whole_answers_cuts_no_second_call_and_says_that_it_left_it_out(
+    calls: int, stop: str
+) -> None:
+    answer = one_call_answer("vllm:seed_oss", *filter(None, [stop]))
+    text = "\n".join([call("f"), call("g")][:calls])
+    message, events = read_one_call(answer, list(map(ord, text + stop)))
+    assert [one.name for one in message.tool_calls] == ["f"]
+    assert {one.index for one in events if isinstance(one, ToolCallEvent)} == {0}
+    assert answer.stopped_at == (len(text + stop) if stop else None)
+    assert answer.stop == stop
+    assert answer.malformed == (calls == 2)
+
+
+def one_call_answer(tools: str, *stops: str) -> Answer:
+    return Answer(
+        IncrementalDecoder(Characters()),  # type: ignore[arg-type]  # all of it that is used
+        stops,
+        parser=AnswerFormat(tools, reasoning=False).parser(CONTEXT),
+        reasoning=None,
+        new_call_id=lambda: "call",
+        one_call=True,
+    )

@@ -1,12 +1,12 @@
-"""Formats that write reasoning, text and calls in channels: Gemma 4 and Muse Glimmer."""
+"""Formats with channels of reasoning, text and calls: Gemma 4, Muse Glimmer and Solar Open."""
 
 import re
 
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, ToolCallEvent
 from tests.chat.parsing.test_formats import CONTEXT, joined, parse
 
 Vector = tuple[str, str, str, list[tuple[str, str]], str, bool]
@@ -31,7 +31,16 @@ def invoke(name: str, *parameters: tuple[str, str]) -> str:
     )
 
 
+def solar(name: str, arguments: str, id_: str = "a1b2c3d4e5") -> str:
+    return (
+        f"<|tool_call:begin|>{id_}<|tool_call:name|>{name}"
+        f"<|tool_call:args|>{arguments}<|tool_call:end|>"
+    )
+
+
 NEXT = "<|start|>assistant"
+THEN = "<|begin|>assistant"
+FOUR, NONE = '{"n":  4}', "{}"
 F = invoke("f", ("n", "4"), ("s", "7"))
 VECTORS: list[Vector] = [
     ("gemma4", "Yes.", "Yes.", [], "", False),
@@ -81,6 +90,31 @@ VECTORS: list[Vector] = [
     ("muse_glimmer", " to=self<|message|>Hm.<|message|>Yes.<|eot|>", "Yes.", [], "Hm.", False),
     ("muse_glimmer", "<|message|>Yes.<|eot|>", "Yes.", [], "", False),
     ("muse_glimmer", "<|message|>Yes.<|eot|><|eot|>", "Yes.", [], "", False),
+    ("solar_open", "<|content|>Yes.<|flush|>", "Yes.", [], "", False),
+    ("solar_open", f"<|think|>Hm.<|end|>{THEN}<|content|> Yes.\n<|flush|>", " Yes.\n", [], "Hm.",
+     False),
+    ("solar_open", "<|think|><|end|><|content|>Yes.", "Yes.", [], "", False),
+    ("solar_open", f"<|think|>Hm.<|end|>{THEN}<|tool_calls|>{solar('f', FOUR)}<|calls|>", "",
+     [("f", FOUR)], "Hm.", False),
+    ("solar_open", f"<|tool_calls|>{solar('f', NONE)}{solar('g', NONE, '')}<|calls|>", "",
+     [("f", "{}"), ("g", "{}")], "", False),
+    ("solar_open", f"<|tool_calls|>{solar('g', NONE)}<|tool_call:begin|>a", "<|tool_call:begin|>a",
+     [("g", "{}")], "", True),
+    ("solar_open", f"<|content|>I do.<|flush|><|tool_calls|>{solar('g', NONE)}<|calls|>", "I do.",
+     [("g", "{}")], "", False),
+    ("solar_open", f"<|think|>Hm.<|tool_calls|>{solar('g', NONE)}<|calls|>", "", [("g", "{}")],
+     "Hm.", False),
+    ("solar_open", f"<|think|>Hm.{THEN}<|content|>Yes.", "Yes.", [], "Hm.", False),
+    ("solar_open", f"<|think|>One.<|end|>{THEN}<|think|>Two.<|end|>{THEN}<|content|>Yes.", "Yes.",
+     [], "One.Two.", False),
+    ("solar_open", f"<|tool_calls|>{solar('no', NONE)}<|calls|>", solar("no", "{}"), [], "", True),
+    ("solar_open", f"<|tool_calls|>{solar('f', '[1]')}<|calls|>", solar("f", "[1]"), [], "", True),
+    ("solar_open", f"<|tool_calls|>so{solar('g', NONE)}", "so", [("g", "{}")], "", True),
+    ("solar_open", "<|think|>cut in the", "", [], "cut in the", False),
+    ("solar_open", f"<|think|>Hm.<|end|>{THEN}", "", [], "Hm.", False),
+    ("solar_open", "<|think|>Hm.<|end|><|beg", "", [], "Hm.", False),
+    ("solar_open", "no channel at all", "no channel at all", [], "", True),
+    ("solar_open", "", "", [], "", False),
 ]  # fmt: skip
 
 
@@ -110,6 +144,13 @@ def test_channels_are_the_same_however_they_are_cut(
         assert "".join(thoughts) == reasoning
         others: list[ParserEvent] = [one for one in events if not isinstance(one, ReasoningEvent)]
         assert joined(others) == (content, calls)
+
+
+def test_a_call_of_solar_has_the_id_that_the_model_gave_it() -> None:
+    text = f"<|tool_calls|>{solar('f', FOUR)}{solar('g', NONE, 'other')}<|calls|>"
+    _, events = parse("solar_open", [text])
+    given = [one.id for one in events if isinstance(one, ToolCallEvent) and one.name]
+    assert given == ["a1b2c3d4e5", "other"]
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning() -> None:

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import example, given, strategies as st
 
-from rollmesh.chat.parsing.decoding import IncrementalDecoder, StopStrings
+from rollmesh.chat.parsing.answer import IncrementalDecoder, StopStrings
 from rollmesh.chat.tokenizer import Tokenizer
 
 

@@ -1,15 +1,19 @@
 """Parsing of values, reasoning and ids, and detection of a template's format."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from rollmesh.chat.parsing.calls.xml_calls import typed
 from rollmesh.chat.parsing.detection import SIGNS, choose, detect
-from rollmesh.chat.parsing.events import ToolCallEvent
 from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
+from rollmesh.chat.parsing.parser import ToolCallEvent
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
+from rollmesh.chat.parsing.schemas import Schema
 from rollmesh.chat.parsing.vllm import installed as vllm_parsers
+from rollmesh.chat.templates.jinja import ChatTemplate
+from rollmesh.chat.templates.loading import printer
+from rollmesh.chat.tokenizer import Tokenizer
 from tests.chat.parsing.test_formats import CONTEXT, kimi
 from tests.paths import package_folder
 
@@ -35,10 +39,74 @@ TEMPLATES = package_folder("trl") / "chat_templates"
         ('{"a": 1}', {"type": "object"}, {"a": 1}),
         ("2", {"enum": [1, 2]}, 2),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("5", {"const": 5}, 5),
+        ("5", {"const": "5"}, "5"),
+        ("02134", {"type": "string"}, "02134"),
+        ('{"a": 1}', {"properties": {"a": {}}}, {"a": 1}),
+        ("[1]", {"items": {}}, [1]),
+        ("5", {"minimum": 1}, 5),
+        ("5", {"pattern": "."}, "5"),
+        ("5", {"allOf": [{"type": "integer"}, {"minimum": 1}]}, 5),
+        ("5", {"allOf": [{"type": ["integer", "string"]}, {"type": "string"}]}, "5"),
+        ("5", {"anyOf": [{"const": 5}, {"const": None}]}, 5),
+        ("5", {"$ref": "https://example.com/schema"}, "5"),
     ],
 )
 def test_values_are_read_as_the_schema_says(text: str, schema: object, value: object) -> None:
-    assert typed(text, schema) == value
+    assert Schema(schema).typed(text) == value
+
+
+DEFINED = {
+    "$defs": {
+        "X": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "Y": {"$ref": "#/$defs/X"},
+        "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}, {"type": "null"}]},
+        "with/slash": {"type": "integer"},
+        "Options": {"properties": {"n": {"type": "integer"}}},
+    },
+    "properties": {
+        "ref": {"$ref": "#/$defs/X"},
+        "chain": {"$ref": "#/$defs/Y"},
+        "nullable": {"anyOf": [{"$ref": "#/$defs/X"}, {"type": "null"}]},
+        "all": {"allOf": [{"$ref": "#/$defs/X"}]},
+        "circle": {"$ref": "#/$defs/Circle"},
+        "slash": {"$ref": "#/$defs/with~1slash"},
+        "missing": {"$ref": "#/$defs/none"},
+        "zip": {"type": "string"},
+    },
+    "allOf": [{"$ref": "#/$defs/Options"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("ref", '{"a": 1}', {"a": 1}),
+        ("chain", '{"a": 1}', {"a": 1}),
+        ("nullable", '{"a": 1}', {"a": 1}),
+        ("nullable", "null", None),
+        ("all", '{"a": 1}', {"a": 1}),
+        ("circle", "null", None),
+        ("slash", "7", 7),
+        ("missing", "7", "7"),
+        ("zip", "02134", "02134"),
+        ("n", "7", 7),
+    ],
+)
+def test_values_are_read_as_the_definitions_of_the_schema_say(
+    name: str, text: str, value: object
+) -> None:
+    assert Schema(DEFINED).member(name).typed(text) == value
+
+
+def test_a_schema_of_many_or_nested_references_is_visited_in_bounds() -> None:
+    depth = 5_000
+    chain = {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(depth)}
+    schema: dict[str, object] = {"$defs": {**chain, str(depth): {"type": "integer"}}}
+    assert Schema({"$ref": "#/$defs/0"}, schema).typed("5") == "5"
+    twice = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(60)}
+    schema = {"$defs": {**twice, "60": {"type": "integer"}}}
+    assert Schema({"$ref": "#/$defs/40"}, schema).typed("5") == 5
 
 
 THOUGHTS = [
@@ -114,20 +182,32 @@ def test_what_is_left_to_vllm_is_what_vllm_has() -> None:
     assert detected <= vllm_parsers.names()
 
 
-def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
-    return choose(source, tool_parser=tool_parser, reasoning_parser="auto", shown=("<|x|>",))
+def chosen(source: str, tokenizer: Tokenizer, tool_parser: str = "auto") -> AnswerFormat:
+    return choose(
+        source,
+        printer(ChatTemplate(source, {})),
+        tokenizer,
+        tool_parser=tool_parser,
+        reasoning_parser="auto",
+        shown=("<|x|>",),
+    )
 
 
 @pytest.mark.vllm
-def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_of_vllms_is_chosen_only_where_vllm_is(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = "{{ tools }} <|start_of_role|> <|tool_call|>"
-    assert (chosen(source).tools, chosen(source).delimiters) == ("vllm:granite", ("<|x|>",))
-    monkeypatch.setattr(vllm_parsers, "installed", lambda: False)
-    assert chosen(source).tools == UNKNOWN
+    found = chosen(source, tokenizer)
+    assert (found.tools, found.delimiters, found.why) == ("vllm:granite", ("<|x|>",), "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = chosen(source, tokenizer)
+    assert found.tools == UNKNOWN
+    assert "vllm:granite needs the vllm package" in found.why
 
 
-def test_channels_are_parted_where_calls_stay_text() -> None:
-    form = chosen((TEMPLATES / "gemma4.jinja").read_text(), "none")
+def test_channels_are_parted_where_calls_stay_text(tokenizer: Tokenizer) -> None:
+    form = chosen((TEMPLATES / "gemma4.jinja").read_text(), tokenizer, "none")
     assert (form.tools, form.reasoning_name) == ("none", "gemma4")
     parser = form.parser(CONTEXT)
     assert parser is not None

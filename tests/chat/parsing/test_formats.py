@@ -8,9 +8,14 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
-from rollmesh.chat.parsing.parser import ToolParser
+from rollmesh.chat.parsing.parser import (
+    ParserEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    ToolParser,
+)
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -4,9 +4,8 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser
-from rollmesh.chat.parsing.calls.json_formats import HERMES
-from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.parsing.calls.json_calls import HERMES, ObjectCallParser
+from rollmesh.chat.parsing.parser import ParserEvent, TextEvent, ToolCallEvent
 
 
 def parse(parts: list[str]) -> tuple[ObjectCallParser, list[ParserEvent]]:

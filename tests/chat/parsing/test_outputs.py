@@ -1,9 +1,11 @@
 """What must hold for every answer that models write or spoil."""
 
+import json
 import random
 
 import pytest
 
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, HARMONY
 from tests.chat.parsing.outputs import outputs
 from tests.chat.parsing.test_against_vllm import ours
@@ -39,3 +41,15 @@ def test_answers_are_the_same_however_they_are_cut(writer: str) -> None:
             parser, events = parse(name, parts)
             assert (parser.content, parser.calls, parser.malformed) == expected, parts
             assert joined(events) == expected[:2], parts
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+@pytest.mark.parametrize("name", ["ns/look_up", "server:tool", "a.b/c-d:e", "f" * 256])
+def test_a_name_of_slashes_and_colons_is_read_in_every_format(writer: str, name: str) -> None:
+    format_ = WRITERS[writer].format
+    tools = [{"type": "function", "function": {"name": name}}]
+    text = WRITERS[writer].write([(name, {"n": "x"})])
+    for parts in ([text], list(text)):
+        parser, _ = parse(format_, parts, make_context(json.dumps(tools).encode(), b""))
+        assert [one for one, _ in parser.calls] == [name]
+        assert not parser.malformed

@@ -12,12 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.chat.parsing.events import TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.parser import TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
 from rollmesh.chat.parsing.vllm.client import VllmParser
-from rollmesh.runtime.config import ConfigError
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
 
@@ -67,20 +66,18 @@ def test_the_pieces_come_at_the_end() -> None:
 
 
 @pytest.mark.vllm
-def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_parsers.check("pythonic")
-    with pytest.raises(ConfigError, match="vLLM has no parser 'pythnic'; it has apertus, "):
-        vllm_parsers.check("pythnic")
+def test_what_cannot_work_is_known_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not vllm_parsers.problem("pythonic")
+    assert "vLLM has no parser 'pythnic'; it has apertus, " in vllm_parsers.problem("pythnic")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the vllm package, which is not installed"):
-        vllm_parsers.check("pythonic")
+    assert "needs the vllm package, which is not" in vllm_parsers.problem("pythonic")
 
 
 @pytest.mark.vllm
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
         "import sys; from rollmesh.chat.parsing.vllm import installed as vllm_parsers; "
-        "vllm_parsers.check('pythonic'); sys.exit('vllm' in sys.modules)"
+        "vllm_parsers.problem('pythonic'); sys.exit('vllm' in sys.modules)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
@@ -103,6 +100,8 @@ for line in sys.stdin:
     if question["text"] == "raise":
         print(json.dumps({"id": question["id"], "error": "KeyError: 5"}), flush=True)
         continue
+    if question["text"] == "stuck":
+        sys.stdin.read()
     if question["text"] == "garbage":
         print("5", flush=True)
         continue
@@ -151,6 +150,15 @@ async def test_who_leaves_and_who_is_late_do_not_disturb_others(parser: VllmPars
     parser._timeout_s = 0.2  # noqa: SLF001 - no start is that fast
     assert await parser.read("late", b"[]") is None
     await asyncio.to_thread(worker.wait, 10)
+
+
+async def test_an_answer_that_never_ends_takes_no_other_with_it(parser: VllmParser) -> None:
+    assert await parser.read("text", b"[]") == Reading("ok", ())
+    before = parser.pid
+    parser._timeout_s = 16  # noqa: SLF001 - a quarter of it is the time of one answer
+    both = await asyncio.gather(parser.read("stuck", b"[]"), parser.read("text", b"[]"))
+    assert list(both) == [None, Reading("ok", ())]
+    assert parser.pid != before
 
 
 async def test_a_worker_that_cannot_start_is_not_tried_again_at_once(

@@ -42,6 +42,8 @@ class Writer:
     """Whether arguments are JSON, which may be indented."""
     said: Callable[[str], str] = lambda words: words
     """Text that is not a call, as the format writes it."""
+    peer: bool = True
+    """Whether vLLM has a parser of that name."""
 
     @property
     def format(self) -> str:
@@ -231,5 +233,37 @@ WRITERS = {
             pretty=False,
             said=lambda words: f" to=user<|message|>{words}<|eom|><|start|>assistant",
         ),
+        Writer(
+            "solar_open",
+            lambda name, arguments, at: (
+                f"<|tool_call:begin|>a1b2c3d4e{at % 10}<|tool_call:name|>{name}"
+                f"<|tool_call:args|>{arguments}<|tool_call:end|>"
+            ),
+            before="<|tool_calls|>",
+            after="<|calls|>",
+            said=lambda words: f"<|content|>{words}<|end|><|begin|>assistant",
+            peer=False,
+        ),
     )
 }
+
+
+class Characters:
+    """Stands in for a tokenizer of which each character is a token."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def special_id(self, _: str) -> None:
+        return None
+
+    def stream(self) -> "Characters":
+        return self
+
+    def feed(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def feed_all(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def finish(self) -> str:
+        return ""

@@ -7,8 +7,9 @@ from hypothesis import example, given, strategies as st
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.ends import TemplateRefusedError
-from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError, load_template
+from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
+from rollmesh.chat.templates.loading import load_template
+from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.paths import package_folder
 

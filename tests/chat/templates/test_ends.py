@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollmesh.chat import ChatModel, Conversation
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
+from rollmesh.chat.parsing.calls.solar_calls import SPECIAL_TOKENS as SOLAR_TOKENS
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.templates.profile import REWRITING
+from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelTokenizer, Tokenizer
-from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.reasons import Finish
-from rollmesh.gateway.turns.prompt import new_tree
+from rollmesh.gateway.deps import new_tree
+from rollmesh.gateway.tree import Finish, Node, Sample
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 
@@ -116,10 +117,73 @@ def test_a_model_that_stops_inside_of_its_answers_is_refused(name: str) -> None:
 
 def test_an_answer_that_ends_as_its_parts_do_is_refused(tmp_path: Path) -> None:
     families.write("gptoss", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
     template, tokenizer = load_model(tmp_path)
     source = template.source.replace("<|return|>", "<|end|>")
-    with pytest.raises(TemplateRefusedError, match="inside answers"):
+    with pytest.raises(TemplateRefusedError, match=r"inside answers.*generation_config\.json"):
         Continuation(ChatTemplate(source, {}), tokenizer)
+
+
+# As Solar Open: each part of an answer ends with <|end|> in the history, also the last one.
+PARTS = (
+    "{% if tools %}<|begin|>system<|content|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "<|begin|>tool<|content|>{{ m.tool_call_id }}: {{ m.content }}<|end|>"
+    "{% elif m.role != 'assistant' %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>"
+    "{% else %}"
+    "{% if m.reasoning %}<|begin|>assistant<|think|>{{ m.reasoning }}<|end|>{% endif %}"
+    "{% if m.tool_calls %}<|begin|>assistant<|tool_calls|>{% for c in m.tool_calls %}"
+    "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>"
+    "{{ c.function.arguments | tojson }}<|tool_call:end|>{% endfor %}<|calls|>"
+    "{% else %}<|begin|>assistant<|content|>{{ m.content }}<|end|>{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path) -> Path:
+    """A model whose answers have parts, and which stops elsewhere than where its history ends."""
+    families.write_source(PARTS, tmp_path, "<|endoftext|>", SOLAR_TOKENS)
+    tokenizer = Tokenizer(tmp_path)
+    stops = [tokenizer.special_id(text) for text in ("<|flush|>", "<|calls|>")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    return tmp_path
+
+
+def test_a_model_stops_where_its_config_says_if_its_history_ends_answers_as_their_parts(
+    in_parts: Path,
+) -> None:
+    model = ChatModel.load(in_parts)
+    assert (model.format.tools, model.format.reasoning_name) == ("solar_open", "solar_open")
+    stops = {model.tokenizer.special_id(text) for text in ("<|flush|>", "<|calls|>")}
+    assert set(model.stop_token_ids) == stops
+    assert model.tokenizer.special_id("<|end|>") not in model.continuation.end_ids
+
+
+def test_an_answer_goes_on_behind_its_thought_to_its_call_and_its_text(in_parts: Path) -> None:
+    model = ChatModel.load(in_parts)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    conversation = Conversation(model, tools=tools)
+    conversation.prompt([{"role": "user", "content": "And 1?"}])
+    called = (
+        "<|think|>I add.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5"
+        '<|tool_call:name|>add<|tool_call:args|>{"n": 41}<|tool_call:end|><|calls|>'
+    )
+    conversation.feed(model.tokenizer.encode(called).tolist())
+    conversation.finish()
+    assert conversation.answer["reasoning_content"] == "I add."
+    (call,) = conversation.answer["tool_calls"]
+    assert call["id"] == "a1b2c3d4e5"
+    assert call["function"] == {"name": "add", "arguments": '{"n": 41}'}
+    got = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+    asked = conversation.prompt([got])
+    text = f"{called}<|begin|>tool<|content|>a1b2c3d4e5: 42<|end|><|begin|>assistant"
+    ids = model.tokenizer.encode(text).tolist()
+    assert asked.tolist()[-len(ids) :] == ids
+    conversation.feed(model.tokenizer.encode("<|content|>It is 42.<|flush|>").tolist())
+    conversation.finish()
+    assert conversation.answer["content"] == "It is 42."
+    assert not conversation.malformed
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,8 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.matching import Match
-from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.reasons import Finish
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.turns.prompt import build_prompt
+from rollmesh.gateway.prompt import build_prompt
+from rollmesh.gateway.tree import Finish, Match, Node, Sample, Tree
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 

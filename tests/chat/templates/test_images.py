@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import exact_key, make_context, spelling_key
-from rollmesh.chat.images.placing import PlacementError, expand, locate
-from rollmesh.chat.images.rules import GridRule
+from rollmesh.chat.images import GridRule, PlacementError, expand, locate
 from rollmesh.chat.messages import (
     Image,
     Message,
@@ -20,9 +19,8 @@ from rollmesh.chat.messages import (
     group_messages,
     images_of,
 )
-from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.continuation import Continuation, Seen
 from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.runtime.codec.arrays import TokenIds
 from tests.chat import families

@@ -16,10 +16,9 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.parsing.answer import Answer
-from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.detection import detect
-from rollmesh.chat.parsing.events import ReasoningEvent, TextEvent
+from rollmesh.chat.parsing.parser import ReasoningEvent, TextEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.loading import load_model

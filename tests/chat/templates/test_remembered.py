@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.templates.jinja import TemplateRenderError, load_template
-from rollmesh.chat.templates.probing.probe import probe
-from rollmesh.chat.templates.probing.remembered import RememberedTemplate
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.loading import load_template
+from rollmesh.chat.templates.probing import RememberedTemplate, probe
 from rollmesh.chat.tokenizer import Tokenizer
 
 ASK, GREETING = Message("user", "Where?"), Message("assistant", "Hello.")
@@ -46,7 +46,7 @@ def counted(tokenizer_dir: Path, tokenizer: Tokenizer) -> Counted:
 def test_each_conversation_is_rendered_once_while_a_template_is_probed(
     counted: Counted, tokenizer: Tokenizer
 ) -> None:
-    probed = probe(counted, tokenizer, b"")
+    probed = probe(counted, b"", tokenizer=tokenizer)
     assert set(counted.renders.values()) == {1}
     asked = counted.renders[(ASK,), CONTEXT, True]
     for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
-from rollmesh.chat.templates.jinja import load_template
+from rollmesh.chat.templates.loading import load_template
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.errors import InvalidMessagesError

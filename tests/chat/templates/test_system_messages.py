@@ -5,8 +5,8 @@ import pytest
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Image, Message, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.probing import SystemRule
 from rollmesh.chat.templates.profile import REWRITING, Finding
-from rollmesh.chat.templates.system_messages import SystemRule
 from tests.chat import families
 
 BE, NOW = Message("system", "You code."), Message("system", "Skills: none.")

@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rollmesh.cli.certs.making import make_certificates
-from rollmesh.cli.config.checking import check_mesh
-from rollmesh.cli.services import installed
-from rollmesh.runtime.access.making import make_tokens, write_private
+from rollmesh.cli.config import check_mesh, installed
+from rollmesh.runtime.access.tokens import make_tokens
 from rollmesh.runtime.config import SERVICES
+from tests.trial_certificates import copy_certificates
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +160,7 @@ def test_tokens_that_are_not_made_yet_are_a_note_and_no_problem(in_folder: Path)
     assert [note.partition(" ")[0] for note in found.notes] == ["var/mesh/tokens"]
 
 
-def test_what_is_reached_in_plain_text_is_noted() -> None:
+def test_services_reached_in_plain_text_are_noted() -> None:
     text = "[mesh]\nhost = '0.0.0.0'\n{}[sidecar]\nhost = '127.0.0.1'"
     for certificates, noted in (("", 4), ("certificates_dir = 'c'\n", 0)):
         Path("mesh.toml").write_text(text.format(certificates))
@@ -198,7 +196,7 @@ def test_a_file_with_a_password_that_others_may_read_is_named(in_folder: Path) -
 
 def test_certificates_are_read_as_services_read_them(in_folder: Path) -> None:
     make_tokens(in_folder / "var/mesh/tokens")
-    write_private(in_folder / "certs", make_certificates([], datetime.now(UTC), 1))
+    copy_certificates(in_folder / "certs")
     text = "[mesh]\nmodel_path = 'model'\ncertificates_dir = 'certs'\n"
     assert problems(text, files=True) == []
     (in_folder / "certs/engine.key").chmod(0o644)
@@ -252,9 +250,7 @@ _TABLES = st.dictionaries(
     )
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_file_says_what_is_wrong_is_said_and_nothing_is_raised(
-    in_folder: Path, tables: dict[str, Any]
-) -> None:
+def test_every_file_gets_problems_and_no_exception(in_folder: Path, tables: dict[str, Any]) -> None:
     text = "".join(f"{name} = {toml(value)}\n" for name, value in tables.items())
     found = problems(text, files=True)
     assert all(": " in problem for problem in found)

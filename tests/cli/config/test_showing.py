@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from rollmesh.cli.services import installed
+from rollmesh.cli.config import installed
 from rollmesh.runtime.config import describe
 
 MESH = """
@@ -68,7 +68,7 @@ def test_a_service_is_shown_as_it_would_start_and_no_secret_is(tmp_path: Path) -
         assert "hunter2" not in text
 
 
-def test_what_is_refused_is_said_and_never_shows_a_secret(tmp_path: Path) -> None:
+def test_refused_values_are_reported_without_secrets(tmp_path: Path) -> None:
     done = show(tmp_path, "collector", "--store=postgresql://user:hunter2@host/mesh", "--tick-ms=0")
     assert done.returncode == 2
     assert "hunter2" not in done.stdout + done.stderr

@@ -2,16 +2,20 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.client import Client, Retries, Session, TimeLimits, rollout_groups
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import rollout
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.v1 import session_pb2
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, gateway_pb2, session_pb2
 from tests.client.conftest import addresses_of, length, one_sample
+from tests.collector.collectors import collector_at
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 
@@ -29,6 +33,88 @@ async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(
         await started.wait()
         running.cancel()
     assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
+
+
+async def test_a_session_that_could_not_be_opened_is_retried_with_the_same_request(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    gateway.failures = [SessionUnknownError("broken"), SessionUnknownError("broken")]
+    summary, outcome = await one_sample(client, length, retries=Retries(tries=3, delay_s=0.01))
+    assert (summary.counts, summary.lost) == ({"COMPLETED": 1}, 0)
+    assert (outcome.attempts, len({one.request_id for one in gateway.opened})) == (3, 1)
+
+
+async def test_a_group_with_a_lost_seat_is_delivered_and_the_seat_counts_as_failed(
+    gateway: ScriptedGateway, address: str, tmp_path: Path
+) -> None:
+    gateway.failures = [SessionUnknownError("broken")]
+    async with collector_at(tmp_path) as collector:
+        addresses = replace(addresses_of(gateway=address), collector=collector)
+        async with Client(addresses) as client, client.subscribe("trainer") as groups:
+            summary = await rollout(client, ["p"], runner=length, n=2, concurrency=1)
+            assert (summary.counts, summary.lost) == ({"COMPLETED": 1, "FAILED": 1}, 1)
+            assert "broken" in str(summary)
+            # The gateway of this test delivers nothing: the other seat is abandoned here.
+            (opened,) = gateway.closed
+            await client.abandon_seat(gateway.opened[0].group_id, 1, 2, reason="by hand")
+            async with asyncio.timeout(60):
+                delivery = await anext(groups)
+    assert opened.outcome == session_pb2.SESSION_OUTCOME_COMPLETED
+    assert delivery.partial
+    assert "broken" in delivery.sessions[0].abandoned
+
+
+async def test_a_rollout_cancelled_while_it_supersedes_a_session_abandons_the_seat(
+    gateway: ScriptedGateway, address: str, tmp_path: Path
+) -> None:
+    closing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def close(request: gateway_pb2.CloseSessionRequest) -> None:
+        closing.set()
+        await go_on.wait()
+
+    async def run(prompt: Any, session: Session) -> None:
+        raise ValueError
+
+    gateway.closing = close
+    async with collector_at(tmp_path) as collector:
+        addresses = replace(addresses_of(gateway=address), collector=collector)
+        async with Client(addresses) as client, asyncio.timeout(60):
+            async with client.subscribe("trainer") as groups, asyncio.TaskGroup() as tasks:
+                retries = Retries(tries=2)
+                running = tasks.create_task(
+                    rollout(client, [None], runner=run, n=1, retries=retries)
+                )
+                await closing.wait()
+                running.cancel()
+                go_on.set()
+                delivery = await anext(groups)
+    assert gateway.closed[0].superseded
+    assert "cancelled" in delivery.sessions[0].abandoned
+
+
+async def test_seats_that_a_cancelled_rollout_did_not_fill_are_abandoned(
+    gateway: ScriptedGateway, address: str, tmp_path: Path
+) -> None:
+    started = asyncio.Event()
+
+    async def run(prompt: Any, session: Session) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async with collector_at(tmp_path) as collector:
+        addresses = replace(addresses_of(gateway=address), collector=collector)
+        async with Client(addresses) as client, asyncio.timeout(60):
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(rollout(client, [None], runner=run, n=4, concurrency=1))
+                await started.wait()
+                running.cancel()
+        async with open_channel(collector) as channel:
+            stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+            request = collector_pb2.ListOpenGroupsRequest()
+            (stored,) = (await stub.ListOpenGroups(request, timeout=60)).groups
+    assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
+    assert (stored.samples, stored.group_size) == (3, 4)
 
 
 async def test_a_failed_attempt_is_superseded_by_one_in_a_new_session(

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.client import GroupOutcome, SampleOutcome
-from rollmesh.client.rollouts.groups import GroupState, needed_of
-from rollmesh.client.rollouts.summary import Durations, RolloutSummary
-from rollmesh.client.sessions.session import Outcome
+from rollmesh.client.rollouts import Durations, GroupState, RolloutSummary, needed_of
+from rollmesh.client.sessions import Outcome
 from rollmesh.runtime.errors import InvalidFieldError
 
 OUTCOMES: list[Outcome] = ["COMPLETED", "FAILED", "ABORTED"]
@@ -85,4 +84,6 @@ def test_a_summary_stays_small_and_says_what_came_of_it() -> None:
     summary.add(outcome(100, reward=0.5, session_id="s", seconds=2.0))
     assert summary.seconds.quantile(0.99) == pytest.approx(2, rel=0.05)
     assert (summary.counts["FAILED"], summary.retries, summary.mean_reward) == (100, 100, 0.5)
-    assert str(summary).startswith("completed 1, failed 100, retries 100, reward 0.500, p50 ")
+    assert str(summary).startswith(
+        "completed 1, failed 100, seats lost 100, retries 100, reward 0.500, p50 "
+    )

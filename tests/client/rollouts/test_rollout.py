@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner
-from rollmesh.client.rollouts import progress
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner, rollouts
+from rollmesh.client.rollouts import rollout
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
@@ -74,7 +73,7 @@ async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alon
     summary = await rollout(client, ["p"], runner=run, n=4, on_sample=seen.append)
     assert summary.counts == {"COMPLETED": 3, "FAILED": 1}
     assert summary.errors == {"ValueError": 1}
-    assert summary.messages == {"ValueError": "ValueError: the agent is confused"}
+    assert summary.texts == {"ValueError: the agent is confused": 1}
     failed = next(sample for sample in seen if sample.outcome == "FAILED")
     assert failed.error == "ValueError: the agent is confused"
     outcomes = [closed.outcome for closed in gateway.closed]
@@ -182,7 +181,7 @@ async def test_progress_is_a_line_where_it_is_asked_for_and_nobody_looks(
     wanted: Any,
     lines: int,
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_MS", 3_600_000)  # no line but the last
+    monkeypatch.setattr(rollouts, "_LINE_MS", 3_600_000)  # no line but the last
     await rollout(client, ["p"], runner=length, n=2, progress=wanted)
     written = capsys.readouterr().err.splitlines()
     assert len(written) == lines

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from rollmesh.client import Client, Session, rollout_groups
-from rollmesh.client.rollouts.groups import Needed
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import Needed, rollout
 from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client.rollouts.supervision import (
+from rollmesh.client.rollouts import (
     AgentExitedError,
     AgentStoppedError,
     AgentTimeLimitError,

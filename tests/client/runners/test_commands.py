@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rollmesh.client import Client, Session
-from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.client.rollouts import rollout
 from rollmesh.client.runners.commands import CommandError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2
@@ -101,7 +101,7 @@ async def test_the_result_is_the_file_or_the_last_line_of_output(code: str, resu
         ),
     ],
 )
-async def test_a_command_that_fails_says_why_with_the_end_of_what_it_wrote(
+async def test_the_error_of_a_failed_command_has_the_end_of_its_output(
     runner: CommandRunner, text: str
 ) -> None:
     with pytest.raises(CommandError, match=f"(?s){text}"):
@@ -146,7 +146,7 @@ def family(path: Path, then: str, child: str = DEAF, **settings: Any) -> Command
     return python(FAMILY.format(path=str(path), then=then, child=child), **settings)
 
 
-async def test_what_a_command_leaves_running_is_killed_when_it_ends(tmp_path: Path) -> None:
+async def test_processes_left_by_a_command_are_killed_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "pids"
     assert await family(path, "print('1.0')")(None, SESSION) == 1.0
     await gone(*map(int, path.read_text().split()))
@@ -273,7 +273,7 @@ time.sleep(600)
 """
 
 
-async def test_agents_and_what_they_started_die_with_a_runner_that_is_killed(
+async def test_agents_and_their_children_die_with_a_killed_runner(
     tmp_path: Path,
 ) -> None:
     runner = await asyncio.create_subprocess_exec(

@@ -30,6 +30,7 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
         sample_index=2,
         group_size=8,
         sampling={"temperature": 0.5},
+        sampling_policy="enforce",
         metadata={"a": "b"},
     ) as session:
         assert session.base_url == f"http://127.0.0.1:7080/sessions/{session.api_key}/v1"
@@ -40,6 +41,7 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
     opened, closed = gateway.opened[0], gateway.closed[0]
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
     assert opened.sampling == sampling_pb2.SamplingParams(temperature=0.5)
+    assert opened.sampling_policy == sampling_pb2.SAMPLING_POLICY_ENFORCE
     assert dict(opened.metadata) == {"a": "b"}
     assert (closed.rewards.reward, closed.outcome) == (1.0, COMPLETED)
     assert closed.session_key == session.api_key

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.collector.delivery.units import Arrival
+from rollmesh.collector.log import Arrival
 from rollmesh.runtime import clock
 from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing
@@ -19,7 +19,7 @@ from tests.collector.stores import postgres_store
 from tests.scorer.sessions import REWARD, unscored
 from tests.waiting import until
 
-STORE = "rollmesh.collector.storage.postgres.store"
+STORE = "rollmesh.collector.postgres"
 HOUR_MS = 3_600_000
 
 
@@ -81,7 +81,7 @@ async def test_what_a_dead_collector_was_to_score_is_scored_by_another(
 ) -> None:
     service = Counting()
     service.answers.set()
-    monkeypatch.setattr("rollmesh.collector.scoring.scoring._TAKE_OVER_S", 0.1)
+    monkeypatch.setattr("rollmesh.collector.scoring._TAKE_OVER_S", 0.1)
     async with served(service) as scorer:
         async with stub_at(tmp_path, store=database.url, scorer=scorer) as heir:
             with monkeypatch.context() as patch:

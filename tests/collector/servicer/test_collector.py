@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.client.deliveries.subscription import Subscription
+from rollmesh.client.deliveries import Subscription
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StoreFullError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
@@ -232,7 +232,7 @@ async def test_a_trainer_killed_before_its_ack_leaves_all_to_its_successor(
     script = tmp_path / "trainer.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from rollmesh.client.deliveries.subscription import Subscription\n"
+        "from rollmesh.client.deliveries import Subscription\n"
         "async def main():\n"
         "    async with Subscription(sys.argv[1], consumer='t', unit='session') as sessions:\n"
         "        held = [await anext(sessions) for _ in range(3)]\n"

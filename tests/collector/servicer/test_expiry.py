@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store

@@ -1,24 +1,16 @@
 """What Ingest promises to any client, message by message, without the SDK."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.delivery.units import Arrival
-from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
-from rollmesh.collector.storage.sqlite.schema import SCHEMA, VERSION
-from rollmesh.collector.storage.sqlite.store import SqliteStore
-from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.runtime.database import Database
+from rollmesh.collector import Store
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+from rollmesh.v1 import collector_pb2
 from tests.collector.collectors import (
     TIMEOUT_S,
     ingest,
@@ -71,40 +63,27 @@ async def test_a_full_store_still_answers_repeats_and_delivers(tmp_path: Path) -
             assert await stream.delivered(1) == ["old"]
 
 
-class GatedStore(SqliteStore):
-    """A store whose answers to ingests wait for the test."""
+async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, answer, ingest_now = asyncio.Event(), asyncio.Event(), Store.ingest
 
-    def __init__(self, database: Database, files: ArrayFiles) -> None:
-        super().__init__(database, files, Retention(settled_ms=0, max_bytes=2**30))
-        self.stored = asyncio.Event()
-        self.answer = asyncio.Event()
-
-    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
-        result = await super().ingest(arrivals, now_ms)
-        self.stored.set()
-        await self.answer.wait()
+    async def gated(store: Store, *arguments: Any) -> list[bool]:
+        result = await ingest_now(store, *arguments)
+        stored.set()
+        await answer.wait()
         return result
 
-
-async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_path: Path) -> None:
-    servicer, server = CollectorServicer(), grpc.aio.server()
-    collector_pb2_grpc.add_CollectorServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    monkeypatch.setattr(Store, "ingest", gated)
     async with (
-        Database(tmp_path / "c.sqlite", SCHEMA, VERSION) as database,
-        asyncio.TaskGroup() as tasks,
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        stub_at(tmp_path) as stub,
+        subscribing(stub, credits_=1) as stream,
+        asyncio.timeout(TIMEOUT_S),
     ):
-        store = GatedStore(database, ArrayFiles(tmp_path))
-        servicer.subscriptions = Subscriptions(store, tasks)
-        await server.start()
-        stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
-        async with subscribing(stub, credits_=1) as stream, asyncio.timeout(TIMEOUT_S):
-            await stream.opened()
-            sending = stub.Ingest(collector_pb2.IngestRequest(sessions=[record("s")]))
-            await asyncio.wait([asyncio.ensure_future(store.stored.wait())])
-            sending.cancel()
-            await stream.opened()  # the server has seen the cancellation before this
-            store.answer.set()
-            assert await stream.delivered(1) == ["s"]
-        await server.stop(None)
+        await stream.opened()
+        sending = stub.Ingest(collector_pb2.IngestRequest(sessions=[record("s")]))
+        await asyncio.wait([asyncio.ensure_future(stored.wait())])
+        sending.cancel()
+        await stream.opened()  # the server has seen the cancellation before this
+        answer.set()
+        assert await stream.delivered(1) == ["s"]

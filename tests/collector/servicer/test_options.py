@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.client.client import Client
 from rollmesh.client.connections import MeshAddresses
-from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
+from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     ConsumerUnknownError,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.delivery.units import Arrival
-from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
+from rollmesh.collector.log import Arrival, Retention
+from rollmesh.collector.sqlite import open_sqlite as open_store
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionDamagedError,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.collector.storage.sqlite import store as sqlite_store
+from rollmesh.collector import sqlite as sqlite_store
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.runtime.rpc.channels import typed_errors

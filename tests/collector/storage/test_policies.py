@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP
 from tests.collector.stores import Reader, fill, group
@@ -27,6 +27,7 @@ async def test_a_group_that_was_settled_under_another_policy_counts_once_where_i
     assert await store.tick(50)
     assert await again.fetch() == []
     await fill(store, group("h", 0, 1, 2), now_ms=60)
+    await store.tick(60)
     assert (await store.standing("c")).open == 1
 
 
@@ -60,7 +61,7 @@ async def test_a_new_policy_after_a_seek_brings_what_the_seek_left_open(
 ) -> None:
     await fill(store, [one for name in "abcd" for one in group(name, 0, 1, 2)])
     await Reader.open(store, unit=GROUP, groups=ONE)
-    await store.seek("c", pb.Position(delivery_id="c"))
+    await store.seek("c", pb.Position(delivery_id="c"), 0)
     again = await Reader.open(store, unit=GROUP, groups=after)
     assert (await store.standing("c")).open == 2
     assert await again.take_all() == ["c", "d"]
@@ -73,7 +74,7 @@ async def test_a_seek_after_a_new_policy_brings_back_what_was_acknowledged_befor
     reader = await Reader.open(store, unit=GROUP)
     await reader.take_all()
     again = await Reader.open(store, unit=GROUP, groups=ONE, now_ms=99)
-    assert (await store.seek("c", pb.Position(delivery_id="b"))).again == 2
+    assert (await store.seek("c", pb.Position(delivery_id="b"), 99)).again == 2
     assert [unit_id for unit_id, _, _ in await again.take()] == ["b", "c"]
 
 
@@ -90,7 +91,7 @@ async def test_a_seek_by_time_finds_groups_by_when_they_were_complete(
     for at, name in enumerate("abc"):
         await fill(store, group(name, 0, 1, size=2), now_ms=10 * (at + 1))
     await open_at(99)
-    sought = await store.seek("c", pb.Position(unix_ms=20))
+    sought = await store.seek("c", pb.Position(unix_ms=20), 99)
     assert (sought.again, sought.skipped) == (0, 1)
     reader = Reader(store, await store.consumer("c"))
     assert await reader.take_all() == ["b", "c"]

@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
+from rollmesh.runtime import postgres
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StoreAwayError,
     StoreError,
 )
-from rollmesh.runtime.postgres import tables
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import (
@@ -63,7 +63,7 @@ async def test_a_server_that_may_lose_writes_is_refused(database: Database) -> N
 async def test_an_asynchronous_commit_is_made_a_synchronous_one(database: Database) -> None:
     async with postgres_store(f"{database.url}?options=-csynchronous_commit%3Doff") as store:
         sql = "SELECT current_setting('synchronous_commit')"
-        assert await store.write(lambda tx: tx.value(sql)) == "on"  # type: ignore[attr-defined]
+        assert await store.backend.write(lambda tx: tx.db.value(sql)) == "on"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ async def test_a_name_that_cannot_be_stored_is_refused_and_hurts_no_other(
 async def test_an_address_that_is_none_is_refused_and_a_password_is_never_said(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_PATIENCE_MS", 0)
+    monkeypatch.setattr(postgres, "_PATIENCE_MS", 0)
     with pytest.raises(ConfigError) as refused:
         async with postgres_store("postgresql://u:secret@h/d?what=is-this"):
             pass
@@ -109,7 +109,7 @@ async def test_an_address_that_is_none_is_refused_and_a_password_is_never_said(
             assert "secret" not in str(caught.value)
             await database.start()
     written = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
-    assert "the store is open" in written
+    assert "store opened" in written
     assert "secret" not in written
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client.deliveries.subscription import Subscription
-from rollmesh.collector.delivery.units import Arrival
+from rollmesh.client.deliveries import Subscription
+from rollmesh.collector.log import Arrival
 from rollmesh.runtime.errors import (
     StoreAwayError,
 )
@@ -156,11 +156,11 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
         loop = asyncio.get_running_loop()
 
         def stop(tx: Any) -> None:
-            tx.rows("SELECT 1")
+            tx.db.rows("SELECT 1")
             loop.call_soon_threadsafe(in_it.set_result, None)
             assert go_on.wait(2 * TIMEOUT_S)
 
-        writing = asyncio.ensure_future(stopped.write(stop))  # type: ignore[attr-defined]
+        writing = asyncio.ensure_future(stopped.backend.write(stop))
         await in_it
 
         async def stores() -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
-from rollmesh.collector.streams.subscriptions import Subscriptions
+from rollmesh.collector import Store
+from rollmesh.collector.streams import Subscriptions
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     StoreAwayError,
@@ -26,7 +26,7 @@ from tests.collector.records import record
 from tests.collector.stores import Reader, fill, ingest, postgres_store
 from tests.waiting import until
 
-STORAGE = "rollmesh.collector.storage.postgres"
+STORAGE = "rollmesh.collector.postgres"
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 
 
@@ -82,7 +82,7 @@ async def test_what_a_dead_collector_held_goes_to_another(
 ) -> None:
     async with postgres_store(database.url) as heir:
         with monkeypatch.context() as patch:
-            patch.setattr(f"{STORAGE}.store._ALIVE_MS", 1)
+            patch.setattr(f"{STORAGE}._ALIVE_MS", 1)
             async with postgres_store(database.url) as dead:
                 await fill(dead, [record("a"), record("b")])
                 held = await Reader.open(dead)
@@ -97,7 +97,7 @@ async def test_what_a_stopped_collector_lost_to_another_is_not_delivered_by_it(
 ) -> None:
     async with postgres_store(database.url) as heir:
         with monkeypatch.context() as patch:
-            patch.setattr(f"{STORAGE}.store._ALIVE_MS", 1)
+            patch.setattr(f"{STORAGE}._ALIVE_MS", 1)
             async with postgres_store(database.url) as stopped:
                 await fill(stopped, [record("a"), record("b"), record("c")])
                 late = await Reader.open(stopped)
@@ -138,13 +138,13 @@ async def test_what_a_collector_holds_unknowingly_is_fetched_again(
         raise StoreAwayError("the answer, or the call, is lost")
 
     async with postgres_store(database.url) as store:
-        run = type(store.__dict__["_writer"]).run
+        run = type(store.backend.__dict__["_writer"]).run
         await fill(store, [record("a"), record("b")])
         reader = await Reader.open(store)
         if call == "release":
             assert await reader.ids() == ["a", "b"]
         with monkeypatch.context() as patch:
-            patch.setattr("rollmesh.runtime.postgres.lane.Lane.run", lost)
+            patch.setattr("rollmesh.runtime.postgres.Lane.run", lost)
             with pytest.raises(StoreAwayError):
                 await (reader.fetch() if call == "fetch" else reader.restart())
         assert await reader.ids() == ["a", "b"]
@@ -184,10 +184,10 @@ async def test_a_collector_hears_of_each_seek_of_another_and_not_of_its_own(
         await Reader.open(one)
         assert await one.changed() == await other.changed() == []
         for _ in range(2):
-            await one.seek("c", EARLIEST)
+            await one.seek("c", EARLIEST, 0)
             assert (await one.changed(), await other.changed()) == ([], ["c"])
-        await one.seek("c", EARLIEST)
-        await other.seek("c", EARLIEST)
+        await one.seek("c", EARLIEST, 0)
+        await other.seek("c", EARLIEST, 0)
         assert (await one.changed(), await other.changed()) == (["c"], [])
         async with postgres_store(database.url) as late:
             assert await late.changed() == []
@@ -205,7 +205,7 @@ async def test_what_was_fetched_before_a_seek_was_heard_of_is_for_everyone_again
     ):
         subscriptions = Subscriptions(other, tasks)
         reader = await Reader.open(other)
-        await subscriptions.restore()
+        await subscriptions.refresh()
         await fill(one, [record("a")])
         assert await reader.ids() == ["a"]
         assert await Reader(one, reader.settings).fetch() == []

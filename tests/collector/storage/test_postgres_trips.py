@@ -2,17 +2,15 @@
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import psycopg
 import pytest
 
-from rollmesh.collector.delivery.filters import judge
-from rollmesh.collector.delivery.units import Arrival, Settlement
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
+from rollmesh.collector.log import Arrival, Settlement
 from rollmesh.runtime.errors import StoreAwayError, StoreFullError
-from rollmesh.runtime.postgres.connection import Connection
+from rollmesh.runtime.postgres import Connection
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.postgres_server import Database
@@ -139,15 +137,15 @@ async def test_a_session_that_is_stored_while_its_group_is_removed_is_delivered(
         reader = await Reader.open(other)
         await ingest(other, record("early", "g"), 0)
         await reader.take_all()
-        reading = type(store._reader).run  # type: ignore[attr-defined] # noqa: SLF001
+        reading = store.backend.read
 
-        async def found(self: Any, work: Any) -> Any:
-            over = await reading(self, work)
-            if self is store._reader and over.keys:  # type: ignore[attr-defined] # noqa: SLF001
+        async def found(work: Any) -> Any:
+            over = await reading(work)
+            if over.keys:
                 await ingest(other, record("late", "g"), 0)
             return over
 
-        monkeypatch.setattr(type(store._reader), "run", found)  # type: ignore[attr-defined] # noqa: SLF001
+        monkeypatch.setattr(store.backend, "read", found)
         assert await store.retain(2 * KEEP.settled_ms) == 0
         monkeypatch.undo()
         assert await reader.take() == [("late", 1, ["late"])]
@@ -216,7 +214,7 @@ async def _loaded_and_dropped(store: Store, count: int) -> Hook:
     units = [unit for unit in await reader.fetch() if unit.unit_id.startswith(f"f{count}-")]
 
     async def work() -> None:
-        loaded = await store.load("filtering", units, partial(judge, MAIN_ONLY, None), 0)
+        loaded = await store.load(reader.settings, units, 0)
         assert [one and one.attempt for one in loaded] == [1] * count
         reason = pb.FILTER_REASON_NOTHING_LEFT
         assert await store.settle(
@@ -246,7 +244,9 @@ async def _sought(store: Store, count: int) -> Hook:
     await reader.take_all()
 
     async def work() -> None:
-        assert (await store.seek(reader.name, pb.Position(end=pb.LOG_END_EARLIEST))).again >= count
+        assert (
+            await store.seek(reader.name, pb.Position(end=pb.LOG_END_EARLIEST), 0)
+        ).again >= count
 
     return work
 

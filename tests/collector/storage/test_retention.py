@@ -7,12 +7,8 @@ from typing import TypeAlias
 
 import pytest
 
-from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
-from rollmesh.collector.storage.sqlite.schema import SCHEMA, VERSION
-from rollmesh.collector.storage.sqlite.store import SqliteStore
-from rollmesh.collector.storage.store import Store
-from rollmesh.runtime.database import Database
+from rollmesh.collector import Store
+from rollmesh.collector.log import Retention, Settlement, Unit
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.postgres_server import postgres_database
@@ -100,6 +96,23 @@ async def test_a_group_leaves_as_a_whole_and_what_comes_later_is_surplus(opened:
         assert await store.retain(10**9) == 1
 
 
+async def test_a_group_with_the_id_of_a_session_leaves_without_it(opened: Opener) -> None:
+    async with opened(HOUR) as store:
+        sessions = await Reader.open(store, "sessions")
+        waiting = record("g", "x", 0, 2)
+        await fill(store, [waiting, record("a", "g")])
+        dropped = [Settlement(id_, pb.FILTER_REASON_TURNS) for id_ in await sessions.ids()]
+        await store.settle("sessions", dropped[:1], 0)
+        await sessions.load(Unit(2, "a"))
+        await sessions.settle("a")
+        await (await Reader.open(store, "groups", GROUP)).take_all()
+        (listed,), _ = await store.filtered("sessions", 10, "")
+        assert listed.delivery_id == "g"
+        assert await store.retain(10**9) == 1
+        assert (await store.standing("sessions")).open == 0
+        assert (await store.filtered("sessions", 10, ""))[0] == [listed]
+
+
 async def test_what_a_deleted_consumer_held_may_leave(opened: Opener) -> None:
     async with opened(HOUR) as store:
         one, _ = await Reader.open(store, "one"), await Reader.open(store, "gone")
@@ -161,26 +174,8 @@ async def test_the_file_of_a_store_does_not_grow_with_what_passed_through(tmp_pa
     assert sizes[-1] <= sizes[2] * 1.1
 
 
-async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path) -> None:
-    async with Database(tmp_path / "collector.sqlite", SCHEMA, VERSION) as database:
-        store = SqliteStore(database, ArrayFiles(tmp_path), HOUR)
-        await fill(store, [record("a")])
-        reader = await Reader.open(store)
-        await set_most_pages(database, 1)  # means: no more than there are
-        with pytest.raises(StoreFullError) as caught:
-            await ingest(store, large("large"), 0)
-        assert caught.value.retry_delay_ms
-        await set_most_pages(database, 2**30)
-        assert not await ingest(store, large("large"), 0)  # nothing of it was kept before
-        assert await reader.take_all() == ["a", "large"]
-
-
 def large(session_id: str, tokens: int = 10_000) -> session_pb2.SessionRecord:
     """A session that is made for one call: the store takes the arrays out of it."""
     made = record(session_id)
     made.trajectories[0].CopyFrom(trajectory(session_id, tokens))
     return made
-
-
-async def set_most_pages(database: Database, pages: int) -> None:
-    await database.run(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").close())

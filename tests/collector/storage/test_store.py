@@ -1,14 +1,12 @@
 """What every store does, against the real ones."""
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import pytest
 
-from rollmesh.collector.delivery.filters import judge
-from rollmesh.collector.delivery.units import Arrival
-from rollmesh.collector.storage.store import LOAD_BYTES, Store
+from rollmesh.collector.log import Arrival
+from rollmesh.collector.store import LOAD_BYTES, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP
@@ -42,7 +40,7 @@ async def test_images_come_back_beside_the_arrays_and_count(store: Store) -> Non
     assert (await store.counts()).stored_bytes > 3000
     reader = await Reader.open(store)
     (unit,) = await reader.fetch()
-    (loaded,) = await store.load(reader.name, [unit], partial(judge, MAIN_ONLY, None), 0)
+    loaded = await reader.load(unit)
     assert sessions_of(loaded) == [session]
 
 
@@ -55,8 +53,7 @@ async def test_images_of_filtered_trajectories_are_not_delivered(store: Store) -
     await ingest(store, session, 1)
     reader = await Reader.open(store, filter=MAIN_ONLY)
     (unit,) = await reader.fetch()
-    rules = partial(judge, reader.settings.filter, None)
-    (loaded,) = await store.load(reader.name, [unit], rules, 0)
+    loaded = await reader.load(unit)
     assert sessions_of(loaded) == [expected]
 
 
@@ -78,9 +75,8 @@ async def test_units_are_loaded_together_up_to_a_size(store: Store) -> None:
     await fill(store, [large, record("a"), record("b")])
     reader = await Reader.open(store)
     units = await reader.fetch()
-    rules = partial(judge, reader.settings.filter, None)
-    (first,) = await store.load(reader.name, units, rules, 0)
-    rest = await store.load(reader.name, units[1:], rules, 0)
+    (first,) = await store.load(reader.settings, units, 0)
+    rest = await store.load(reader.settings, units[1:], 0)
     loaded = [session.session_id for one in (first, *rest) for session in sessions_of(one)]
     assert loaded == ["large", "a", "b"]
 
@@ -150,6 +146,19 @@ async def test_a_late_sample_does_not_change_a_group_that_was_whole(store: Store
     assert entry.reason == pb.FILTER_REASON_SURPLUS
     (count,) = (await store.standing("c")).filtered
     assert (count.reason, count.units) == (pb.FILTER_REASON_SURPLUS, 1)
+
+
+async def test_a_seat_that_two_sessions_take_is_delivered_and_counted_once(store: Store) -> None:
+    reader = await Reader.open(store, unit=GROUP)
+    await fill(store, [record("first", "g", 0, 2), record("second", "g", 0, 2)])
+    assert await reader.fetch() == []
+    await fill(store, [record("other", "g", 1, 2)])
+    assert await reader.take() == [("g", 1, ["first", "other"])]
+    (entry,), _ = await store.filtered("c", 10, "")
+    assert (entry.delivery_id, entry.session_id) == ("g", "second")
+    assert entry.reason == pb.FILTER_REASON_DUPLICATE_SEAT
+    (count,) = (await store.standing("c")).filtered
+    assert (count.reason, count.units) == (pb.FILTER_REASON_DUPLICATE_SEAT, 1)
 
 
 async def test_a_group_of_another_size_is_refused(store: Store) -> None:
@@ -254,6 +263,7 @@ async def test_a_new_name_begins_where_it_asks(
         await fill(store, [record(name)], now_ms=10 * (at + 1))
     reader = await Reader.open(store, unit=unit, start=start, groups=policy, now_ms=30)
     await fill(store, [record("d")], now_ms=40)
+    await store.tick(40)
     assert (await store.standing("c")).open == len(expected)
     assert await reader.take_all() == expected
     assert (await store.standing("c")).open == 0
@@ -285,7 +295,7 @@ async def test_a_seek_moves_a_consumer_forwards_or_back(
     reader = await Reader.open(store)
     await reader.take()
     await reader.settle("a", "b")
-    assert await store.seek("c", position) == (again, skipped)
+    assert await store.seek("c", position, 99) == (again, skipped)
     await reader.restart()
     assert await reader.settle("a", "b", "c", "d") == []  # what came before the seek does not count
     assert (await store.standing("c")).open == len(expected)
@@ -298,14 +308,14 @@ async def test_a_seek_back_brings_what_an_earlier_one_skipped(store: Store) -> N
     await fill(store, [record("a"), record("b")])
     reader = await Reader.open(store, start=LATEST)
     assert await reader.fetch() == []
-    assert await store.seek("c", EARLIEST) == (2, 0)
+    assert await store.seek("c", EARLIEST, 0) == (2, 0)
     await reader.restart()
     assert await reader.take_all() == ["a", "b"]
 
 
 async def test_a_seek_of_an_unknown_consumer_is_refused(store: Store) -> None:
     with pytest.raises(ConsumerUnknownError):
-        await store.seek("nobody", EARLIEST)
+        await store.seek("nobody", EARLIEST, 0)
     with pytest.raises(ConsumerUnknownError):
         await store.filtered("nobody", 1, "")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollmesh.collector.delivery.units import Settlement
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
+from rollmesh.collector.log import Settlement
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 from tests.collector.collectors import GROUP
@@ -64,7 +64,7 @@ async def test_what_became_stale_before_its_redelivery_is_dropped_then(store: St
     second = await reader.load(unit, version=2)
     assert first is not None
     assert second is not None
-    assert first.verdict.delivers
+    assert first.delivers
     assert second.verdict.reason == pb.FILTER_REASON_NOTHING_LEFT
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.storage.store import Store
+from rollmesh.collector import Store
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionUnknownError
 from rollmesh.v1 import session_pb2
 from tests.collector.collectors import GROUP

@@ -5,12 +5,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from rollmesh.collector.storage.store import LOAD_BYTES
+import grpc
+import pytest
+
+from rollmesh.collector.store import LOAD_BYTES
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import ServerConfig
-from rollmesh.v1 import collector_pb2_grpc
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import (
     GROUP,
+    SESSION,
     TIMEOUT_S,
     collector_at,
     consumer_stats,
@@ -74,10 +78,143 @@ async def test_a_late_sample_is_stored_and_does_not_deliver_its_group_again(stub
         assert await stream.delivered(2) == ["g", "after"]
 
 
-async def test_a_session_without_a_group_is_whole_whatever_size_it_says(stub: Any) -> None:
-    await ingest(stub, record("s", index=2, size=4))
+async def test_a_session_without_a_group_is_delivered_as_a_group_only_on_request(
+    stub: Any,
+) -> None:
+    await ingest(stub, record("s", "", index=2, size=4))
+    await ingest(stub, record("g"))
     async with subscribing(stub, unit=GROUP, credits_=1) as stream:
-        assert await stream.delivered(1) == ["s"]
+        assert await stream.delivered(1) == ["g"]
+    request = collector_pb2.ListFilteredRequest(consumer="trainer")
+    (entry,) = (await stub.ListFiltered(request, timeout=TIMEOUT_S)).entries
+    assert (entry.delivery_id, entry.reason) == (
+        "session:s",
+        collector_pb2.FILTER_REASON_UNGROUPED,
+    )
+    rules = collector_pb2.DeliveryFilter(ungrouped=True)
+    async with subscribing(stub, "other", GROUP, credits_=1, filter=rules) as stream:
+        assert await stream.delivered(1) == ["session:s"]
+
+
+async def test_a_seat_may_be_abandoned_in_a_group_with_the_id_of_a_session(stub: Any) -> None:
+    alone = record("s")
+    alone.group_id = ""
+    seat = collector_pb2.AbandonSeatRequest(
+        group_id="s", sample_index=1, group_size=2, reason="no room"
+    )
+    await stub.AbandonSeat(seat, timeout=TIMEOUT_S)
+    assert not await ingest(stub, alone)
+    await ingest(stub, record("t", "s", 0, 2))
+    rules = collector_pb2.DeliveryFilter(ungrouped=True)
+    async with subscribing(stub, unit=GROUP, credits_=2, filter=rules) as stream:
+        assert await stream.delivered(2) == ["session:s", "s"]
+
+
+async def test_a_group_of_another_run_is_another_group(stub: Any) -> None:
+    for run_id, size in (("", 2), ("r", 3), ("q", 3)):
+        seat = collector_pb2.AbandonSeatRequest(
+            run_id=run_id, group_id="g", sample_index=0, group_size=size, reason="no room"
+        )
+        assert not (await stub.AbandonSeat(seat, timeout=TIMEOUT_S)).duplicate
+        assert (await stub.AbandonSeat(seat, timeout=TIMEOUT_S)).duplicate
+        for at in range(1, size):
+            session = record(f"{run_id}{at}", "g", at, size)
+            session.run_id = run_id
+            await ingest(stub, session)
+            page = await stub.ListOpenGroups(collector_pb2.ListOpenGroupsRequest(), timeout=60)
+            found = [(one.run_id, one.group_id, one.samples) for one in page.groups]
+            assert found == ([(run_id, "g", at + 1)] if at + 1 < size else [])
+    async with subscribing(stub, unit=GROUP, credits_=3) as stream:
+        deliveries = await stream.deliveries(3)
+    assert [one.delivery_id for one in deliveries] == ["g", "run:r/g", "run:q/g"]
+    for one, run_id in zip(deliveries, ("", "r", "q"), strict=True):
+        assert {session.run_id for session in one.sessions} == {run_id}
+
+
+async def test_an_abandoned_seat_completes_its_group(stub: Any) -> None:
+    await ingest(stub, record("a", "g", 0, 3))
+    await ingest(stub, record("b", "g", 1, 3))
+    seat = collector_pb2.AbandonSeatRequest(
+        group_id="g", sample_index=2, group_size=3, reason="no room", metadata={"task": "7"}
+    )
+    async with subscribing(stub, unit=GROUP, credits_=1) as stream:
+        assert not (await stub.AbandonSeat(seat, timeout=TIMEOUT_S)).duplicate
+        (delivery,) = await stream.deliveries(1)
+    assert (delivery.delivery_id, delivery.partial) == ("g", True)
+    assert [one.session_id for one in delivery.sessions[:2]] == ["a", "b"]
+    lost = delivery.sessions[2]
+    assert (lost.abandoned, lost.sample_index, dict(lost.metadata)) == ("no room", 2, {"task": "7"})
+    assert (lost.outcome, len(lost.trajectories)) == (session_pb2.SESSION_OUTCOME_FAILED, 0)
+    assert (await stub.AbandonSeat(seat, timeout=TIMEOUT_S)).duplicate
+
+
+async def test_a_group_of_abandoned_seats_is_delivered_unless_the_policy_wants_more(
+    stub: Any,
+) -> None:
+    for at in range(2):
+        seat = collector_pb2.AbandonSeatRequest(
+            group_id="g", sample_index=at, group_size=2, reason="no room"
+        )
+        await stub.AbandonSeat(seat, timeout=TIMEOUT_S)
+    async with subscribing(stub, unit=GROUP, credits_=1) as stream:
+        assert await stream.delivered(1) == ["g"]
+    policy = collector_pb2.GroupPolicy(min_samples=1)
+    async with subscribing(stub, "strict", GROUP, credits_=1, groups=policy) as stream:
+        await ingest(stub, record("whole"))
+        assert await stream.delivered(1) == ["whole"]
+    request = collector_pb2.ListFilteredRequest(consumer="strict")
+    (entry,) = (await stub.ListFiltered(request, timeout=TIMEOUT_S)).entries
+    assert entry.reason == collector_pb2.FILTER_REASON_INCOMPLETE_GROUP
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("group_id", {"group_id": ""}),
+        ("reason", {"reason": ""}),
+        ("sample_index", {"sample_index": 2}),
+        ("metadata", {"metadata": {"key": "v" * 65_536}}),
+    ],
+)
+async def test_a_seat_with_a_wrong_field_is_refused_by_its_name(
+    stub: Any, field: str, changes: dict[str, Any]
+) -> None:
+    valid: dict[str, Any] = {
+        "group_id": "g",
+        "sample_index": 1,
+        "group_size": 2,
+        "reason": "no room",
+    }
+    with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
+        await stub.AbandonSeat(
+            collector_pb2.AbandonSeatRequest(**(valid | changes)), timeout=TIMEOUT_S
+        )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_consumers_get_sessions_to_train_on_unless_they_ask_for_others(stub: Any) -> None:
+    measured = record("eval")
+    measured.purpose = session_pb2.SESSION_PURPOSE_EVAL
+    await ingest(stub, measured)
+    await ingest(stub, record("train"))
+    async with subscribing(stub, credits_=1) as stream:
+        assert await stream.delivered(1) == ["train"]
+    rules = collector_pb2.DeliveryFilter(purposes=[session_pb2.SESSION_PURPOSE_EVAL])
+    async with subscribing(stub, "evaluation", credits_=1, filter=rules) as stream:
+        assert await stream.delivered(1) == ["eval"]
+
+
+async def test_a_new_consumer_is_told_how_many_units_wait_for_it(stub: Any) -> None:
+    await ingest_all(stub, "a", "b")
+    for name, start, waiting in (
+        ("all", None, 2),
+        ("new", collector_pb2.Position(end=collector_pb2.LOG_END_LATEST), 0),
+    ):
+        request = collector_pb2.CreateConsumerRequest(
+            consumer=collector_pb2.Consumer(name=name, unit=SESSION), start=start
+        )
+        made = await stub.CreateConsumer(request, timeout=TIMEOUT_S)
+        assert made.stored_units == waiting
 
 
 async def test_an_acknowledgement_is_not_a_credit(stub: Any) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.errors import InvalidWeightsError, StaleVersionError
+from rollmesh.runtime.errors import (
+    EngineAsleepError,
+    InvalidWeightsError,
+    StaleVersionError,
+    WeightsDroppedError,
+)
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import KEEP, LONG, Engine, Result
@@ -143,6 +148,22 @@ async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine
     await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
     assert not (await engine.info()).sleeping
     assert len((await engine.generate(engine.request(3, 0))).ids) == 3
+
+
+async def test_weights_that_a_sleep_drops_are_missed_until_an_update(engine: Engine) -> None:
+    before = (await engine.info()).policy_version
+    answer = asyncio.ensure_future(engine.generate(engine.request(LONG, 1)))
+    await engine.until(lambda info: info.running == 1)
+    await engine.stub.Sleep(engine_pb2.SleepRequest(level=2))
+    assert (await answer).finish.reason == sampling_pb2.FINISH_REASON_ABORT
+    with pytest.raises(EngineAsleepError):
+        await engine.update(before + 1, engine.weights)
+    await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
+    for chunk in (0, 1):
+        with pytest.raises(WeightsDroppedError, match="push weights"):
+            await engine.generate(engine.request(5, chunk))
+    await engine.update(before + 1, engine.weights)
+    assert (await engine.generate(engine.request(5, 0))).spans == [(before + 1, 0, 5)]
 
 
 async def test_health_is_serving(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """What both backends refuse, by which name, and that they go on afterwards."""
 
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -91,6 +92,11 @@ async def test_a_bad_request_names_its_field_and_the_engine_stays_up(
     assert len((await engine.generate(engine.request(2, 0))).ids) == 2
 
 
+def patterned(pattern: str) -> str:
+    schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
+    return json.dumps({"format": {"type": "json_schema", "json_schema": schema}})
+
+
 @pytest.mark.parametrize(
     ("tag", "says"),
     [
@@ -98,11 +104,70 @@ async def test_a_bad_request_names_its_field_and_the_engine_stays_up(
         pytest.param('{"type": "structural_tag"}', "no format", id="no format"),
         pytest.param('{"format": ' * 80 + "{}" + "}" * 80, "nested deeper", id="deep"),
         pytest.param('{"format": {"a": "' + "x" * 131_072 + '"}}', "more than", id="large"),
+        pytest.param(patterned("(" * 31_000 + "a" + ")" * 31_000), "brackets", id="pattern"),
+        pytest.param(patterned("(?:[(]\\(" * 65), "brackets", id="groups"),
+        pytest.param(
+            json.dumps({"format": {"type": "grammar", "grammar": "root ::= " + "(" * 65}}),
+            "a grammar with brackets",
+            id="grammar",
+        ),
     ],
 )
 async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, says: str) -> None:
     request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag_json=tag))
     with pytest.raises(InvalidConstraintError, match=says) as caught:
+        await engine.generate(request)
+    assert caught.value.field == "constraint.structural_tag_json"
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("temperature", 0.0, 2.0),
+        ("top_p", 1e-6, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("repetition_penalty", 1e-6, 100.0),
+    ],
+)
+async def test_both_bounds_of_a_sampling_parameter_are_allowed(
+    engine: Engine, name: str, least: float, most: float
+) -> None:
+    for value in (least, most):
+        assert len((await engine.generate(engine.request(2, 0, sampling={name: value}))).ids) == 2
+    for value in (least - 1e-6, most + 1e-5):
+        with pytest.raises(InvalidFieldError, match=f"give {least:.6g} to {most:.6g}"):
+            await engine.generate(engine.request(2, 0, sampling={name: value}))
+
+
+def alternatives(levels: int) -> str:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    form = {"type": "json_schema", "json_schema": schema}
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+async def test_nested_alternatives_cost_the_engine_nothing(engine: Engine) -> None:
+    constraint = engine_pb2.Constraint(structural_tag_json=alternatives(28))
+    request = engine.request(4, 0, constraint=constraint)
+    request.generate.sampling.ignore_eos = False
+    assert (await engine.generate(request)).ids
+
+
+async def test_brackets_that_are_text_do_not_count_as_nesting(engine: Engine) -> None:
+    tag = patterned("^" + r"\([(]" * 100 + "$")
+    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag_json=tag))
+    request.generate.sampling.ignore_eos = False
+    assert (await engine.generate(request)).ids
+
+
+async def test_a_schema_with_too_many_parts_is_refused(engine: Engine) -> None:
+    form = {"type": "json_schema", "json_schema": {"anyOf": [{}] * 16_400}}
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag_json=tag))
+    with pytest.raises(InvalidConstraintError, match="too complex: has more than 16384") as caught:
         await engine.generate(request)
     assert caught.value.field == "constraint.structural_tag_json"
 

@@ -132,6 +132,10 @@ def deep(levels: int) -> object:
         pytest.param(tag({"type": "string", "pattern": "((("}), "Regex", id="no regex"),
         pytest.param(tag({"minimum": 5, "maximum": 3, "type": "integer"}), "range", id="empty"),
         pytest.param(tag(schema=False), "cannot", id="nothing allowed"),
+        pytest.param(tag({"enum": ["\ud800"]}), "lone surrogate", id="half a character"),
+        pytest.param(
+            tag({"type": "string", "pattern": "[a-z]{20000}"}), "to parse", id="long to parse"
+        ),
         pytest.param(tag(deep(200)), "nested deeper", id="deep"),
         pytest.param("[" * 100_000, "not JSON|nested", id="deeper than the parser"),
         pytest.param(tag({"enum": ["x" * 200_000]}), "more than", id="large"),

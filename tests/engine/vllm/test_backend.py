@@ -1,6 +1,9 @@
 """What only a real model can show: log-probs equal to torch's, and the death of its process."""
 
+import asyncio
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -131,3 +134,10 @@ async def _refused(
         changed[name] = value
     with pytest.raises(InvalidWeightsError, match=says):
         await engine.update(9, save(changed))
+
+
+async def test_the_model_ends_with_an_engine_that_is_killed(engine: Engine) -> None:
+    cores = _cores(engine)
+    os.kill(engine.process.pid, signal.SIGKILL)  # the engine alone, not its group
+    alive = (await asyncio.to_thread(psutil.wait_procs, cores, 60))[1]
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []

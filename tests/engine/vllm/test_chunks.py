@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.engine.backend import GenerateInput, Sampling
-from rollmesh.engine.vllm.chunks import chunks, joined as joined_chunks
-from rollmesh.engine.vllm.versions import VersionStart
+from rollmesh.engine.backend import GenerateInput
+from rollmesh.engine.vllm.chunks import VersionStart, messages
+from rollmesh.v1 import engine_pb2
+from tests.engine.engines import Result
 
 pytestmark = pytest.mark.vllm
 MOST_LIKELY = [7, 8, 9]
@@ -30,25 +31,21 @@ def output(sampled: int) -> Any:
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
-def test_joined_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: int) -> None:
+def test_merged_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: int) -> None:
     sampled = [7, 9, OTHER, 8, 9]
-    joined = output(sampled[0])
+    merged = output(sampled[0])
     for token in sampled[1:]:
-        joined.extend(output(token))
-    request = GenerateInput(
-        "r", np.ones(1, np.uint32), Sampling(max_tokens=5), chunk, top_logprobs=3
-    )
-    completion = SimpleNamespace(token_ids=sampled, logprobs=joined)
-    found = list(chunks(completion, request, 10, [VersionStart(3, 0), VersionStart(4, 13)]))
-    assert np.concatenate([one.token_ids for one in found]).tolist() == sampled
-    logprobs = np.concatenate([one.logprobs for one in found])
-    assert logprobs.tolist() == [-0.5, -2.0, -4.0, -1.0, -2.0]
-    versions = [one.policy_version for one in found for _ in one.token_ids]
+        merged.extend(output(token))
+    asked = engine_pb2.GenerateRequest(top_logprobs=3)
+    request = GenerateInput(asked, np.ones(1, np.uint32), chunk)
+    completion = SimpleNamespace(token_ids=sampled, logprobs=merged)
+    result, versions = Result(), list[int]()
+    for one in messages(completion, request, 10, [VersionStart(3, 0), VersionStart(4, 13)]):
+        result.take(one)
+        versions += [one.policy_version] * (len(one.token_ids_u32le) // 4)
+        assert len(one.token_ids_u32le) // 4 <= (chunk or 5)
+    assert result.ids == sampled
+    assert result.logprobs == [-0.5, -2.0, -4.0, -1.0, -2.0]
     assert versions == [3, 3, 3, 4, 4]
-    assert all(len(one.token_ids) <= (chunk or 5) for one in found)
-    whole = joined_chunks(found, 2)
-    assert [len(one.token_ids) for one in whole] == ([3, 2] if chunk == 0 else [2, 1, 2])
-    assert np.concatenate([one.logprobs for one in whole]).tolist() == logprobs.tolist()
-    for one in [*found, *whole]:
-        assert one.top_ids.tolist() == [MOST_LIKELY] * len(one.token_ids)
-        assert one.top_logprobs.tolist() == [LOGPROBS] * len(one.token_ids)
+    assert result.top_ids == [MOST_LIKELY] * 5
+    assert result.top_logprobs == [LOGPROBS] * 5

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.generations.continuing import continued, why_not_continued
+from rollmesh.mesh.generation import continued, why_not_continued
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 
@@ -27,7 +27,7 @@ async def rest(engine: Engine, whole: engine_pb2.GenerateRequest, ids: list[int]
     """What is sampled after `ids`, which an engine sampled before it was lost."""
     asked = continued(whole, np.array(ids, np.uint32), uuid.uuid4().hex)
     return await engine.generate(
-        engine_pb2.StreamGenerateRequest(generate=asked, max_chunk_tokens=8, min_chunk_tokens=8)
+        engine_pb2.StreamGenerateRequest(generate=asked, max_chunk_tokens=8, collect_ms=1)
     )
 
 
@@ -80,14 +80,7 @@ async def test_a_message_says_which_weights_sampled_it(
     assert versions == expected
 
 
-async def test_few_messages_carry_an_answer_that_nobody_reads_token_by_token(
-    vllm_engine: Engine,
-) -> None:
-    asked = vllm_engine.request(300, 128)
-    asked.min_chunk_tokens = 64
-    result = await vllm_engine.generate(asked)
-    assert len(result.ids) == 300
-    assert result.messages <= 300 // 64 + 1
-    short = vllm_engine.request(20, 128)
-    short.min_chunk_tokens = 64
-    assert (await vllm_engine.generate(short)).messages == 1
+async def test_a_collected_answer_is_sent_before_it_ends(vllm_engine: Engine) -> None:
+    asked = vllm_engine.request(LONG, 2_048)
+    asked.collect_ms = 1
+    assert (await vllm_engine.generate(asked)).messages > 3

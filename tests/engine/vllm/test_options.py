@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    from rollmesh.engine.vllm import options as vllm
+    from rollmesh.engine.vllm import backend as vllm
 
     return vllm.read_options(options)
 

@@ -80,5 +80,5 @@ def test_half_a_minute_guided_by_coverage_finds_nothing(tmp_path: Path) -> None:
         [*command, "--seconds=30"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert kept(tmp_path) == ""
-    assert json.loads(files[1].read_text())["decoder_inputs"] > 10_000
+    assert json.loads(files[1].read_text())["decoder_inputs"] > 1_000
     assert "NEW" in said.stderr  # coverage was counted

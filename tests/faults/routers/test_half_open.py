@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Subscription
-from rollmesh.mesh.directories import members
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh import directory
+from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.rpc import channels
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2
 from tests.collector.records import record
@@ -44,10 +44,10 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
         await until(it_is_forgotten, _TIMEOUT_S)
 
 
-async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(
+async def test_a_trainer_gets_units_lost_with_a_connection_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "SHORT_KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
+    monkeypatch.setattr(directory, "SHORT_KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
     settings = {"port": 0, "data_dir": tmp_path / "collector", "keepalive_ms": _KEEPALIVE_MS}
     async with (
         running("collector", tmp_path, **settings) as collector,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import ReplicaIdInUseError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import router_pb2
@@ -73,7 +73,7 @@ async def test_a_service_that_waits_for_its_router_can_be_stopped(tmp_path: Path
             assert await process.terminate() == 0
 
 
-async def test_a_router_that_cannot_write_says_so_and_ends(tmp_path: Path) -> None:
+async def test_a_router_that_cannot_write_exits_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     async with started("router", tmp_path, port=0, data_dir=tmp_path / "file" / "in") as process:
         assert await process.exit_code() == 1
@@ -115,7 +115,9 @@ async def test_a_second_engine_under_one_id_ends_with_a_sentence_while_the_first
         assert await health(first.port) == SERVING
 
 
-async def test_an_engine_gets_in_after_one_of_its_id_whose_host_is_gone(tmp_path: Path) -> None:
+async def test_an_engine_registers_after_the_host_of_its_former_process_is_gone(
+    tmp_path: Path,
+) -> None:
     async with (
         a_router(tmp_path) as router,
         proxy_to(router.address) as proxy,
@@ -130,7 +132,7 @@ async def test_an_engine_gets_in_after_one_of_its_id_whose_host_is_gone(tmp_path
             await second.wait_registered()
 
 
-async def test_a_second_member_of_one_id_is_refused_for_good(tmp_path: Path) -> None:
+async def test_a_second_member_of_one_id_is_refused_finally(tmp_path: Path) -> None:
     async with (
         a_router(tmp_path) as router,
         Membership(router.address, hello("engine-x"), router_pb2.ReplicaLoad) as first,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leasing.leases import LeaseClient
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.routers import Membership
 from rollmesh.v1 import router_pb2
 from tests.faults.proxy import proxy_to
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free
@@ -34,7 +34,7 @@ async def leases(mesh: Mesh) -> int:
         return sum(one.leases for one in (await client.replicas()).replicas)
 
 
-async def test_a_generation_on_an_engine_that_stands_still_moves_on(
+async def test_a_generation_on_a_stopped_engine_continues_on_another(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(
@@ -61,7 +61,7 @@ async def test_a_generation_on_an_engine_that_stands_still_moves_on(
         await until(lambda: has(mesh, "engine-0"))
 
 
-async def test_a_gateway_that_stood_still_goes_on_and_leaks_no_lease(
+async def test_a_gateway_that_was_stopped_for_a_while_leaks_no_lease(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(
@@ -92,7 +92,7 @@ async def a_router(folder: Path) -> AsyncIterator[tuple[ServiceProcess, Client]]
             yield router, client
 
 
-async def test_the_gateways_of_an_engine_that_cannot_be_heard_are_told(tmp_path: Path) -> None:
+async def test_the_gateways_of_a_silent_engine_are_warned(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(120),
         a_router(tmp_path) as (router, client),
@@ -113,7 +113,7 @@ async def test_the_gateways_of_an_engine_that_cannot_be_heard_are_told(tmp_path:
                     assert grant.engine_id == "near"
 
 
-async def test_the_gateways_of_an_engine_that_freezes_while_the_router_restarts_are_told(
+async def test_the_gateways_of_an_engine_that_freezes_while_the_router_restarts_are_warned(
     tmp_path: Path,
 ) -> None:
     with reserved_port() as holder:
@@ -132,7 +132,7 @@ async def test_the_gateways_of_an_engine_that_freezes_while_the_router_restarts_
                 assert await told == far.address
 
 
-async def test_the_leases_of_a_gateway_that_cannot_be_heard_are_free(tmp_path: Path) -> None:
+async def test_the_leases_of_a_silent_gateway_are_free(tmp_path: Path) -> None:
     hello = router_pb2.ReplicaHello(
         replica_id="g",
         kind=router_pb2.REPLICA_KIND_GATEWAY,

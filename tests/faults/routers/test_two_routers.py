@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leasing.leases import LeaseClient
-from rollmesh.router.leasing.engines import Engine
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.router.engines import Engine
 from tests.faults.proxy import proxy_to
 from tests.faults.routers.test_router_restarts import ask, booked, in_engines, start_engine
 from tests.meshes import Mesh
@@ -53,7 +53,7 @@ def client_of(mesh: Mesh, *routers: str) -> Client:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-async def test_the_mesh_goes_on_with_the_other_router_when_one(
+async def test_the_mesh_continues_with_the_other_router_after(
     fleet: Mesh, ending: signal.Signals
 ) -> None:
     async with (
@@ -175,7 +175,7 @@ async def test_requests_in_the_queue_of_a_router_are_sent_to_the_next(
         await until(lambda: first.table.is_clear or first.table.waiting == 0)
 
 
-async def test_a_single_router_that_falls_silent_is_connected_to_again(tmp_path: Path) -> None:
+async def test_a_gateway_reconnects_to_its_only_router_after_silence(tmp_path: Path) -> None:
     async with (
         noting_router(tmp_path) as router,
         proxy_to(router.address) as proxy,

@@ -1,13 +1,12 @@
 """What the choices of a request share, and what each has alone."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.conversation.choices import Shared, choice_seed, merged
+from rollmesh.gateway.requests import choice_seed
+from rollmesh.gateway.session import Shared
 
 MOST = 2**63 - 1
 
@@ -53,7 +52,7 @@ async def test_shared_work_is_done_once_and_outlives_the_choice_that_began_it() 
     assert first.cancelled()
 
 
-async def test_shared_work_that_nobody_waits_for_any_more_is_cancelled_and_can_begin_anew() -> None:
+async def test_shared_work_without_waiters_is_cancelled_and_can_begin_again() -> None:
     shared: Shared[int] = Shared()
     futures: list[asyncio.Future[int]] = []
 
@@ -72,51 +71,3 @@ async def test_shared_work_that_nobody_waits_for_any_more_is_cancelled_and_can_b
         await asyncio.sleep(0)
         futures[1].set_result(5)
         assert await again == 5
-
-
-async def numbers(log: list[str], name: str, *values: int) -> AsyncGenerator[int, None]:
-    try:
-        for value in values:
-            if value < 0:
-                raise ValueError(name)
-            yield value
-            log.append(f"{name} took {value}")
-    finally:
-        log.append(f"{name} closed")
-
-
-async def test_streams_are_merged_and_each_is_asked_when_its_item_was_taken() -> None:
-    log: list[str] = []
-    found: dict[int, list[int]] = {0: [], 1: []}
-    async with asyncio.timeout(60):
-        async for at, value in merged([numbers(log, "a", 1, 2), numbers(log, "b", 3)]):
-            assert f"{'ab'[at]} took {value}" not in log
-            found[at].append(value)
-    assert found == {0: [1, 2], 1: [3]}
-    assert sorted(log) == ["a closed", "a took 1", "a took 2", "b closed", "b took 3"]
-
-
-async def test_one_that_fails_ends_the_others() -> None:
-    log: list[str] = []
-    never = asyncio.Event()
-
-    async def waits() -> AsyncGenerator[int, None]:
-        try:
-            yield 1
-            await never.wait()
-        finally:
-            log.append("waits closed")
-
-    async with asyncio.timeout(60):
-        with pytest.raises(ValueError, match="a"):
-            [one async for one in merged([waits(), numbers(log, "a", 1, -1)])]
-    assert sorted(log) == ["a closed", "a took 1", "waits closed"]
-
-
-async def test_leaving_the_merged_stream_closes_all() -> None:
-    log: list[str] = []
-    async with asyncio.timeout(60):
-        async with aclosing(merged([numbers(log, "a", 1, 2), numbers(log, "b", 3, 4)])) as both:
-            await anext(both)
-    assert sorted(log)[:1] == ["a closed"]
-    assert "b closed" in log

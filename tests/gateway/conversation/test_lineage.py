@@ -6,12 +6,17 @@ import pytest
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
-from rollmesh.gateway.conversation.reasons import Lineage
+from rollmesh.gateway.tree import Lineage
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
 
 OTHER_TOOLS = make_context(b'[{"type": "function", "function": {"name": "g"}}]', b"")
 SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
+
+
+WORK = "Fix the failing test of the parser."
+CALL = ToolCall("c", "f", "{}")
+SUMMARY = "All three steps were taken, and the parser reads its input now."
 
 
 def worked(world: World, turns: int, system: Message = SYSTEM) -> tuple[Message, ...]:
@@ -65,19 +70,202 @@ def test_a_conversation_under_another_system_message_is_a_sub_agent() -> None:
 
 def test_a_history_begun_anew_is_a_compaction() -> None:
     world = World()
-    worked(world, 3)
-    summary = (SYSTEM, user("so far: much"))
+    before = worked(world, 3)
+    world.turn(
+        (*before, user("Summarise.")), said(f"<summary>\n{SUMMARY}\n</summary>"), context=TOOLS
+    )
+    summary = (SYSTEM, user(f"This is what was done so far:\n\n{SUMMARY}\nGo on."))
     world.turn(summary, said("go on"), context=TOOLS)
     world.turn((*summary, said("go on"), user("yes")), said("done"), context=TOOLS)
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
     assert all(mask_of(trajectory).any() for trajectory in world.export())
 
 
-def test_an_edit_of_the_first_message_is_a_branch() -> None:
+@pytest.mark.parametrize("summariser", ["the work", "another agent"])
+@pytest.mark.parametrize("kept", [(), (user("go"),)], ids=["nothing kept", "the task kept"])
+def test_an_unmarked_summary_begins_a_compaction(
+    summariser: str, kept: tuple[Message, ...]
+) -> None:
     world = World()
-    worked(world, 1)
-    world.turn((SYSTEM, user("stop")), said("ok"), context=TOOLS)
-    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_BRANCH]
+    before = worked(world, 3)
+    if summariser == "the work":
+        world.turn((*before, user("Summarise.")), said(SUMMARY), context=TOOLS)
+    else:
+        world.turn((OTHER, user("Summarise: step 0, step 1, step 2")), said(SUMMARY))
+    world.turn((SYSTEM, *kept, user(f"So far: {SUMMARY}")), said("on"), context=TOOLS)
+    expected = [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
+    if summariser == "another agent":
+        expected.insert(1, trajectory_pb2.LINEAGE_AUXILIARY)
+    assert found(world) == expected
+
+
+@pytest.mark.parametrize("kept", [(), (user("go"),)], ids=["nothing kept", "the task kept"])
+def test_a_window_that_keeps_the_newest_messages_is_a_compaction(kept: tuple[Message, ...]) -> None:
+    world = World()
+    before = worked(world, 4)
+    newest = (SYSTEM, *kept, *before[-3:])
+    world.turn(newest, said("step 4"), context=TOOLS)
+    world.turn((SYSTEM, *kept, *newest[-2:], said("step 4"), user("on")), said("5"), context=TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, *2 * [trajectory_pb2.LINEAGE_COMPACTION]]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("system", [(), (SYSTEM,)], ids=["no system message", "a system message"])
+def test_a_new_question_without_the_old_history_is_a_root(
+    turns: int, system: tuple[Message, ...]
+) -> None:
+    world = World()
+    for question in ("first question", "second question", "third question"):
+        messages = (*system, user(question))
+        for at in range(turns):
+            reply = said(f"{question}: {at}", CALL)
+            world.turn(messages, reply, context=TOOLS)
+            messages = (*messages, reply, Message("tool", "r", tool_call_id="c"))
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, *2 * [trajectory_pb2.LINEAGE_ROOT]]
+    assert all(
+        mask_of(trajectory).all() or mask_of(trajectory).any() for trajectory in world.export()
+    )
+
+
+def test_a_question_that_names_a_short_answer_is_a_root() -> None:
+    world = World()
+    worked(world, 2)
+    world.turn((SYSTEM, user("Who?")), said("Marie Curie"), context=TOOLS)
+    world.turn((SYSTEM, user("When was Marie Curie born?")), said("1867"), context=TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, *2 * [trajectory_pb2.LINEAGE_ROOT]]
+
+
+def test_an_echo_that_the_agent_changed_is_a_branch() -> None:
+    world = World()
+    worked(world, 3)
+    changed = (SYSTEM, user("go"), said("another step"), user("on 0"))
+    world.turn(changed, said("step 1"), context=TOOLS)
+    whole = (*changed, said("another step 1"), user("on 1"), said("step 2"), user("on 2"))
+    world.turn(whole, said("step 3"), context=TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, *2 * [trajectory_pb2.LINEAGE_BRANCH]]
+
+
+def test_echoes_that_are_changed_at_every_turn_are_branches_of_the_longest() -> None:
+    world = World()
+    messages: tuple[Message, ...] = (SYSTEM, user("go"))
+    for at in range(4):
+        world.turn(messages, said(f"step {at}"), context=TOOLS)
+        messages = (*messages, said(f"I took step {at}"), user(f"on {at}"))
+    assert sorted(found(world)) == [
+        trajectory_pb2.LINEAGE_MAIN,
+        *3 * [trajectory_pb2.LINEAGE_BRANCH],
+    ]
+
+
+FINAL = Message("system", "An agent got stuck. Answer for it.")
+
+
+@pytest.mark.parametrize("echo", ["as sampled", "as text"])
+@pytest.mark.parametrize("system", [SYSTEM, FINAL], ids=["same system", "another system message"])
+def test_a_final_answer_that_is_asked_without_tools_is_the_work(system: Message, echo: str) -> None:
+    world = World()
+    messages: tuple[Message, ...] = (SYSTEM, user(WORK))
+    for at in range(3):
+        reply = said(f"step {at}", CALL)
+        world.turn(messages, reply, context=TOOLS)
+        result = Message("tool", f"r{at}", tool_call_id="c")
+        if echo == "as text":
+            reply, result = said(f"step {at}\nI called f."), user(f"r{at}")
+        messages = (*messages, reply, result)
+    world.turn((system, *messages[1:], user("Answer now.")), said("42"))
+    final = world.export()[-1]
+    assert final.lineage == trajectory_pb2.LINEAGE_MAIN
+    assert mask_of(final).any()
+
+
+def test_a_call_beside_the_work_that_repeats_its_history_is_auxiliary_still() -> None:
+    world = World()
+    call, result = said("I look.", CALL), Message("tool", "r", tool_call_id="c")
+    before = (*worked(world, 2), call, result)
+    world.turn(before[:-2], call, context=TOOLS)
+    asked = world.turn((OTHER, *before[1:], user("A title?")), said("A title"))
+    assert found(world)[-1] == trajectory_pb2.LINEAGE_MAIN, "it may be the final answer"
+    world.turn(before, said("the work goes on"), context=TOOLS)
+    title = next(one for one in world.export() if one.leaf_node_id == asked.node_id)
+    assert title.lineage == trajectory_pb2.LINEAGE_AUXILIARY
+
+
+@pytest.mark.parametrize(
+    ("system", "calls", "finish", "lineage"),
+    [
+        pytest.param(OTHER, (), "STOP", trajectory_pb2.LINEAGE_AUXILIARY, id="answered"),
+        pytest.param(OTHER, (CALL,), "STOP", trajectory_pb2.LINEAGE_MAIN, id="called"),
+        pytest.param(OTHER, (), "LENGTH", trajectory_pb2.LINEAGE_MAIN, id="cut"),
+        pytest.param(SYSTEM, (), "STOP", trajectory_pb2.LINEAGE_MAIN, id="same-system"),
+    ],
+)
+@pytest.mark.parametrize("asks", ["with a changed echo", "with its echo"])
+def test_a_summary_of_work_that_has_its_answer_is_a_side_call(
+    system: Message, calls: tuple[ToolCall, ...], finish: str, lineage: Lineage, asks: str
+) -> None:
+    world = World()
+    begin = (SYSTEM, user(WORK), said("I look.", CALL), Message("tool", "r", tool_call_id="c"))
+    last = said("It is fixed.", *calls)
+    world.turn(begin[:2], begin[2], context=TOOLS)
+    reason = sampling_pb2.FinishReason.Value(f"FINISH_REASON_{finish}")
+    world.turn(begin, last, context=TOOLS, finish=reason)
+    echo = last if asks == "with its echo" else said(f"{last.content} I am done.")
+    side = world.turn((system, *begin[1:], echo, user("A title, please.")), said("A parser"))
+    (title,) = (one for one in world.export() if one.leaf_node_id == side.node_id)
+    assert title.lineage == lineage
+    assert mask_of(title).any() == (lineage == trajectory_pb2.LINEAGE_MAIN)
+    main = next(one for one in world.export() if one.leaf_node_id != side.node_id)
+    assert main.lineage == trajectory_pb2.LINEAGE_MAIN
+
+
+def test_a_call_that_could_not_be_read_is_no_answer_yet() -> None:
+    world = World()
+    begin, last = (SYSTEM, user(WORK)), said('<tool_call>{"name": ')
+    turn = world.turn(begin, last, context=TOOLS)
+    turn.reasons |= {trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL}
+    world.turn((FINAL, *begin[1:], last, user("Answer now.")), said("42"))
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_MAIN]
+
+
+def test_work_whose_tools_change_says_so() -> None:
+    world = World()
+    before = worked(world, 2)
+    world.turn(before, said("more"), context=OTHER_TOOLS)
+    world.turn((*before, said("more"), user("on")), said("done"), context=OTHER_TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
+    first, second = world.export()
+    assert first.reasons == [trajectory_pb2.FIDELITY_REASON_EXACT]
+    assert second.reasons == [trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param((user("Are you there?"),), id="probe"),
+        pytest.param((OTHER, user(f"<session>{WORK}</session>")), id="title"),
+        pytest.param((SYSTEM, user("Are you there?")), id="probe with the system message"),
+        pytest.param((user(WORK),), id="task without a system message"),
+    ],
+)
+def test_a_conversation_before_the_work_changes_no_tools(before: tuple[Message, ...]) -> None:
+    world = World()
+    world.turn(before, said("Yes."))
+    work(world, 3)
+    (main,) = [one for one in world.export() if one.lineage == trajectory_pb2.LINEAGE_MAIN]
+    assert main.turns == 3
+    assert main.reasons == [trajectory_pb2.FIDELITY_REASON_EXACT]
+
+
+def test_a_first_answer_that_was_not_stored_changes_no_tools() -> None:
+    world = World()
+    lost = world.turn((user("q"),), said("A"))
+    world.tree.detach(lost)
+    world.seen.pop(lost.node_id)
+    node = world.turn((user("q"),), said("B"), context=TOOLS)
+    assert not node.reasons
+    assert not world.turn((user("q"),), said("C"), context=TOOLS).reasons
+    changed = world.turn((user("q"),), said("D"))
+    assert changed.reasons == {trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}
 
 
 def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained() -> None:
@@ -88,8 +276,6 @@ def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained()
     assert all(mask_of(trajectory).any() for trajectory in world.export())
 
 
-WORK = "Fix the failing test of the parser."
-CALL = ToolCall("c", "f", "{}")
 Say = Lineage | None
 
 
@@ -160,7 +346,7 @@ def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
     ],
 )
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_what_a_request_says_that_it_is_wins(
+def test_the_lineage_given_by_a_request_wins(
     beside: Callable[..., None], marked: Lineage, order: str
 ) -> None:
     world = World()
@@ -268,7 +454,7 @@ def test_a_conversation_with_tools_of_its_own_is_a_sub_agent() -> None:
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
 
 
-def test_of_two_ways_on_the_one_that_continues_is_the_main_one() -> None:
+def test_the_branch_that_continues_is_the_main_branch() -> None:
     world = World()
     start = (SYSTEM, user(WORK))
     world.turn(start, said("step"), context=TOOLS)

@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.export.record import write_record
-from rollmesh.gateway.storage import journal
-from rollmesh.gateway.storage.transaction import Transaction
-from rollmesh.runtime.codec.content import text_of
+from rollmesh.gateway import journal
+from rollmesh.gateway.journal import Transaction
+from rollmesh.gateway.session import Session
+from rollmesh.runtime.codec.enums import text_of
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.chat.images.pictures import picture
+from tests.gateway.closing import write_record
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 

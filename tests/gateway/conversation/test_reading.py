@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.messages import Message
-from rollmesh.gateway.conversation.reading import MessageReader
+from rollmesh.gateway.conversation import Conversation, MessageReader
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.messages import said
@@ -29,6 +29,10 @@ MESSAGES = st.builds(
 )
 
 
+def read(*messages: chat_pb2.ChatMessage, reader: MessageReader | None = None) -> Conversation:
+    return (reader or MessageReader()).read(request([*messages]))[0]
+
+
 def request(messages: list[chat_pb2.ChatMessage], **fields: object) -> gateway_pb2.ChatRequest:
     return gateway_pb2.ChatRequest(messages=messages, **fields)  # type: ignore[arg-type]
 
@@ -41,7 +45,7 @@ def request(messages: list[chat_pb2.ChatMessage], **fields: object) -> gateway_p
     ),
     key=st.text(max_size=150),
 )
-def test_a_reader_reads_what_a_fresh_one_reads(
+def test_a_used_reader_agrees_with_a_fresh_reader(
     conversations: list[tuple[int, int, list[chat_pb2.ChatMessage]]], key: str
 ) -> None:
     reader = MessageReader()
@@ -52,8 +56,9 @@ def test_a_reader_reads_what_a_fresh_one_reads(
             continue
         asked.append(messages)
         first = request(messages, session_id="s", session_key=key, tools_json="[]")
-        found, alone = reader.read(first), MessageReader().read(request(messages))
+        (found, rest), alone = reader.read(first), read(*messages)
         # Ids, key and tools are no part of a conversation.
+        assert gateway_pb2.ChatRequest.FromString(bytes(rest)).tools_json == "[]"
         assert (found.groups, found.messages) == (alone.groups, len(messages))
         assert (found.size, found.digest) == (alone.size, alone.digest)
 
@@ -69,18 +74,17 @@ def test_a_digest_tells_messages_apart_that_a_template_would_not() -> None:
         for text in ("because", "though")
     ]
     reader = MessageReader()
-    digests = {reader.read(request([user, one])).digest for one in (*thought, user)}
+    digests = {read(user, one, reader=reader).digest for one in (*thought, user)}
     assert len(digests) == 3
 
 
 def test_a_message_without_a_role_is_named_where_it_stands() -> None:
     reader, user = MessageReader(), said("q")
-    reader.read(request([user]))
+    read(user, reader=reader)
+    unsigned = chat_pb2.ChatMessage(content=[chat_pb2.ContentPart(text="who?")])
     with pytest.raises(InvalidMessagesError, match=r"messages\[1\]\.role"):
-        reader.read(
-            request([user, chat_pb2.ChatMessage(content=[chat_pb2.ContentPart(text="who?")])])
-        )
-    assert reader.read(request([user])).groups[0][0].content == "q"  # and nothing was lost
+        read(user, unsigned, reader=reader)
+    assert read(user, reader=reader).groups[0][0].content == "q"  # and nothing was lost
 
 
 def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
@@ -88,7 +92,7 @@ def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
 
     def is_read(text: str) -> bool:
         user = said(text)
-        ((found,),) = reader.read(request([user])).groups
+        ((found,),) = read(user, reader=reader).groups
         return found.content == text
 
     tracemalloc.start()
@@ -104,7 +108,7 @@ def test_texts_in_parts_are_one_text() -> None:
     message = said("a")
     message.content.add(text="")
     message.content.add(text="b")
-    assert MessageReader().read(request([message])).groups[0][0].content == "ab"
+    assert read(message).groups[0][0].content == "ab"
 
 
 @pytest.mark.parametrize("kind", ["image", "document"])
@@ -112,7 +116,7 @@ def test_a_part_that_is_not_served_is_refused_by_its_place(kind: str) -> None:
     message = said("look")
     getattr(message.content.add(), kind).media_type = "image/png"
     with pytest.raises(UnsupportedPartError) as caught:
-        MessageReader().read(request([said("q"), message]))
+        read(said("q"), message)
     assert caught.value.field == f"messages[1].content[1].{kind}"
 
 
@@ -120,14 +124,14 @@ def test_a_part_that_says_nothing_is_refused() -> None:
     message = said("look")
     message.content.add()
     with pytest.raises(InvalidMessagesError) as caught:
-        MessageReader().read(request([message]))
+        read(message)
     assert caught.value.field == "messages[0].content[1]"
 
 
 def test_every_byte_of_a_message_counts_however_long_it_is() -> None:
     for size in (1, 100, 127, 128, 200, 16_383, 16_384, 20_000):
-        one, other = (request([said("x" * size + last)]) for last in "ab")
-        assert MessageReader().read(one).digest != MessageReader().read(other).digest
+        one, other = (read(said("x" * size + last)) for last in "ab")
+        assert one.digest != other.digest
 
 
 def test_a_message_is_read_with_all_its_fields_and_refused_by_its_place() -> None:
@@ -137,7 +141,7 @@ def test_a_message_is_read_with_all_its_fields_and_refused_by_its_place() -> Non
     result.tool_call_id = "c"
     thought = said("A", chat_pb2.ROLE_ASSISTANT)
     thought.reasoning_content = "why"
-    groups = MessageReader().read(request([named, thought, result])).groups
+    groups = read(named, thought, result).groups
     assert [message for group in groups for message in group] == [
         Message("user", "q", name="worker"),
         Message("assistant", "A", reasoning="why"),
@@ -145,5 +149,5 @@ def test_a_message_is_read_with_all_its_fields_and_refused_by_its_place() -> Non
     ]
     empty = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=[chat_pb2.ContentPart()] * 2)
     with pytest.raises(InvalidMessagesError) as caught:
-        MessageReader().read(request([named, empty]))
+        read(named, empty)
     assert caught.value.field == "messages[1].content[0]"

@@ -1,25 +1,22 @@
 """Which sample a request gets: retries share one, siblings never do."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from rollmesh.chat.parsing.events import TextEvent
-from rollmesh.gateway.conversation.retries import retried
-from rollmesh.gateway.conversation.session import Begun, Reading, Turn
+from rollmesh.gateway.session import EqualTurns, Turn
 
 
-@dataclass(eq=False)
-class Sampled:
+class Sample(Turn):
     """A sample: in flight, or answered."""
 
-    waiting: int = 0
-    sent: bool = False
-    tries: int = 0
-    answered: bool = False
-    given: list["Request"] = field(default_factory=list)
+    def __init__(self, waiting: int = 0, *, sent: bool = False, tries: int = 0) -> None:
+        super().__init__(0, "a", "f", sent=sent, tries=tries)
+        self.readers = {asyncio.Event() for _ in range(waiting)}
+        self.is_answered = False
 
 
 @dataclass(eq=False)
@@ -27,7 +24,15 @@ class Request:
     """A request that waits for its answer."""
 
     retry_count: int
-    sample: Sampled
+    sample: Sample
+    reader: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def equal(samples: list[Sample]) -> EqualTurns:
+    turns = EqualTurns()
+    for sample in samples:
+        turns.add(sample)
+    return turns
 
 
 @pytest.mark.parametrize(
@@ -35,28 +40,28 @@ class Request:
     [
         pytest.param([], 0, None, id="first"),
         pytest.param([], 1, None, id="retry of what never came"),
-        pytest.param([Sampled(waiting=1)], 0, None, id="sibling at the same time"),
-        pytest.param([Sampled(waiting=1)], 1, 0, id="retry of one in flight"),
-        pytest.param([Sampled(sent=True)], 0, None, id="sibling afterwards"),
-        pytest.param([Sampled(sent=True)], 1, 0, id="retry of one that was sent"),
-        pytest.param([Sampled(sent=True), Sampled(sent=True)], 1, 1, id="the newest that was sent"),
-        pytest.param([Sampled()], 0, 0, id="one that nobody waits for"),
-        pytest.param([Sampled(waiting=1), Sampled()], 0, 1, id="which may be a later one"),
-        pytest.param([Sampled(sent=True), Sampled(waiting=1)], 1, 1, id="awaited before sent"),
-        pytest.param([Sampled(waiting=1), Sampled(waiting=1)], 1, 0, id="the oldest in flight"),
+        pytest.param([Sample(waiting=1)], 0, None, id="sibling at the same time"),
+        pytest.param([Sample(waiting=1)], 1, 0, id="retry of one in flight"),
+        pytest.param([Sample(sent=True)], 0, None, id="sibling afterwards"),
+        pytest.param([Sample(sent=True)], 1, 0, id="retry of one that was sent"),
+        pytest.param([Sample(sent=True), Sample(sent=True)], 1, 1, id="the newest that was sent"),
+        pytest.param([Sample()], 0, 0, id="a turn without waiters"),
+        pytest.param([Sample(waiting=1), Sample()], 0, 1, id="which may be a later one"),
+        pytest.param([Sample(sent=True), Sample(waiting=1)], 1, 1, id="awaited before sent"),
+        pytest.param([Sample(waiting=1), Sample(waiting=1)], 1, 0, id="the oldest in flight"),
         pytest.param(
-            [Sampled(waiting=1, tries=1), Sampled(waiting=1)], 1, 1, id="siblings time out together"
+            [Sample(waiting=1, tries=1), Sample(waiting=1)], 1, 1, id="siblings time out together"
         ),
         pytest.param(
-            [Sampled(sent=True), Sampled(waiting=1, tries=1)], 1, 0, id="or were answered together"
+            [Sample(sent=True), Sample(waiting=1, tries=1)], 1, 0, id="or were answered together"
         ),
         pytest.param(
-            [Sampled(waiting=1, tries=1), Sampled(waiting=1, tries=2)], 2, 0, id="and once more"
+            [Sample(waiting=1, tries=1), Sample(waiting=1, tries=2)], 2, 0, id="and once more"
         ),
     ],
 )
-def test_a_request_joins(samples: list[Sampled], retry_count: int, joined: int | None) -> None:
-    found = retried(samples, retry_count)
+def test_a_request_joins(samples: list[Sample], retry_count: int, joined: int | None) -> None:
+    found = equal(samples).retried(retry_count)
     assert found is (None if joined is None else samples[joined])
 
 
@@ -67,12 +72,14 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.samples: list[Sampled] = []
+        self.samples: list[Sample] = []
+        self.turns = equal([])
+        self.given: list[Request] = []
 
     @rule(target=waiting, retry_count=st.sampled_from([0, 0, 0, 1, 2]))
     def asks(self, retry_count: int) -> Request:
-        lost = [one for one in self.samples if not one.waiting and not one.sent]
-        sample = retried(self.samples, retry_count)
+        lost = [one for one in self.samples if not one.readers and not one.sent]
+        sample = self.turns.retried(retry_count)
         if retry_count:
             assert (sample is None) == (not self.samples)  # a retry is not a sample
         else:
@@ -81,66 +88,56 @@ class Requests(RuleBasedStateMachine):
         if lost:
             assert sample in lost  # unread answers are returned before read ones
         if sample is None:
-            sample = Sampled()
+            sample = Sample()
             self.samples.append(sample)
+            self.turns.add(sample)
+        assert isinstance(sample, Sample)
         request = Request(retry_count, sample)
-        sample.waiting += 1
+        sample.readers.add(request.reader)
         sample.tries = max(sample.tries, retry_count)
-        sample.given.append(request)
+        self.given.append(request)
         return request
 
     @rule(request=waiting)
     def gets_its_answer(self, request: Request) -> None:
-        if request in request.sample.given:
-            request.sample.answered = request.sample.sent = True
+        if request in self.given:
+            request.sample.is_answered = request.sample.sent = True
             self.leave(request)
 
     @rule(request=waiting)
-    def goes_away_when_the_answer_is_committed(self, request: Request) -> None:
-        if request in request.sample.given:
-            request.sample.answered = True
+    def leaves_when_the_answer_is_committed(self, request: Request) -> None:
+        if request in self.given:
+            request.sample.is_answered = True
             self.leave(request)
 
     @rule(request=waiting)
-    def goes_away_in_the_middle(self, request: Request) -> None:
-        if request not in request.sample.given:
+    def leaves_in_the_middle(self, request: Request) -> None:
+        if request not in self.given:
             return
         self.leave(request)
-        if not request.sample.waiting and not request.sample.answered:
-            self.samples.remove(request.sample)  # aborted, so it cannot be joined
+        if not request.sample.readers and not request.sample.is_answered:
+            self.samples.remove(request.sample)
+            self.turns.remove(request.sample)  # aborted, so it cannot be joined
 
     @rule(recorded=st.booleans())
     def the_gateway_restarts(self, *, recorded: bool) -> None:
+        self.given.clear()
+        answered = [one for one in self.samples if one.is_answered]
+        self.samples = [Sample(sent=one.sent and recorded, tries=one.tries) for one in answered]
         for one in self.samples:
-            one.given.clear()
-        self.samples = [
-            Sampled(sent=one.sent and recorded, tries=one.tries, answered=True)
-            for one in self.samples
-            if one.answered
-        ]
+            one.is_answered = True
+        self.turns = equal(self.samples)
 
     def leave(self, request: Request) -> None:
-        request.sample.given.remove(request)
-        request.sample.waiting -= 1
+        self.given.remove(request)
+        request.sample.readers.remove(request.reader)
 
     @invariant()
     def no_answer_goes_to_two_that_are_no_retries(self) -> None:
         for sample in self.samples:
-            assert sum(not request.retry_count for request in sample.given) <= 1
+            given = [one for one in self.given if one.sample is sample]
+            assert sum(not request.retry_count for request in given) <= 1
 
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=100, stateful_step_count=30)
-
-
-async def test_events_of_an_answer_that_was_lost_do_not_reach_who_joins_later() -> None:
-    turn = Turn(1, "a", "f")
-    turn.emit([TextEvent("lost")])  # without a stream the turn restarts on another engine
-    assert not turn.has_emitted
-    turn.begin_again()
-    turn.stream = True
-    turn.emit([TextEvent("kept")])
-    assert turn.has_emitted
-    turn.prompt_tokens = 7
-    events = turn.events()
-    assert [await anext(events) for _ in range(3)] == [Begun("a"), Reading(7), TextEvent("kept")]

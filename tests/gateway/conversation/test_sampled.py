@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.gateway.conversation.sampled import Returns, show
-from rollmesh.mesh.generations.sampled import Sampled, Tops, joined, no_tops
+from rollmesh.gateway.responses import write_tokens
+from rollmesh.mesh.generation import Sampled, Tops, joined, no_tops
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.v1 import gateway_pb2
 
 
 def run(*ids: int, tops: int = 2) -> Sampled:
@@ -27,7 +29,7 @@ def assert_equal(one: Sampled, other: Sampled) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 2, 3, 9])
-def test_runs_are_cut_and_joined_with_all_that_belongs_to_their_tokens(end: int) -> None:
+def test_runs_are_cut_and_joined_with_the_data_of_their_tokens(end: int) -> None:
     ids = (11, 21, 31)
     assert_equal(run(*ids).until(end), run(*ids[:end]))
     assert_equal(joined([run(*ids[:end]), run(*ids[end:])]), run(*ids))
@@ -41,13 +43,12 @@ def test_tokens_without_alternatives_have_none_at_each_position() -> None:
     assert tops.logprobs.dtype == np.dtype(np.float32)
 
 
-def test_texts_are_shown_to_who_wants_log_probabilities(tokenizer: Tokenizer) -> None:
+def test_texts_are_written_for_requests_of_log_probabilities(tokenizer: Tokenizer) -> None:
     sampled = run(5, 7)
-    plain = show(sampled, Returns(token_ids=True), tokenizer)
-    assert (plain.sampled, plain.texts, plain.top_texts) == (sampled, None, ())
-    told = show(sampled, Returns(logprobs=True), tokenizer)
-    assert told.sampled is sampled
-    assert told.texts == tuple(map(tokenizer.token_bytes, (5, 7)))
-    assert told.top_texts == tuple(map(tokenizer.token_bytes, (5, 6, 7, 8)))
-    wanted = [Returns(), Returns(token_ids=True), Returns(logprobs=True)]
-    assert [bool(returns) for returns in wanted] == [False, True, True]
+    plain = write_tokens(sampled, gateway_pb2.ReturnOptions(token_ids=True), tokenizer)
+    assert plain == gateway_pb2.SampledTokens(token_ids_u32le=pack_ids(sampled.token_ids))
+    told = write_tokens(sampled, gateway_pb2.ReturnOptions(logprobs=True), tokenizer)
+    assert list(told.texts) == [*map(tokenizer.token_bytes, (5, 7))]
+    assert list(told.top_texts) == [*map(tokenizer.token_bytes, (5, 6, 7, 8))]
+    assert told.logprobs_f32le == pack_logprobs(sampled.logprobs)
+    assert told.top_ids_u32le == pack_ids(sampled.tops.ids)

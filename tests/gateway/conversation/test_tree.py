@@ -5,11 +5,11 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall
-from rollmesh.gateway.conversation.tree import Tree, path_bytes
-from rollmesh.gateway.export.trajectories import export_turns
-from rollmesh.mesh.generations.sampled import Tops
+from rollmesh.gateway.export import blobs_of, export_turns, serialize
+from rollmesh.gateway.tree import Tree, path_bytes
+from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import unpack_ids
-from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
+from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, END, TOOLS, World, mask_of, random_world, said, user
 
 
@@ -56,7 +56,9 @@ def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
     world.turn((user("q"),), said("A"))
     world.turn((user("q"), said("A"), user("x")), said("X"))
     world.turn((user("q"), said("A"), user("y")), said("Y"))
-    turns = list(export_turns(world.tree, "s"))
+    head = session_pb2.SessionRecord(trajectories=list(export_turns(world.tree, "s")))
+    sent = collector_pb2.IngestRequest.FromString(serialize(head, blobs_of(world.tree)))
+    turns = sent.sessions[0].trajectories
     assert [trajectory.turns for trajectory in turns] == [1, 2, 2]
     assert [int(mask_of(trajectory).sum()) for trajectory in turns] == [4, 4, 4]
     assert [trajectory.lineage for trajectory in turns[1:]] == [
@@ -69,7 +71,7 @@ def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
         assert trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX in first.reasons
 
 
-def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() -> None:
+def test_an_edit_of_an_early_message_branches_there_and_shares_the_prefix() -> None:
     world = World()
     world.turn((user("q"),), said("A"))
     world.turn((user("q"), said("A"), user("x")), said("X"))
@@ -178,7 +180,7 @@ def counted(tree: Tree) -> tuple[int, int, int]:
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 12), kept=st.integers(0, 12))
-def test_a_trees_counts_are_those_of_its_nodes_whatever_is_detached(
+def test_a_trees_counts_equal_its_nodes_after_every_detach(
     seed: int, turns: int, kept: int
 ) -> None:
     tree = random_world(seed, turns).tree

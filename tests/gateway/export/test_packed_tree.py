@@ -6,11 +6,11 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.messages import Message
 from rollmesh.client import SessionResult, TrajectoryTree
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.export.record import exported_lineages, trajectory_ids, write_record
+from rollmesh.gateway.export import exported_lineages, trajectory_ids
+from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from tests.gateway.closing import write_record
 from tests.gateway.worlds import TOOLS, World, random_world, said, user
 
 CLOSE = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
@@ -95,7 +95,7 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(0, 25))
-def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
+def test_the_record_has_exactly_the_trajectories_that_can_be_rewarded(
     seed: int, turns: int
 ) -> None:
     world = random_world(seed, turns)
@@ -105,7 +105,7 @@ def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
         assert trajectory_ids(session) == found
 
 
-def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
+def test_a_packed_tree_describes_its_nodes() -> None:
     world = World()
     system = Message("system", "main")
     world.turn(
@@ -123,12 +123,7 @@ def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
     assert cut.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
     assert list(cut.reasons) == [trajectory_pb2.FIDELITY_REASON_LENGTH_CUT]
     assert (cut.trained, whole.trained, title.trained) == (True, True, False)
-    assert tree_of(world).reasons == (
-        "TOOLS_CHANGED",
-        "LENGTH_CUT",
-        "MIXED_VERSIONS",
-        "AUXILIARY",
-    )
+    assert tree_of(world).reasons == ("LENGTH_CUT", "MIXED_VERSIONS", "AUXILIARY")
 
 
 def test_a_session_without_a_turn_is_an_empty_tree() -> None:

@@ -5,7 +5,7 @@ import pytest
 from rollmesh.chat.parsing.formats import CHANNELS, UNKNOWN, AnswerFormat
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS
 from rollmesh.chat.templates.profile import Finding, Kind, RefusedOrder, TemplateProfile
-from rollmesh.gateway.protocol.info import (
+from rollmesh.gateway.responses import (
     write_finding,
     write_kind,
     write_reasoning,

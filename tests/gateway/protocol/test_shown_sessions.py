@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.storage import journal
+from rollmesh.gateway import journal
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.sessions.registry import Registry
-from rollmesh.gateway.storage import journal
+from rollmesh.gateway import journal
+from rollmesh.gateway.registry import ChatCall, Registry
+from rollmesh.gateway.requests import read_choices
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     RepeatConflictError,
@@ -52,9 +52,14 @@ async def chat(gateway: Registry, session_id: str, retry_count: int = 0) -> int:
     asked = chat_request(session_id)
     asked.retry_count = retry_count
     (request,) = read_choices(asked, session, 1, stream=False)
-    turn, answered = await gateway.replies.chat(session, request)
-    gateway.replies.replied(session, turn, sent=True)
-    return answered.node.node_id
+    call = ChatCall(gateway, session)
+    is_sent = False
+    try:
+        (answer,) = (await call.answers([request])).answers
+        is_sent = True
+    finally:
+        call.leave(sent=is_sent)
+    return answer.node_id
 
 
 async def opened(mesh: LiveMesh) -> str:
@@ -85,7 +90,7 @@ async def test_a_chat_whose_session_is_closed_while_it_is_read_begins_no_turn(
         await gateway.close(close_request(session_id))
         (request,) = read_choices(chat_request(session_id), session, 1, stream=False)
         with pytest.raises(SessionClosedError):
-            await gateway.replies.chat(session, request)
+            await ChatCall(gateway, session).answers([request])
     assert not session.in_flight
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.export.record import trajectory_ends
-from rollmesh.gateway.sessions import registry as gateway_module
+from rollmesh.gateway import registry as gateway_module
+from rollmesh.gateway.export import trajectory_ends
+from rollmesh.gateway.session import Session
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_pb2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.storage.keys import read_revisions
+from rollmesh.gateway.journal import read_revisions
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
@@ -190,7 +190,7 @@ async def test_an_operator_and_a_trainer_may_end_keys_at_once(mesh: LiveMesh) ->
         await chat(mesh, session_id, first)
 
 
-async def test_only_who_has_a_key_learns_of_a_session_and_can_end_it(mesh: LiveMesh) -> None:
+async def test_only_the_holder_of_a_key_learns_of_a_session_and_can_end_it(mesh: LiveMesh) -> None:
     session_id, key = await opened(mesh)
     with pytest.raises(InvalidFieldError, match="request_id"):
         await revoked(mesh, session_id, key, "x" * 129)
@@ -204,7 +204,7 @@ async def test_only_who_has_a_key_learns_of_a_session_and_can_end_it(mesh: LiveM
         await revoked(mesh, unknown, mesh.gateway.keys.key(unknown))
 
 
-async def test_no_key_is_in_the_journal_not_even_that_of_a_close_that_waits(
+async def test_no_key_is_in_the_journal_not_even_of_a_waiting_close(
     mesh: LiveMesh, tmp_path: Path
 ) -> None:
     session_id, first = await opened(mesh)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.gateway.conversation.nodes import Node
-from rollmesh.gateway.conversation.session import Session, Turn
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.sessions.sent import SentAnswers
-from rollmesh.gateway.storage import journal
-from rollmesh.gateway.storage.transaction import Journal
+from rollmesh.gateway import journal
+from rollmesh.gateway.journal import Journal
+from rollmesh.gateway.registry import ChatCall, SentAnswers
+from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway.session import Session, SessionSpec, Turn
+from rollmesh.gateway.tree import Node
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.journals import Opened
@@ -44,7 +43,7 @@ async def recorded(database: Journal) -> set[tuple[str, int]]:
     return set(rows)
 
 
-async def test_answers_of_closed_sessions_and_those_that_were_continued_are_not_recorded(
+async def test_answers_of_closed_sessions_and_continued_answers_are_not_recorded(
     database: Journal,
 ) -> None:
     sent = SentAnswers(database)
@@ -75,7 +74,7 @@ async def test_a_journal_that_cannot_be_written_loses_only_the_record(
     assert await recorded(database) == {("s", sibling.node_id)}
 
 
-async def test_a_restarted_gateway_knows_the_tries_of_its_turns_and_what_was_sent(
+async def test_a_restarted_gateway_knows_the_tries_of_its_turns_and_the_sent_answers(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
@@ -90,7 +89,7 @@ async def test_a_restarted_gateway_knows_the_tries_of_its_turns_and_what_was_sen
         asked.idempotency_key = "another"
         session = mesh.gateway.session(opened.session_id)
         (request,) = read_choices(asked, session, 1, stream=False)
-        await mesh.gateway.replies.chat(session, request)  # and the reply is never sent
+        await ChatCall(mesh.gateway, session).answers([request])  # and the reply is never sent
         await mesh.start_gateway()
         restored = mesh.gateway.session(opened.session_id)
     turns = [turn for turns in restored.turns.values() for turn in turns]

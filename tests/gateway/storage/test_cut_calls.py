@@ -8,12 +8,13 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway.conversation.session import Answered
-from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.registry import ChatCall
+from rollmesh.gateway.requests import read_choices
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
@@ -44,12 +45,38 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
         yield running
 
 
-async def answered(mesh: LiveMesh, session_id: str, retry_count: int = 0) -> gateway_pb2.ChatAnswer:
+async def answered(mesh: LiveMesh, session_id: str, **retry: Any) -> gateway_pb2.ChatAnswer:
     key = mesh.gateway.keys.key(session_id)
     request = gateway_pb2.ChatRequest(
-        session_id=session_id, session_key=key, messages=[ASK], retry_count=retry_count
+        session_id=session_id, session_key=key, messages=[ASK], **retry
     )
     return (await mesh.stub.Chat(request, timeout=60)).answers[0]
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+async def test_a_repeated_call_gets_its_own_answer_and_never_an_equal_calls_answer(
+    mesh: LiveMesh, *, restarted: bool
+) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    first, second = [await answered(mesh, opened.session_id, call_id=one) for one in "ab"]
+    if restarted:
+        await mesh.start_gateway()
+    repeats = [await answered(mesh, opened.session_id, call_id=one) for one in "bac"]
+    assert [one.answer_id for one in repeats[:2]] == [second.answer_id, first.answer_id]
+    assert repeats[2].answer_id not in {first.answer_id, second.answer_id}
+    assert [trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in one.reasons for one in repeats] == [
+        True,
+        True,
+        False,
+    ]
+
+
+async def test_a_call_id_that_is_too_long_is_refused_by_name(mesh: LiveMesh) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await answered(mesh, opened.session_id, call_id="x" * 65)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "call_id: has 65 characters; give at most 64" in str(refused.value.details())
 
 
 async def test_a_session_whose_opening_was_cut_off_is_there_for_the_repeat(
@@ -71,7 +98,7 @@ async def test_a_session_whose_opening_was_cut_off_is_there_for_the_repeat(
 async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same_ids(
     mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = HeldJournal(monkeypatch, "close_session", closed)
+    held = HeldJournal(monkeypatch, "close_session", outbox)
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     await answered(mesh, opened.session_id)
     request = gateway_pb2.CloseSessionRequest(
@@ -100,24 +127,17 @@ async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     session = mesh.gateway.session(opened.session_id)
     request = gateway_pb2.ChatRequest(session_id=opened.session_id, messages=[ASK])
-    (choice,) = read_choices(request, session, 1, stream=True)
-    async with (
-        asyncio.timeout(60),
-        aclosing(mesh.gateway.replies.stream_chat(session, choice)) as events,
-    ):
-        handed = [event async for event in until_answered(events)]
+    choices, call = read_choices(request, session, 1, stream=True), ChatCall(mesh.gateway, session)
+    response = gateway_pb2.StreamChatResponse()
+    async with asyncio.timeout(60), aclosing(call.stream(choices)) as responses:
+        async for response in responses:
+            if response.HasField("done"):  # whether the client reads it is unknown
+                break
+    call.leave(sent=False)
     assert not session.in_flight
     session.mark_orphans()
-    assert isinstance(handed[-1], Answered)
-    assert trajectory_pb2.FIDELITY_REASON_ORPHANED not in handed[-1].node.reasons
-
-
-async def until_answered(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Ends the call once the answer is read, so the client's view of it is unknown."""
-    async for event in events:
-        yield event
-        if isinstance(event, Answered):
-            return
+    node = session.tree.nodes[response.done.node_id]
+    assert trajectory_pb2.FIDELITY_REASON_ORPHANED not in node.reasons
 
 
 async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(

@@ -4,11 +4,11 @@ from hashlib import sha256
 
 import pytest
 
-from rollmesh.chat.images.placing import Placeholder
+from rollmesh.chat.images import Placeholder
 from rollmesh.chat.messages import Image, Message
-from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
-from rollmesh.gateway.storage import closed, images, journal
-from rollmesh.gateway.storage.transaction import Transaction
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.journal import Transaction
+from rollmesh.gateway.session import AnswerReceipt, SessionSpec
 from rollmesh.runtime.codec.images import CheckedImage
 from tests.gateway.closing import COMPLETED, new_tree
 from tests.gateway.journals import Opened
@@ -44,7 +44,7 @@ async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> 
         world = await journal_.run(lambda tx: write(tx, "s"))
         stored = await journal_.read(lambda tx: journal.read_session(tx, "s", new_tree))
         found = await journal_.read(
-            lambda tx: images.read_image_bytes(tx, "s", [CAT.sha256, "f" * 64])
+            lambda tx: journal.read_image_bytes(tx, "s", [CAT.sha256, "f" * 64])
         )
     assert found == {CAT.sha256: CAT.data}
     assert (len(stored.images), stored.images.size) == (2, 3003)
@@ -63,31 +63,31 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
         at, found = 0, []
         while (
             one := await journal_.run(
-                lambda tx: images.read_next_image(tx, "s", at)  # noqa: B023
+                lambda tx: journal.read_next_image(tx, "s", at)  # noqa: B023
             )
         ) is not None:
             at, image = one
             found.append((image.sha256, image.data, image.data_bytes))
         assert found == [(one.sha256, one.data, len(one.data)) for one in (CAT, DOG)]
-        close = closed.Close("s", COMPLETED.SerializeToString(), b"", 1, 1, [], [])
-        await journal_.run(lambda tx: closed.close_session(tx, close))
-        letter = await journal_.run(lambda tx: closed.read_letter(tx, "s"))
+        close = outbox.Close("s", COMPLETED.SerializeToString(), b"", 1, 1, [], [])
+        await journal_.run(lambda tx: outbox.close_session(tx, close))
+        letter = await journal_.run(lambda tx: outbox.read_letter(tx, "s"))
         assert [journal.has_images(row) for row in letter.rows] == [True, False, True, False]
-        await journal_.run(lambda tx: closed.mark_delivered(tx, ["s"]))
-        while await journal_.run(closed.sweep):
+        await journal_.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
+        while await journal_.run(outbox.sweep):
             continue
-        left = await journal_.read(lambda tx: [images.read_images(tx, name) for name in "st"])
+        left = await journal_.read(lambda tx: [journal.read_images(tx, name) for name in "st"])
         assert [len(one) for one in left] == [0, 2]
 
 
 async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closed, "PIECE_IMAGE_BYTES", 3000)
+    monkeypatch.setattr(outbox, "PIECE_IMAGE_BYTES", 3000)
     left: list[int] = []
 
     def sweep(tx: Transaction) -> bool:
-        more = closed.sweep(tx)
+        more = outbox.sweep(tx)
         left.append(tx.db.value("SELECT count(*) FROM images"))
         return more
 
@@ -95,9 +95,9 @@ async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
     async with opened() as journal_:
         for name in names:
             await journal_.run(lambda tx: write(tx, name))  # noqa: B023
-            close = closed.Close(name, COMPLETED.SerializeToString(), b"", 1, 1, [], [])
-            await journal_.run(lambda tx: closed.close_session(tx, close))  # noqa: B023
-        await journal_.run(lambda tx: closed.mark_delivered(tx, names))
+            close = outbox.Close(name, COMPLETED.SerializeToString(), b"", 1, 1, [], [])
+            await journal_.run(lambda tx: outbox.close_session(tx, close))  # noqa: B023
+        await journal_.run(lambda tx: outbox.mark_delivered(tx, names))
         while await journal_.run(sweep):
             continue
         sessions = await journal_.read(lambda tx: tx.db.value("SELECT count(*) FROM sessions"))

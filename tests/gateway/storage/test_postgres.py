@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.sessions.keys import SessionKeys
-from rollmesh.gateway.storage import closed, journal
-from rollmesh.gateway.storage.model_files import ModelFiles
-from rollmesh.gateway.storage.transaction import Journal, Journals, Transaction
+from rollmesh.gateway import journal, outbox
+from rollmesh.gateway.journal import Journal, Journals, ModelFiles, Transaction
+from rollmesh.gateway.registry import SessionKeys
+from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.errors import (
     JournalMovedError,
     RollmeshError,
@@ -104,6 +103,23 @@ async def test_whoever_renews_hears_that_a_journal_is_anothers(
     await other.run(write("s"))
 
 
+async def test_a_journal_that_is_lost_during_a_renewal_ends_no_other_one(
+    database: Database, gateways: tuple[Journals, Journals]
+) -> None:
+    first, _ = gateways
+    mine, other = await first.create(), await first.create()
+
+    async def lose() -> Journal | None:
+        mine.end(StoreInDoubtError("lost in a commit"))  # type: ignore[attr-defined]
+        return await first.take()
+
+    _, again = await asyncio.gather(first.renew(), lose())
+    assert again is not None
+    assert (again.journal_id, again.epoch) == (mine.journal_id, 2)
+    await again.run(write("s"))
+    await other.run(write("t"))
+
+
 async def test_a_gateway_that_stops_within_a_transaction_loses_it_and_the_journal(
     database: Database,
 ) -> None:
@@ -150,7 +166,7 @@ async def test_the_fence_holds_for_every_journal_of_a_shared_transaction(
     assert sorted(await names(kept), key=int) == [str(at) for at in range(0, 16, 2)]
 
 
-async def test_released_journals_are_free_at_once_and_those_of_other_models_are_left(
+async def test_released_journals_are_free_at_once_and_other_models_journals_stay(
     database: Database, gateways: tuple[Journals, Journals]
 ) -> None:
     first, second = gateways
@@ -167,7 +183,7 @@ async def test_released_journals_are_free_at_once_and_those_of_other_models_are_
     assert await names(taken) == ["s"]
 
 
-async def test_a_server_that_was_away_proves_nobody_dead(
+async def test_an_unreachable_server_proves_no_gateway_dead(
     database: Database,
 ) -> None:
     async with (
@@ -191,7 +207,7 @@ async def test_a_commit_in_doubt_ends_the_journal_and_its_gateway_takes_it_again
 ) -> None:
     first, second = gateways
     mine = await first.create()
-    execute = "rollmesh.runtime.postgres.connection.Connection._execute"
+    execute = "rollmesh.runtime.postgres.Connection._execute"
     commit = type(mine._writer._connection)._execute  # type: ignore[attr-defined] # noqa: SLF001
 
     def lost_answer(connection: Any, sql: str) -> None:
@@ -222,19 +238,19 @@ async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
     await other.run(partial(write_small, names=["t"]))
     await mine.run(partial(write_small, names=["s"]))
     assert not await mine.remove()
-    await mine.run(lambda tx: closed.mark_delivered(tx, ["s"]))
-    assert not await mine.run(closed.sweep)
-    assert await mine.run(closed.read_closes) == {"s"}
+    await mine.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
+    assert not await mine.run(outbox.sweep)
+    assert await mine.run(outbox.read_closes) == {"s"}
     assert await mine.remove()
     assert (await mine.lost()).reason == "JOURNAL_MOVED"
     tables = ("sessions", "nodes", "contexts", "session_contexts", "sent", "outbox", "closes")
     counts = {name: database.sql(f"SELECT count(*) FROM {name}") for name in tables}  # noqa: S608
     assert counts["sessions"] == counts["contexts"] == counts["closes"] == "1"
     assert database.sql("SELECT count(*) FROM journals") == "1"
-    assert await other.run(closed.read_closes) == {"t"}
+    assert await other.run(outbox.read_closes) == {"t"}
 
 
-async def test_what_nobody_has_held_for_a_day_is_removed_if_it_is_empty(
+async def test_an_empty_journal_without_a_holder_for_a_day_is_removed(
     database: Database, gateways: tuple[Journals, Journals]
 ) -> None:
     first, second = gateways

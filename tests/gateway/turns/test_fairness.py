@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.turns.fairness import FairExecutor
+from rollmesh.gateway.deps import FairExecutor
 
 
 class Work:
@@ -61,7 +61,7 @@ async def test_a_session_with_one_text_does_not_wait_for_anothers_queue() -> Non
     assert [task.result() for task in tasks][-1] == "m0"
 
 
-async def test_who_leaves_the_queue_holds_up_nobody() -> None:
+async def test_cancelled_work_does_not_delay_the_queue() -> None:
     work = Work()
     with ThreadPoolExecutor(1) as threads:
         fair = FairExecutor(threads, 1)

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.runtime.codec.session_records import check_session
+from rollmesh.runtime.codec.records import check_session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import (
@@ -201,7 +201,7 @@ async def test_an_answered_image_may_be_named_by_its_hash(mesh: LiveMesh, vision
     assert len((await agent.close()).trajectories) == 1
 
 
-async def test_images_outlive_the_gateway_and_what_engines_hold(
+async def test_images_outlive_the_gateway_and_the_engines_caches(
     mesh: LiveMesh, vision_dir: Path
 ) -> None:
     agent = await agent_of(mesh)

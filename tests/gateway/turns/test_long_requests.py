@@ -1,6 +1,7 @@
 """Long texts are tokenised in separate threads, so short requests do not wait for them."""
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ import pytest
 from rollmesh.chat.messages import Message, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.gateway.turns.prepare import least_tokens
-from rollmesh.v1 import gateway_pb2
+from rollmesh.gateway.prompt import least_tokens
+from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 from tests.models import make_tokenizer_dir
@@ -81,7 +82,67 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised_as_a_whole
         assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
 
 
-def test_what_is_left_out_of_a_count_is_never_more_than_there_is(tokenizer: Tokenizer) -> None:
+LONG_TEXT = "What is that? " * 400_000
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG_TEXT}}
+
+
+def called(arguments: str, name: str = "f") -> list[chat_pb2.ChatMessage]:
+    call = chat_pb2.ToolCall(id="call00001", name=name, arguments_json=arguments)
+    answer = chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT, tool_calls=[call])
+    result = chat_pb2.ChatMessage(
+        role=chat_pb2.ROLE_TOOL,
+        tool_call_id="call00001",
+        content=[chat_pb2.ContentPart(text="42")],
+    )
+    return [said("Hello"), answer, result]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [
+        pytest.param(called(json.dumps({"a": LONG_TEXT})), "", id="arguments of a call"),
+        pytest.param(called("{}", LONG_TEXT), "", id="name of a call"),
+        pytest.param([said("Hello")], json.dumps([TOOL]), id="tools"),
+        pytest.param(called(json.dumps([LONG_TEXT])), "", id="arguments that are a list"),
+    ],
+)
+@pytest.mark.parametrize("counts", [False, True], ids=["answered", "counted"])
+async def test_whatever_is_printed_is_bounded_before_it_is_tokenised(
+    messages: list[chat_pb2.ChatMessage],
+    tools: str,
+    tmp_path: Path,
+    tokenizer_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    counts: bool,
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str) -> Any:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
+        opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+        chat = gateway_pb2.ChatRequest(
+            session_id=opened.session_id,
+            session_key=opened.session_key,
+            messages=messages,
+            tools_json=tools,
+        )
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+        if counts:
+            size = await mesh.stub.CountTokens(gateway_pb2.CountTokensRequest(chat=chat))
+            assert size.is_lower_bound
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="resulted in at least"):
+                await mesh.stub.Chat(chat, timeout=60)
+        assert sum(encoded) < 1_000_000
+        assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
+
+
+def test_a_lower_bound_never_exceeds_the_count(tokenizer: Tokenizer) -> None:
     dice = random.Random(0)
     for _ in range(5):
         words = dice.choices(

@@ -1,5 +1,6 @@
 """Generations survive their engines: wherever one is cut, the answer is the undisturbed one."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ import pytest_asyncio
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Subscription, Trajectory
+from rollmesh.client.sessions import reason_names
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.meshes import write_script
 from tests.messages import said
+from tests.waiting import until
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 RULES = [
@@ -187,7 +190,125 @@ async def test_what_cannot_be_continued_begins_anew_while_nothing_was_sent(mesh:
         again, other = await ask(mesh, "plain", [Cut(5, how)], sampling=SEEDED, stream=False)
         assert again == seen
         assert same_tokens(trajectory, other)
-        assert other.reasons == ("EXACT",)
+        assert other.reasons == ("RESTARTED",)
+
+
+async def test_a_generation_that_loses_its_engine_before_its_first_token_is_not_restarted(
+    mesh: LiveMesh,
+) -> None:
+    _, trajectory = await ask(mesh, "plain", [Cut(0, "dies")], sampling=SEEDED, stream=False)
+    assert trajectory.reasons == ("EXACT",)
+
+
+async def test_a_generation_keeps_that_it_was_restarted_when_it_is_continued_later(
+    mesh: LiveMesh,
+) -> None:
+    cuts = [Cut(5, "dies"), Cut(0, "dies"), Cut(3, "aborts")]
+    _, trajectory = await ask(mesh, "plain", cuts, sampling=SEEDED, stream=False)
+    assert trajectory.reasons == ("RESTARTED",)
+
+
+async def seeded_request(mesh: LiveMesh) -> gateway_pb2.ChatRequest:
+    """A request in a session of its own that another engine cannot continue."""
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    return gateway_pb2.ChatRequest(
+        session_id=opened.session_id,
+        session_key=opened.session_key,
+        messages=[said("plain")],
+        sampling=SEEDED,
+    )
+
+
+async def reasons_of(mesh: LiveMesh, request: gateway_pb2.ChatRequest) -> tuple[str, ...]:
+    with typed_errors():
+        (answer,) = (await mesh.stub.Chat(request, timeout=60)).answers
+    return reason_names(answer.reasons)
+
+
+async def disconnect_after_a_token(mesh: LiveMesh, request: gateway_pb2.ChatRequest) -> None:
+    call = mesh.stub.StreamChat(gateway_pb2.StreamChatRequest(chat=request), timeout=60)
+    async for response in read_stream(call):
+        if response.WhichOneof("event") == "delta":
+            break
+    call.cancel()
+    await until(lambda: not mesh.gateway.session(request.session_id).in_flight)
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_the_turn_that_repeats_a_failed_request_says_that_tokens_were_discarded(
+    mesh: LiveMesh, how: str
+) -> None:
+    request = await seeded_request(mesh)
+    mesh.cuts[:] = [Cut(5, how)]
+    with pytest.raises(RollmeshError, match="nothing was committed"):
+        await streamed(mesh, request)
+    assert await reasons_of(mesh, request) == ("RESTARTED",)
+    assert await reasons_of(mesh, request) == ()  # another sample of the prompt
+
+
+async def test_each_of_two_equal_requests_that_fail_marks_one_retry(mesh: LiveMesh) -> None:
+    request = await seeded_request(mesh)
+    mesh.cuts[:] = [Cut(5, "dies"), Cut(5, "ends")]
+    lost = await asyncio.gather(
+        streamed(mesh, request), streamed(mesh, request), return_exceptions=True
+    )
+    assert [getattr(one, "reason", "") for one in lost] == ["ENGINE_LOST"] * 2
+    seen = [await reasons_of(mesh, request) for _ in range(3)]
+    assert seen == [("RESTARTED",), ("RESTARTED",), ()]
+
+
+async def test_an_equal_request_that_was_running_takes_no_mark(mesh: LiveMesh) -> None:
+    request, beside = await seeded_request(mesh), Cut(0, "waits")
+    before = len(mesh.generations)
+    mesh.cuts[:] = [beside]
+    running = asyncio.ensure_future(reasons_of(mesh, request))
+    await until(lambda: len(mesh.generations) > before)
+    mesh.cuts[:] = [Cut(5, "dies")]
+    with pytest.raises(RollmeshError):
+        await streamed(mesh, request)
+    beside.gate.set()
+    assert await running == ()
+    assert await reasons_of(mesh, request) == ("RESTARTED",)
+
+
+async def test_a_turn_whose_client_leaves_after_a_token_marks_its_retry(mesh: LiveMesh) -> None:
+    request = await seeded_request(mesh)
+    mesh.cuts[:] = [Cut(1, "waits")]
+    await disconnect_after_a_token(mesh, request)
+    assert await reasons_of(mesh, request) == ("RESTARTED",)
+
+
+async def test_a_retry_that_fails_before_its_first_token_keeps_the_mark(mesh: LiveMesh) -> None:
+    request = await seeded_request(mesh)
+    mesh.cuts[:] = [Cut(5, "dies")]
+    with pytest.raises(RollmeshError):
+        await streamed(mesh, request)
+    before = len(mesh.generations)
+    mesh.cuts[:] = [Cut(0, "waits")]
+    retry = asyncio.ensure_future(reasons_of(mesh, request))
+    await until(lambda: len(mesh.generations) > before)
+    retry.cancel()
+    await until(lambda: not mesh.gateway.session(request.session_id).in_flight)
+    assert await reasons_of(mesh, request) == ("RESTARTED",)
+    assert await reasons_of(mesh, request) == ()
+
+
+async def test_a_turn_that_takes_too_long_marks_its_retry(mesh: LiveMesh) -> None:
+    await mesh.start_gateway(turn_timeout_ms=2000)
+    request = await seeded_request(mesh)
+    mesh.cuts[:] = [Cut(1, "waits")]
+    with pytest.raises(RollmeshError) as caught:
+        await streamed(mesh, request)
+    assert caught.value.reason == "DEADLINE"
+
+    async def answered() -> list[tuple[str, ...]]:
+        try:
+            return [await reasons_of(mesh, request)]
+        except RollmeshError:  # a busy machine, and the mark stays
+            return []
+
+    assert await until(answered) == [("RESTARTED",)]
+    await mesh.start_gateway()
 
 
 @pytest.mark.parametrize(
@@ -202,8 +323,17 @@ async def test_what_cannot_be_continued_is_a_typed_error_once_a_part_was_sent(
     assert caught.value.reason == reason
 
 
-async def test_engines_that_bring_no_token_end_the_turn(mesh: LiveMesh) -> None:
-    with pytest.raises(RollmeshError) as caught:
-        await ask(mesh, "plain", [Cut(0, "dies")] * 8, stream=False)
-    assert caught.value.reason == "ENGINE_LOST"
-    assert len(mesh.cuts) == 0
+async def test_a_request_that_three_engines_die_of_is_refused_and_so_is_its_retry(
+    mesh: LiveMesh,
+) -> None:
+    before = len(mesh.generations)
+    for stream in (False, True):
+        with pytest.raises(RollmeshError) as caught:
+            await ask(mesh, "plain poison", [Cut(0, "dies")] * 8, stream=stream)
+        assert caught.value.reason == "POISON_REQUEST"
+        assert len(mesh.generations) - before == 3
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    request = gateway_pb2.ChatRequest(
+        session_id=opened.session_id, session_key=opened.session_key, messages=[said("plain")]
+    )
+    assert (await whole(mesh, request)).text  # no engine was taken away

@@ -17,9 +17,9 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
+from rollmesh.gateway.deps import new_tree
+from rollmesh.gateway.prompt import Prompt, build_prompt
+from rollmesh.gateway.tree import Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat import families
@@ -206,7 +206,7 @@ def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
 @pytest.mark.parametrize("name", families.parameters())
 @given(session=sessions, context=st.sampled_from(CONTEXTS))
 @families.for_each
-def test_a_rewritten_history_is_what_the_template_prints(
+def test_a_rewritten_history_equals_the_templates_print(
     name: str, session: list[Step], context: RenderContext
 ) -> None:
     played = Played(name, context, rewrite=True)

@@ -59,4 +59,5 @@ async def test_placeholders_are_neither_sampled_nor_written(
     # A mask of placeholders is part of the model, like its end token, and no reason.
     assert list(written.answers[0].reasons) == ([] if takes_images else [spelled])
     masked = trajectory_pb2.FIDELITY_REASON_CONSTRAINED
-    assert sorted(ended.answers[0].reasons) == sorted([masked, spelled])
+    changed = trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED  # the session has no bad words
+    assert sorted(ended.answers[0].reasons) == sorted([masked, spelled, changed])

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from rollmesh.chat.parsing.answer import Answer
-from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.gateway.conversation.nodes import Sample
-from rollmesh.gateway.turns.generate import Answering, checked_sample
-from rollmesh.mesh.generations.generation import Generation
+from rollmesh.gateway.tree import Sample
+from rollmesh.gateway.turn import Draft, sample_of
+from rollmesh.mesh.generation import Generation
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -39,7 +38,7 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             ),
         )
     )
-    return checked_sample(Answering(answer, generation), prompt_tokens=1, prompt_crc32=0)
+    return sample_of(Draft(answer, generation), prompt_tokens=1, prompt_crc32=0)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ FIRST: dict[str, Message] = {
     ),
     "Dispatch": router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id="stranger")),
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
+    "Generations": engine_pb2.GenerationsRequest(abort=[1]),
     "UpdateWeights": engine_pb2.UpdateWeightsRequest(header=_HEADER),
     "Subscribe": collector_pb2.SubscribeRequest(
         hello=collector_pb2.SubscribeHello(consumer="stranger")
@@ -148,7 +149,7 @@ async def test_an_empty_message_is_answered_or_refused_with_a_reason(mesh: Mesh)
                 channels[name], method, FIRST[method.name].SerializeToString(), b""
             )
             for name, method in methods()
-            if method.client_streaming
+            if method.client_streaming and method.name != "Generations"  # begins nothing then
         }
     codes = {end.partition(" ")[0] for end in first.values()}
     refusals = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNAUTHENTICATED"}

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Session
-from rollmesh.sidecar.routes import TABLE, Opens
+from rollmesh.sidecar import ROUTES, Opens
 from tests.locks import INTRUDER, Locks
 from tests.meshes import Mesh, scripted_mesh
 
@@ -21,8 +21,8 @@ BODIES: Mapping[str, object] = {
     "/v1/responses": {"model": "policy", "input": "hello"},
     "/v1/responses/input_tokens": {"model": "policy", "input": "hello"},
 }
-WITH_KEY = [name for name, opens in TABLE.items() if opens is Opens.SESSION_KEY]
-OPEN = [name for name, opens in TABLE.items() if opens is Opens.NOTHING]
+WITH_KEY = [name for name, opens in ROUTES.items() if opens is Opens.SESSION_KEY]
+OPEN = [name for name, opens in ROUTES.items() if opens is Opens.NOTHING]
 Headers = dict[str, str]
 
 

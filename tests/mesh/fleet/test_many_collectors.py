@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Client, MeshAddresses, Subscription
-from rollmesh.client.deliveries.subscription import SubscribeOptions
+from rollmesh.client.deliveries import SubscribeOptions
 from rollmesh.runtime.errors import ConsumerUnknownError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, router_pb2, router_pb2_grpc

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import openai
+import pytest
 
-from rollmesh.client import Client, Session, Transfer
+from rollmesh.client import Client, Session, Transfer, WeightsPushError
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
 from tests.waiting import until
@@ -79,6 +80,35 @@ async def test_turns_wait_while_all_engines_sleep(tmp_path: Path, tokenizer_dir:
             assert not any(turn.done() for turn in turns)
             await client.wake_up_engines()
             assert await asyncio.gather(*turns) == [REPLY, REPLY]
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+async def test_turns_wait_for_weights_that_a_sleep_dropped(
+    tmp_path: Path, tokenizer_dir: Path, *, pushed: bool
+) -> None:
+    async with (
+        resting_mesh(tmp_path, tokenizer_dir) as mesh,
+        mesh.client() as client,
+        client.session() as one,
+        client.session() as other,
+    ):
+        if pushed:
+            await client.push_weights(TENSORS, 1)
+        await client.sleep_engines(2)
+        await until_known(client, sleeping=True, weights_dropped=True)
+        with pytest.raises(WeightsPushError, match="WakeUp"):
+            await client.push_weights(TENSORS, 2)
+        turns = asking(mesh, one, other)
+        await until_prolonged(mesh, 4)
+        await client.wake_up_engines()
+        await until_known(client, sleeping=False)
+        if not pushed:  # the router has no weights to bring
+            before = (await mesh.processes["router"].samples())["rollmesh_router_prolonged_waits"]
+            await until_prolonged(mesh, int(before) + 4)
+            assert not any(turn.done() for turn in turns)
+            await client.push_weights(TENSORS, 3)
+        assert await asyncio.gather(*turns) == [REPLY, REPLY]
+        await until_known(client, weights_dropped=False)
 
 
 async def test_turns_wait_while_all_engines_are_paused_even_if_they_are_full(

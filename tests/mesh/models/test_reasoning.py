@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.templates.jinja import load_template
+from rollmesh.chat.templates.loading import load_template
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.meshes import scripted_mesh
 from tests.paths import package_folder

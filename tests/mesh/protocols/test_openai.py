@@ -1,11 +1,9 @@
 """The published openai package against a whole mesh of real processes."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -156,16 +154,6 @@ async def test_a_stream_joined_is_the_whole_answer(shared: Mesh, question: str) 
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_usage_comes_when_it_is_asked_for(shared: Mesh) -> None:
-    async with shared.client() as client, client.session() as session:
-        agent = shared.openai(session)
-        chunks = await streamed(agent, user("plain"), stream_options={"include_usage": True})
-        whole = await ask(agent, user("plain"))
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
-    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens > 0
-
-
 async def test_tokens_leave_as_they_are_sampled(slow: Mesh) -> None:
     async with slow.client() as client, client.session() as session:
         await until_free(client)
@@ -220,15 +208,6 @@ async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
     async with shared.client() as client:
         async with client.session() as session, client.session() as other:
             agent = shared.openai(session)
-            with pytest.raises(openai.BadRequestError) as bad:
-                await ask(agent)
-            assert bad.value.param == "messages"
-            with pytest.raises(openai.BadRequestError) as bad:
-                await ask(agent, user("x"), temperature=9)
-            assert bad.value.param == "temperature"
-            with pytest.raises(openai.BadRequestError) as bad:
-                await ask(agent, {"role": "user", "content": [{"type": "image_url"}]})
-            assert bad.value.param == "messages[0].content[0].image_url"
             with pytest.raises(openai.BadRequestError) as long:
                 await ask(agent, user("word " * 3000))
             assert long.value.code == "context_length_exceeded"
@@ -317,24 +296,6 @@ async def test_equal_requests_in_flight_share_one_sample(shared: Mesh) -> None:
             assert third.id != first.id
         result = await delivered(client, session)
     assert len(result.trajectories) == 2
-
-
-async def test_rubbish_is_refused_and_harms_nobody(shared: Mesh) -> None:
-    async with (
-        shared.client() as client,
-        client.session() as session,
-        httpx2.AsyncClient(timeout=60) as http,
-    ):
-        url = f"{session.base_url}/chat/completions"
-        rubbish = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [5]}']
-        rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 999, "a")]
-        rubbish += [json.dumps({"messages": [user("x")], "stop": [5]}).encode()]
-        for body in rubbish:
-            response = await http.post(url, content=body)
-            assert response.status_code == 400, body
-            assert response.json()["error"]["message"]
-            assert response.headers["x-request-id"]
-        assert (await ask(shared.openai(session), user("plain"))).choices[0].message.content
 
 
 async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(shared: Mesh) -> None:

@@ -1,11 +1,15 @@
 """What a model sampled can always be gone on from, restored and exported; odd JSON is a 400."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, trajectory_pb2
 from tests.meshes import Mesh, scripted_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,6 +76,42 @@ async def test_what_was_sampled_can_be_gone_on_from_restored_and_closed(
             await deliveries.acknowledge(delivery)
         trajectories = delivery.sessions[0].trajectories
         assert sum(int(one.loss_mask.sum()) > 0 for one in trajectories) >= len(HARD)
+
+
+async def test_a_conversation_with_half_an_emoji_is_continued_exactly(shared: Mesh) -> None:
+    half = "cut \ud83d"
+    user = {"role": "user", "content": half}
+    async with shared.client() as client, client.session() as session:
+        async with httpx2.AsyncClient(base_url=session.base_url, timeout=60) as http:
+
+            async def post(path: str, **body: Any) -> Any:
+                content = json.dumps({"model": "policy", "max_tokens": 64} | body).encode()
+                answer = await http.post(path, content=content)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            messages: list[Any] = [user]
+            for _ in range(3):
+                said = (await post("/chat/completions", messages=messages))["choices"][0]
+                messages += [said["message"], user]
+            items: list[Any] = [user]
+            for _ in range(3):
+                items += [*(await post("/responses", input=items))["output"], user]
+            messages = [user]
+            for _ in range(3):
+                content = (await post("/messages", messages=messages))["content"]
+                messages += [{"role": "assistant", "content": content}, user]
+        request = gateway_pb2.GetSessionRequest(
+            session_id=session.session_id, session_key=session.api_key
+        )
+        async with open_channel(shared.addresses.gateway) as channel:
+            shown = await gateway_pb2_grpc.GatewayServiceStub(channel).GetSession(request)
+    depths = {0: 0}
+    for node in shown.nodes:
+        depths[node.node_id] = depths[node.parent_node_id] + 1
+    assert sorted(depths.values()).count(6) == 3  # three questions and answers by each protocol
+    reasons = {reason for node in shown.nodes for reason in node.reasons}
+    assert trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO not in reasons
 
 
 def deep(levels: int) -> Any:

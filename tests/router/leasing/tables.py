@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.v1 import router_pb2 as pb
 
 
@@ -13,6 +13,20 @@ def table(*names: str, capacity: int = 8) -> LeaseTable:
         result.add_engine(Engine(name, f"{name}:1", "m", capacity))
     result.open_stream("g", hello())
     return result
+
+
+def acquire(
+    leases: LeaseTable,
+    stream: str,
+    lease_id: str,
+    session_id: str,
+    *,
+    now_ms: int = 0,
+    **asked: Any,
+) -> pb.LeaseGrant | None:
+    """Asks for a lease; `asked` are fields of AcquireLease."""
+    request = pb.AcquireLease(lease_id=lease_id, session_id=session_id, **asked)
+    return leases.acquire(stream, request, now_ms=now_ms)
 
 
 def change(leases: LeaseTable, name: str, **state: Any) -> None:

@@ -1,17 +1,18 @@
 import pytest
 
-from rollmesh.router.leasing.circuit import Circuit, CircuitLimits, CircuitState
+from rollmesh.router.engines import Circuit, CircuitLimits
 from rollmesh.v1 import router_pb2 as pb
 
 LIMITS = CircuitLimits(losses=3, first_ms=100, longest_ms=350)
 LOST, ANSWERED = pb.LEASE_OUTCOME_LOST, pb.LEASE_OUTCOME_ANSWERED
 NOTHING = pb.LEASE_OUTCOME_UNSPECIFIED
-CLOSED, OPEN, HALF_OPEN = CircuitState.CLOSED, CircuitState.OPEN, CircuitState.HALF_OPEN
+CLOSED, OPEN = pb.CIRCUIT_STATE_CLOSED, pb.CIRCUIT_STATE_OPEN
+HALF_OPEN = pb.CIRCUIT_STATE_HALF_OPEN
 
 
 def turn(
     circuit: Circuit, outcome: pb.LeaseOutcome.ValueType, now_ms: int = 0
-) -> tuple[bool, CircuitState]:
+) -> tuple[bool, pb.CircuitState.ValueType]:
     changed = circuit.end(circuit.grant(), outcome, now_ms, LIMITS)
     return changed, circuit.state
 
@@ -34,13 +35,13 @@ def opened(now_ms: int = 0) -> Circuit:
     ],
 )
 def test_turns_lost_in_a_row_open_it(
-    outcomes: list[pb.LeaseOutcome.ValueType], state: CircuitState
+    outcomes: list[pb.LeaseOutcome.ValueType], state: pb.CircuitState.ValueType
 ) -> None:
     circuit = Circuit()
     for outcome in outcomes:
         turn(circuit, outcome)
-    assert circuit.state is state
-    assert circuit.admits is (state is CLOSED)
+    assert circuit.state == state
+    assert circuit.admits is (state == CLOSED)
 
 
 def test_turns_that_are_lost_together_open_it_once() -> None:
@@ -59,10 +60,10 @@ def test_an_answer_of_a_turn_from_before_does_not_close_it() -> None:
     assert not circuit.end(before, ANSWERED, 0, LIMITS)
     circuit.half_open()
     assert not circuit.end(before, ANSWERED, 0, LIMITS)
-    assert circuit.state is HALF_OPEN
+    assert circuit.state == HALF_OPEN
 
 
-def test_a_half_open_circuit_admits_one_at_a_time_until_one_is_answered() -> None:
+def test_a_half_open_circuit_admits_single_probes_until_one_is_answered() -> None:
     circuit = opened()
     circuit.half_open()
     assert circuit.admits
@@ -74,7 +75,7 @@ def test_a_half_open_circuit_admits_one_at_a_time_until_one_is_answered() -> Non
     assert [turn(circuit, LOST) for _ in range(3)][1:] == [(False, CLOSED), (True, OPEN)]
 
 
-def test_it_stays_open_for_longer_each_time_and_not_for_ever() -> None:
+def test_it_stays_open_for_longer_each_time_up_to_a_limit() -> None:
     circuit, waits = opened(), [100]
     for _ in range(4):
         circuit.half_open()
@@ -88,7 +89,7 @@ def test_it_stays_open_for_longer_each_time_and_not_for_ever() -> None:
     assert circuit.until_ms == 1100
 
 
-def test_the_while_stops_doubling_long_before_its_number_has_no_end() -> None:
+def test_the_time_doubles_a_bounded_number_of_times() -> None:
     circuit, limits = Circuit(), CircuitLimits(losses=1, first_ms=1, longest_ms=1 << 62)
     for _ in range(40):
         circuit.end(circuit.grant(), LOST, 0, limits)

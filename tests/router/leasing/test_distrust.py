@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import NoEngineError
 from rollmesh.v1 import router_pb2 as pb
-from tests.router.leasing.tables import ended, granted, hello, table
+from tests.router.leasing.tables import acquire, ended, granted, hello, table
 
 
 def two_gateways(*names: str, capacity: int = 8) -> LeaseTable:
@@ -19,7 +19,7 @@ def two_gateways(*names: str, capacity: int = 8) -> LeaseTable:
 def report(leases: LeaseTable, stream: str, engine: str) -> None:
     """One turn of a gateway on an engine, which gives it an impossible answer."""
     others = [name for name in leases.engines if name != engine]
-    assert granted(leases.acquire(stream, "lie", "liar's", excluded=others)) == engine
+    assert granted(acquire(leases, stream, "lie", "liar's", excluded_engine_ids=others)) == engine
     assert leases.report_fault(stream, "lie", "it lies") is leases.engines[engine]
     leases.release(stream, "lie")
     leases.forget("liar's")
@@ -33,37 +33,37 @@ def excluded(leases: LeaseTable, engine: str) -> str:
     return found.explanation
 
 
-def test_what_one_gateway_reports_takes_the_engine_from_it_alone() -> None:
+def test_a_report_of_one_gateway_takes_the_engine_from_it_alone() -> None:
     leases = two_gateways("a", "b")
-    granted(leases.acquire("g", "1", "s", excluded=["b"]))
+    granted(acquire(leases, "g", "1", "s", excluded_engine_ids=["b"]))
     report(leases, "g", "a")
     assert excluded(leases, "a") == (
         "it is out of service for gateway g until it registers again: it lies"
     )
-    assert granted(leases.acquire("g", "2", "s")) == "b"  # its session moves
-    assert granted(leases.acquire("h", "1", "t", excluded=["b"])) == "a"
+    assert granted(acquire(leases, "g", "2", "s")) == "b"  # its session moves
+    assert granted(acquire(leases, "h", "1", "t", excluded_engine_ids=["b"])) == "a"
 
 
-def test_what_two_gateways_report_is_out_of_service_for_all() -> None:
+def test_an_engine_that_two_gateways_report_is_out_of_service_for_all() -> None:
     leases = two_gateways("a", "b")
     report(leases, "g", "a")
     report(leases, "h", "a")
     leases.open_stream("i", hello(name="i"))
     assert excluded(leases, "a") == "it is out of service until it registers again: it lies"
-    assert granted(leases.acquire("i", "1", "s")) == "b"
+    assert granted(acquire(leases, "i", "1", "s")) == "b"
     for stream in "gh":  # also without those who said so
         leases.close_stream(stream)
-    assert granted(leases.acquire("i", "2", "t")) == "b"
+    assert granted(acquire(leases, "i", "2", "t")) == "b"
     leases.add_engine(Engine("a", "a:1", "m", 8))
-    assert granted(leases.acquire("i", "3", "u")) == "a"
+    assert granted(acquire(leases, "i", "3", "u")) == "a"
 
 
-def test_a_gateway_that_reported_all_engines_is_told_so() -> None:
+def test_a_refusal_names_the_engines_that_the_gateway_reported() -> None:
     leases = two_gateways("a")
     report(leases, "g", "a")
     with pytest.raises(NoEngineError, match="a: it is out of service for gateway g until it"):
-        leases.acquire("g", "1", "s")
-    assert leases.acquire("g", "2", "s", wait_ms=1_000) is None
+        acquire(leases, "g", "1", "s")
+    assert acquire(leases, "g", "2", "s", wait_ms=1_000) is None
     assert ended(leases, 999) == {}
     assert ended(leases, 1_000) == {"2": "NO_ENGINE"}
     assert leases.due_ms(1_000) is None
@@ -72,17 +72,17 @@ def test_a_gateway_that_reported_all_engines_is_told_so() -> None:
 def test_a_turn_that_has_failed_does_not_return_to_an_engine_that_was_reported() -> None:
     leases = two_gateways("a", "b")
     report(leases, "g", "a")
-    granted(leases.acquire("h", "1", "t", excluded=["a"]))  # b has more to do
-    assert leases.acquire("g", "1", "s", excluded=["a", "b"], wait_ms=1_000) is None
+    granted(acquire(leases, "h", "1", "t", excluded_engine_ids=["a"]))  # b has more to do
+    assert acquire(leases, "g", "1", "s", excluded_engine_ids=["a", "b"], wait_ms=1_000) is None
     assert leases.due_ms(0) == 200
     assert ended(leases, 200) == {"1": "b"}
 
 
 def test_a_request_that_waits_does_not_get_an_engine_that_is_reported_meanwhile() -> None:
     leases = two_gateways("a", capacity=1)
-    granted(leases.acquire("g", "1", "s"))
-    assert leases.acquire("g", "2", "t", wait_ms=1_000) is None
-    assert leases.acquire("h", "1", "u", wait_ms=1_000) is None
+    granted(acquire(leases, "g", "1", "s"))
+    assert acquire(leases, "g", "2", "t", wait_ms=1_000) is None
+    assert acquire(leases, "h", "1", "u", wait_ms=1_000) is None
     leases.report_fault("g", "1", "it lies")
     leases.release("g", "1")
     assert ended(leases, 0) == {"1": "a"}
@@ -100,10 +100,10 @@ def test_reports_stay_while_their_gateway_has_a_stream() -> None:
         leases.open_stream(f"g{number}", first)
     leases.close_stream("g")
     with pytest.raises(NoEngineError):
-        leases.acquire("g2", "1", "s")
+        acquire(leases, "g2", "1", "s")
     leases.close_stream("g2")
     leases.open_stream("g3", hello())
-    assert granted(leases.acquire("g3", "1", "s")) == "a"
+    assert granted(acquire(leases, "g3", "1", "s")) == "a"
     assert not excluded(leases, "a")
 
 
@@ -121,5 +121,5 @@ def test_no_reports_of_one_gateway_take_an_engine_from_another(events: list[str]
         for name in "abc":
             others = [one for one in "abc" if one != name]
             lease = f"{number} {name}"
-            assert granted(leases.acquire("h", lease, "s", excluded=others)) == name
+            assert granted(acquire(leases, "h", lease, "s", excluded_engine_ids=others)) == name
             leases.release("h", lease)

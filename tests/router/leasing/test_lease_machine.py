@@ -1,19 +1,17 @@
 """Any order of events at the lease table, compared with the dumbest thing that can be right."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.leasing.circuit import CircuitLimits, CircuitState
-from rollmesh.router.leasing.engines import Engine, fits
-from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leasing.policies import POLICIES, pick
-from rollmesh.router.leasing.pools import Choice
+from rollmesh.router.engines import Choice, CircuitLimits, Engine, fits
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 from rollmesh.v1 import router_pb2 as pb
-from tests.router.leasing.candidates import Plain
+from tests.router.leasing.tables import acquire
 
 GATEWAYS = {
     "g1": pb.DispatchHello(gateway_id="g1"),
@@ -35,8 +33,35 @@ class Wait:
 
 Place = Engine | str
 """An engine, or the id of one that is awaited."""
-AWAITED_MS = 120
+AWAITED_MS, MARGIN = 120, 1
 Key = TypeVar("Key")
+
+
+@dataclass
+class Plain:
+    """The engines that can serve a request, found by looking at every engine."""
+
+    fitting: Collection[Engine]
+
+    @property
+    def candidates(self) -> list[Engine]:
+        free = [engine for engine in self.fitting if engine.has_slot]
+        return [engine for engine in free if not engine.paused] or free
+
+    @property
+    def mean_sessions(self) -> float:
+        return sum(len(engine.sessions) for engine in self.fitting) / len(self.fitting)
+
+    def first(self) -> Engine | None:
+        return min(self.candidates, key=lambda one: one.rank, default=None)
+
+    def pick(self, placed: Engine | None, sibling: Engine | None) -> Engine | None:
+        for wanted in (placed, sibling):
+            if wanted is not None and wanted in self.candidates:
+                held, mean = len(wanted.sessions), self.mean_sessions
+                if held <= 1.5 * mean or held - mean < MARGIN:
+                    return wanted
+        return self.first()
 
 
 def _moved(places: dict[Key, Place], name: str, engine: Engine | None) -> dict[Key, Place]:
@@ -54,9 +79,8 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = replace(POLICIES["least_active_sticky"], imbalance_margin=1)
         self.table = LeaseTable(
-            policy=self.policy,
+            imbalance_margin=MARGIN,
             queue_limit=6,
             circuits=CircuitLimits(2, 50),
             awaited_ms=AWAITED_MS,
@@ -186,12 +210,13 @@ class LeaseMachine(RuleBasedStateMachine):
             wait.awaits = place
         expected = self._picked(wait)
         try:
-            grant = self.table.acquire(
+            grant = acquire(
+                self.table,
                 stream,
                 lease,
                 session,
                 group_id=group,
-                excluded=sorted(excluded),
+                excluded_engine_ids=sorted(excluded),
                 wait_ms=wait_ms,
                 now_ms=self.now_ms,
             )
@@ -266,7 +291,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def counts_are_what_is_held(self) -> None:
         for one in self.table.engines.values():
             held = sum(at is one for at in self.held.values())
-            assert one.leases == held, repr(self.table)
+            assert one.leases == held
             assert held <= one.capacity or one in self.overbooked
             assert one.sessions == {name for name, at in self.placed.items() if at is one}
         assert self.table.leases == len(self.held)
@@ -279,7 +304,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert pool.sessions == sum(len(engine.sessions) for engine in pool.engines)
             for left_out in (frozenset[Engine](), frozenset(list(self.table.engines.values())[:2])):
                 choice = Choice(pool, left_out)
-                plain = Plain(pool.engines - left_out, self.policy.rank)
+                plain = Plain(pool.engines - left_out)
                 assert choice.first() is plain.first()
                 assert choice.fitting == len(plain.fitting)
                 if choice.fitting:
@@ -314,7 +339,7 @@ class LeaseMachine(RuleBasedStateMachine):
             engine
             for engine in self.table.engines.values()
             if not (engine.sleeping or engine.draining or engine in wait.excluded)
-            and engine.circuit.state is not CircuitState.OPEN
+            and engine.circuit.state != pb.CIRCUIT_STATE_OPEN
             and engine not in self.faulty
             and (wait.stream, engine) not in self.reports
             and fits(engine, GATEWAYS[wait.stream])
@@ -328,12 +353,9 @@ class LeaseMachine(RuleBasedStateMachine):
         if placed is None and wait.group:
             members = [session for group, session in self.joined if group == wait.group]
             sibling = next((self.placed[one] for one in members if one in self.placed), None)
-        plain = Plain(self._fitting(wait), self.policy.rank)
-        return pick(
-            plain,
-            self.policy,
-            placed=placed if isinstance(placed, Engine) else None,
-            sibling=sibling if isinstance(sibling, Engine) else None,
+        return Plain(self._fitting(wait)).pick(
+            placed if isinstance(placed, Engine) else None,
+            sibling if isinstance(sibling, Engine) else None,
         )
 
     def _note(self, stream: str, lease: str, wait: Wait, engine: Engine) -> None:

@@ -2,15 +2,14 @@ from typing import Any
 
 import pytest
 
-from rollmesh.router.leasing.engines import Engine, Target
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine, Target
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
-    EnginesBusyError,
     InvalidLeaseError,
     NoEngineError,
 )
 from rollmesh.v1 import router_pb2 as pb
-from tests.router.leasing.tables import change, granted, hello, table
+from tests.router.leasing.tables import acquire, change, granted, hello, table
 
 
 @pytest.mark.parametrize(
@@ -55,14 +54,14 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
     unfit: dict[str, Any], reason: pb.ExclusionReason.ValueType, why: str
 ) -> None:
     leases = table("a", "b")
-    first = granted(leases.acquire("g", "1", "s"))
+    first = granted(acquire(leases, "g", "1", "s"))
     for engine in leases.engines.values():
         change(leases, engine.engine_id, policy_version=2, push_id="x")
     leases.fleet.aim("m", Target(2, "x"), None)
     change(leases, first, **unfit)
     found = leases.fleet.exclusion(leases.engines[first])
     assert found == pb.Exclusion(reason=reason, explanation=why)
-    assert granted(leases.acquire("g", "2", "s")) != first
+    assert granted(acquire(leases, "g", "2", "s")) != first
 
 
 @pytest.mark.parametrize(
@@ -89,11 +88,11 @@ def test_models_and_tokenizers_are_never_mixed(
     leases.add_engine(added)
     leases.open_stream("g", gateway)
     if not why:
-        assert granted(leases.acquire("g", "1", "s")) == "a"
+        assert granted(acquire(leases, "g", "1", "s")) == "a"
         assert leases.fleet.exclusion(added) is None
         return
     with pytest.raises(NoEngineError, match=why):
-        leases.acquire("g", "1", "s")
+        acquire(leases, "g", "1", "s")
     found = leases.fleet.exclusion(added)
     if gateway.model != model:
         assert found is None
@@ -105,7 +104,7 @@ def test_models_and_tokenizers_are_never_mixed(
 def test_a_grant_names_the_engine_its_address_and_its_weights() -> None:
     leases = table("a")
     change(leases, "a", policy_version=3)
-    assert leases.acquire("g", "1", "s") == pb.LeaseGrant(
+    assert acquire(leases, "g", "1", "s") == pb.LeaseGrant(
         engine_id="a", address="a:1", policy_version=3
     )
 
@@ -122,63 +121,39 @@ def test_an_acquire_with_a_wrong_id_is_refused_and_changes_nothing(
     lease_id: str, session_id: str
 ) -> None:
     leases = table("a")
-    granted(leases.acquire("g", "1", "s"))
+    granted(acquire(leases, "g", "1", "s"))
     with pytest.raises(InvalidLeaseError, match="lease_id and session_id must be set"):
-        leases.acquire("g", lease_id, session_id)
+        acquire(leases, "g", lease_id, session_id)
     assert (leases.engines["a"].leases, leases.engines["a"].sessions) == (1, {"s"})
 
 
 def test_a_request_excludes_a_bounded_number_of_engines() -> None:
     leases = table("a")
-    granted(leases.acquire("g", "1", "s", excluded=["gone"] * 256))
+    granted(acquire(leases, "g", "1", "s", excluded_engine_ids=["gone"] * 256))
     with pytest.raises(InvalidLeaseError, match="excluded_engine_ids"):
-        leases.acquire("g", "2", "s", excluded=["gone"] * 257)
+        acquire(leases, "g", "2", "s", excluded_engine_ids=["gone"] * 257)
 
 
-def test_a_request_has_a_bounded_number_of_prefixes() -> None:
+def test_an_empty_model_means_the_only_one() -> None:
     leases = table("a")
-    granted(leases.acquire("g", "1", "s", prefixes=range(32)))
-    with pytest.raises(InvalidLeaseError, match="prefix_crc32s: give at most 32"):
-        leases.acquire("g", "2", "s", prefixes=range(33))
-
-
-def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
-    leases = table("a")
-    granted(leases.acquire("g", "1", "s"))
+    granted(acquire(leases, "g", "1", "s"))
     leases.add_engine(Engine("b", "b:1", "other", 8))
     with pytest.raises(InvalidLeaseError, match="m, other"):
-        leases.acquire("g", "2", "s")
+        acquire(leases, "g", "2", "s")
 
 
 def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
     leases = table("a", "b")
-    first = granted(leases.acquire("g", "1", "s"))
+    first = granted(acquire(leases, "g", "1", "s"))
     assert leases.report_fault("g", "1", "it lies") is leases.engines[first]
     found = leases.fleet.exclusion(leases.engines[first])
     assert found
     assert (found.reason, "it lies" in found.explanation) == (pb.EXCLUSION_REASON_FAULT, True)
-    assert granted(leases.acquire("g", "2", "s")) != first
+    assert granted(acquire(leases, "g", "2", "s")) != first
     assert leases.report_fault("g", "unknown", "it lies") is None
     assert leases.report_fault("nobody", "1", "it lies") is None
     leases.add_engine(Engine(first, "x:1", "m", 8))
     assert leases.fleet.exclusion(leases.engines[first]) is None
-
-
-def test_a_full_mesh_names_the_reason_and_the_delay() -> None:
-    leases = table("a", capacity=1)
-    granted(leases.acquire("g", "1", "s"))
-    with pytest.raises(EnginesBusyError) as refusal:
-        leases.acquire("g", "2", "t")
-    assert (refusal.value.retry_delay_ms or 0) > 0
-    leases.release("g", "1")
-    granted(leases.acquire("g", "2", "t"))
-
-
-def test_an_excluded_engine_is_left_out() -> None:
-    leases = table("a", "b")
-    assert granted(leases.acquire("g", "1", "s", excluded=["a"])) == "b"
-    with pytest.raises(NoEngineError):
-        leases.acquire("g", "2", "s", excluded=["a", "b"])
 
 
 def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> None:
@@ -188,7 +163,7 @@ def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> No
     change(leases, "c", fault="it lies")
     for stream, of_model in (("g", ""), ("h", " of model 'm'")):
         with pytest.raises(NoEngineError) as refusal:
-            leases.acquire(stream, "1", "s", excluded=["a", "d"])
+            acquire(leases, stream, "1", "s", excluded_engine_ids=["a", "d"])
         assert refusal.value.message == (
             f"none of 4 engines{of_model} can serve; a: it failed this turn; b: it is draining; "
             "c: it is out of service until it registers again: it lies"
@@ -199,8 +174,8 @@ def test_a_gateway_that_left_takes_its_sessions_along_and_no_others() -> None:
     leases = table("a", "b")
     leases.open_stream("h", hello("m", "bb", name="h"))
     change(leases, "a", tokenizer_sha256="aa")
-    assert granted(leases.acquire("g", "1", "s", excluded=["b"])) == "a"
-    assert granted(leases.acquire("h", "1", "t")) == "b"
+    assert granted(acquire(leases, "g", "1", "s", excluded_engine_ids=["b"])) == "a"
+    assert granted(acquire(leases, "h", "1", "t")) == "b"
     found = leases.fleet.exclusion(leases.engines["a"])
     assert found
     assert "gateway h" in found.explanation
@@ -209,11 +184,11 @@ def test_a_gateway_that_left_takes_its_sessions_along_and_no_others() -> None:
     assert leases.fleet.exclusion(leases.engines["a"]) is None
 
 
-def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
+def test_nothing_is_kept_of_closed_sessions_and_streams() -> None:
     leases = table("a")
     leases.open_stream("h", hello())
     for at, stream in enumerate("ghg"):
-        granted(leases.acquire(stream, str(at), f"s{at}", group_id="x"))
+        granted(acquire(leases, stream, str(at), f"s{at}", group_id="x"))
     leases.forget("s0")
     assert leases.engines["a"].sessions == {"s1", "s2"}
     for stream in "gh":
@@ -222,45 +197,31 @@ def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
     assert leases.is_clear
 
 
-def test_siblings_of_a_group_share_and_strangers_spread() -> None:
-    leases = table("a", "b")
-    first = granted(leases.acquire("g", "1", "s1", group_id="x"))
-    assert granted(leases.acquire("g", "2", "s2", group_id="x")) == first
-    assert granted(leases.acquire("g", "3", "s3")) != first
-
-
-def test_a_session_stays_on_its_engine_until_that_has_far_more_sessions_than_the_mean() -> None:
-    leases = table("a", "b", capacity=99)
-    for at in range(16):
-        assert granted(leases.acquire("g", str(at), f"s{at}", excluded=["b"])) == "a"
-        assert granted(leases.acquire("g", f"{at} again", "s0")) == ("a" if at < 15 else "b")
-
-
 def test_a_session_that_leaves_its_engine_goes_where_the_fewest_are_not_to_its_siblings() -> None:
     leases = table("a", "b", "c")
-    granted(leases.acquire("g", "1", "s1", group_id="x", excluded=["b", "c"]))
-    granted(leases.acquire("g", "2", "s2", group_id="x", excluded=["a", "c"]))
-    assert granted(leases.acquire("g", "3", "s2", group_id="x", excluded=["b"])) == "c"
+    granted(acquire(leases, "g", "1", "s1", group_id="x", excluded_engine_ids=["b", "c"]))
+    granted(acquire(leases, "g", "2", "s2", group_id="x", excluded_engine_ids=["a", "c"]))
+    assert granted(acquire(leases, "g", "3", "s2", group_id="x", excluded_engine_ids=["b"])) == "c"
 
 
-def test_a_session_has_the_group_that_was_named_last() -> None:
+def test_a_session_has_the_group_of_its_last_request() -> None:
     leases = table("a", "b")
-    granted(leases.acquire("g", "1", "s", group_id="x", excluded=["b"]))
-    granted(leases.acquire("g", "2", "s", group_id="y"))
-    assert granted(leases.acquire("g", "3", "t", group_id="x")) == "b"
-    granted(leases.acquire("g", "4", "s"))
-    assert granted(leases.acquire("g", "5", "u", group_id="y")) == "a"
+    granted(acquire(leases, "g", "1", "s", group_id="x", excluded_engine_ids=["b"]))
+    granted(acquire(leases, "g", "2", "s", group_id="y"))
+    assert granted(acquire(leases, "g", "3", "t", group_id="x")) == "b"
+    granted(acquire(leases, "g", "4", "s"))
+    assert granted(acquire(leases, "g", "5", "u", group_id="y")) == "a"
     leases.close_stream("g")
     assert leases.is_clear
 
 
 def test_a_removed_engine_takes_its_sessions_and_leases_along_and_no_others() -> None:
     leases = table("a", "b", "c")
-    granted(leases.acquire("g", "1", "s1", group_id="x", excluded=["b", "c"]))
-    granted(leases.acquire("g", "2", "s2", group_id="x", excluded=["a", "c"]))
+    granted(acquire(leases, "g", "1", "s1", group_id="x", excluded_engine_ids=["b", "c"]))
+    granted(acquire(leases, "g", "2", "s2", group_id="x", excluded_engine_ids=["a", "c"]))
     leases.remove_engine("a")
     assert leases.report_fault("g", "1", "it lies") is None
-    assert granted(leases.acquire("g", "3", "s1", group_id="x")) == "b"
+    assert granted(acquire(leases, "g", "3", "s1", group_id="x")) == "b"
     leases.add_engine(Engine("a", "a:1", "m", 8))
     for lease in "123":
         leases.release("g", lease)
@@ -273,8 +234,20 @@ def test_weights_of_an_offer_are_leased_once_they_are_accepted() -> None:
     change(leases, "b", policy_version=1, push_id="push")
     assert not leases.fleet.fenced(leases.engines["b"])  # of a push that was forgotten, perhaps
     leases.fleet.aim("m", None, offer)
-    assert {granted(leases.acquire("g", str(at), f"s{at}")) for at in range(4)} == {"a"}
+    assert {granted(acquire(leases, "g", str(at), f"s{at}")) for at in range(4)} == {"a"}
     with pytest.raises(NoEngineError, match="not accepted yet"):
-        leases.acquire("g", "more", "t", excluded=["a"])
+        acquire(leases, "g", "more", "t", excluded_engine_ids=["a"])
     leases.fleet.aim("m", offer, None)
-    assert granted(leases.acquire("g", "last", "u")) == "b"
+    assert granted(acquire(leases, "g", "last", "u")) == "b"
+
+
+def test_the_newest_version_of_a_model_is_the_higher_of_the_target_and_the_offer() -> None:
+    fleet = table().fleet
+    assert fleet.newest_version("m") is None
+    fleet.aim("m", Target(3, "first"), None)
+    assert fleet.newest_version("m") == 3
+    fleet.aim("m", Target(3, "first"), Target(5, "second"))
+    fleet.aim("other", None, Target(9, "third"))
+    assert (fleet.newest_version("m"), fleet.newest_version("other")) == (5, 9)
+    fleet.aim("m", None, None)
+    assert fleet.newest_version("m") is None

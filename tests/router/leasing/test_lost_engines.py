@@ -2,23 +2,23 @@ import gc
 
 import pytest
 
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
     NoEngineError,
 )
 from rollmesh.v1 import router_pb2 as pb
-from tests.router.leasing.tables import ended, granted, table
+from tests.router.leasing.tables import acquire, ended, granted, table
 
 
 def lose(leases: LeaseTable, lease_id: str, now_ms: int, engine: str = "a") -> None:
-    assert granted(leases.acquire("g", lease_id, "s", now_ms=now_ms)) == engine
+    assert granted(acquire(leases, "g", lease_id, "s", now_ms=now_ms)) == engine
     leases.release("g", lease_id, pb.LEASE_OUTCOME_LOST, now_ms=now_ms)
 
 
-def test_an_engine_on_which_turns_are_lost_gets_none_for_a_while_and_then_one() -> None:
-    leases, states = table("a"), list[str]()
-    leases.fleet.on_circuit = lambda engine: states.append(engine.circuit.state.value)
+def test_an_engine_with_lost_turns_gets_no_lease_for_a_while_and_then_a_probe() -> None:
+    leases, states = table("a"), list[int]()
+    leases.fleet.on_circuit = lambda engine: states.append(engine.circuit.state)
     for at in "123":
         lose(leases, at, 10)
     found = leases.fleet.exclusion(leases.engines["a"])
@@ -26,13 +26,17 @@ def test_an_engine_on_which_turns_are_lost_gets_none_for_a_while_and_then_one() 
     assert found.reason == pb.EXCLUSION_REASON_CIRCUIT_OPEN
     assert (leases.fleet.open_circuits, leases.due_ms(10)) == (1, 1010)
     with pytest.raises(NoEngineError, match="its circuit is open"):
-        leases.acquire("g", "4", "s", now_ms=1009)
-    assert leases.acquire("g", "5", "s", wait_ms=9000, now_ms=1009) is None
-    assert leases.acquire("g", "6", "t", wait_ms=9000, now_ms=1009) is None
+        acquire(leases, "g", "4", "s", now_ms=1009)
+    assert acquire(leases, "g", "5", "s", wait_ms=9000, now_ms=1009) is None
+    assert acquire(leases, "g", "6", "t", wait_ms=9000, now_ms=1009) is None
     assert ended(leases, 1010) == {"5": "a"}
     leases.release("g", "5", pb.LEASE_OUTCOME_ANSWERED, now_ms=1020)
     assert ended(leases, 1020) == {"6": "a"}
-    assert states == ["open", "half-open", "closed"]
+    assert states == [
+        pb.CIRCUIT_STATE_OPEN,
+        pb.CIRCUIT_STATE_HALF_OPEN,
+        pb.CIRCUIT_STATE_CLOSED,
+    ]
     assert (leases.fleet.exclusion(leases.engines["a"]), leases.fleet.open_circuits) == (None, 0)
 
 
@@ -41,21 +45,21 @@ def test_an_engine_that_registers_again_has_a_closed_circuit() -> None:
     for at in "123":
         lose(leases, at, 10)
     leases.add_engine(Engine("a", "a:1", "m", 8))
-    assert granted(leases.acquire("g", "4", "s", now_ms=11)) == "a"
+    assert granted(acquire(leases, "g", "4", "s", now_ms=11)) == "a"
     assert leases.due_ms(11) is None
 
 
 def test_turns_that_end_after_their_engine_has_left_change_nothing() -> None:
     leases = table("a", "b")
     for at in range(8):
-        granted(leases.acquire("g", str(at), "s", excluded=["b"]))
+        granted(acquire(leases, "g", str(at), "s", excluded_engine_ids=["b"]))
     leases.add_engine(Engine("a", "a:1", "m", 8))
     for at in range(8):
         leases.release("g", str(at), pb.LEASE_OUTCOME_LOST)
     assert leases.fleet.exclusion(leases.engines["a"]) is None
 
 
-def test_engines_that_have_left_are_not_kept_though_nobody_asks_for_a_lease() -> None:
+def test_engines_that_have_left_are_not_kept_without_requests() -> None:
     leases = table()
     for at in range(500):
         leases.add_engine(Engine(f"e{at}", "e:1", "m", 1))

@@ -1,28 +1,43 @@
 """Who gets a slot that becomes free."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.router.leasing.queue import Queue, Rounds, Waiting
+from rollmesh.router.leases import LeaseTable
+from rollmesh.v1 import router_pb2 as pb
+from tests.router.leasing.tables import acquire, table
 
 
-@dataclass(eq=False)
-class Seats:
-    """Slots of one kind; a test says whether one is free."""
+class OneSlot:
+    """A mesh with one slot, which is taken; requests are known by their number."""
 
-    free: bool = True
+    def __init__(self, queue_limit: int = 99) -> None:
+        self.leases = LeaseTable(queue_limit=queue_limit)
+        self.leases.open_stream("g", pb.DispatchHello(gateway_id="g"))
+        self.leases.add_engine(table("a", capacity=1).engines["a"])
+        self.held = "first"
+        acquire(self.leases, "g", "first", "first")
 
-    def any_free(self) -> bool:
-        return self.free
+    def ask(self, number: int, session: str, group: str, deadline_ms: int) -> None:
+        grant = acquire(
+            self.leases, "g", str(number), session, group_id=group, wait_ms=10_000 + deadline_ms
+        )
+        assert grant is None
 
+    def cancel(self, number: int) -> None:
+        self.leases.release("g", str(number))
 
-def waiting(
-    number: int, session: str, group: str = "", deadline_ms: int = 100, asked_ms: int = 0
-) -> Waiting:
-    return Waiting(number, session, group, asked_ms, deadline_ms)
+    def serve(self) -> int | None:
+        """Frees the slot; returns the request that gets it."""
+        self.leases.release("g", self.held)
+        ended = self.leases.end_waits(0)
+        self.held = ended[0].lease_id if ended else "none"
+        return int(self.held) if ended else None
+
+    def rest(self) -> list[int]:
+        return list(iter(self.serve, None))
 
 
 @pytest.mark.parametrize(
@@ -36,77 +51,34 @@ def waiting(
         pytest.param(["a/x", "a/x", "b/x"], [0, 2, 1], id="sessions-of-one-group"),
         pytest.param(["a/x 1", "b/x 2", "c/y 9"], [0, 2, 1], id="rounds-before-deadlines"),
         pytest.param(["a/x 1", "a/x 2", "b/x 9"], [0, 2, 1], id="rounds-of-sessions"),
-        pytest.param(["a/x 5", "a/x 4", "a/x 6"], [1, 0, 2], id="alone"),
-        pytest.param(
-            ["a/x 3", "b/x 4", "c/y 9", "c/y 1"], [3, 0, 1, 2], id="a-round-ends-by-deadline-too"
-        ),
+        pytest.param(["a/x 3", "b/x 4", "c/y 9", "d/y 1"], [3, 0, 1, 2], id="deadlines-in-a-round"),
     ],
 )
 def test_the_order(asked: list[str], order: list[int]) -> None:
-    queue: Queue[Seats, Waiting] = Queue(99)
-    seats, found = Seats(), []
+    slot = OneSlot()
     for number, text in enumerate(asked):
-        queue.add(_read(number, text), seats)
-    while (request := queue.next()) is not None:
-        found.append(request.number)
-        queue.serve(request)
-    assert found == order
+        party, _, deadline = text.partition(" ")
+        session, _, group = party.partition("/")
+        slot.ask(number, session, group, int(deadline or 5))
+    assert slot.rest() == order
 
 
-def test_a_group_that_had_its_place_in_a_round_waits_for_the_next() -> None:
-    queue: Queue[Seats, Waiting] = Queue(99)
-    seats = Seats()
-    queue.add(first := waiting(1, "a", deadline_ms=1), seats)
-    queue.add(waiting(2, "b", deadline_ms=9), seats)
-    queue.serve(first)
-    queue.add(waiting(3, "a", deadline_ms=2), seats)
-    queue.add(waiting(4, "c", deadline_ms=5), seats)
-    found = []
-    while (request := queue.next()) is not None:
-        found.append(request.number)
-        queue.serve(request)
-    assert found == [4, 2, 3]
-
-
-def test_nothing_is_kept_of_parties_that_were_served_long_ago() -> None:
-    rounds = Rounds()
-    rounds.rank("waits", (10**9, 0))
-    for number in range(10_000):
-        rounds.rank(number, (number, number))
-        rounds.serve(number)
-        rounds.discard(number)
-        if number % 10 == 9:
-            rounds.serve("waits")
-            rounds.rank("waits", (10**9, 0))
-    assert len(rounds._next) < 100  # noqa: SLF001 - nothing else shows it
-
-
-def _read(number: int, text: str) -> Waiting:
-    party, _, deadline = text.partition(" ")
-    session, _, group = party.partition("/")
-    return waiting(number, session, group, int(deadline or 5))
+def test_a_group_that_had_its_slot_in_a_round_waits_for_the_next() -> None:
+    slot = OneSlot()
+    slot.ask(1, "a", "", 1)
+    slot.ask(2, "b", "", 9)
+    assert slot.serve() == 1
+    slot.ask(3, "a", "", 2)
+    slot.ask(4, "c", "", 5)
+    assert slot.rest() == [4, 2, 3]
 
 
 def test_a_request_that_cannot_be_served_holds_up_no_other() -> None:
-    queue: Queue[Seats, Waiting] = Queue(99)
-    queue.add(waiting(1, "a"), Seats(free=False))
-    queue.add(second := waiting(2, "b", deadline_ms=200), Seats())
-    assert queue.next() is second
-    queue.remove(second)
-    assert queue.next() is None
-    assert len(queue) == 1
-
-
-def test_a_full_queue_says_so_and_an_overdue_request_is_found() -> None:
-    queue: Queue[Seats, Waiting] = Queue(2)
-    seats = Seats(free=False)
-    queue.add(waiting(1, "a", deadline_ms=100), seats)
-    assert not queue.is_full
-    queue.add(soon := waiting(2, "b", deadline_ms=90), seats)
-    assert queue.is_full
-    assert queue.first_deadline_ms() == 90
-    assert queue.overdue(89) is None
-    assert queue.overdue(90) is soon
+    slot = OneSlot()
+    assert acquire(slot.leases, "g", "1", "s", excluded_engine_ids=["a"], wait_ms=1) is None
+    slot.ask(2, "t", "", 500)
+    assert slot.rest() == [2]
+    assert slot.leases.waiting == 1
 
 
 PARTIES = st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "x", "y"]))
@@ -118,90 +90,94 @@ EVENTS = st.lists(
     ),
     max_size=80,
 )
+Asked = tuple[int, Any, str, int, int]  # number, group, session, turn in its group, deadline
 
 
-class Told:
-    """The rule, told by looking at every request each time."""
+class Rule:
+    """The rule, applied by looking at every request each time."""
 
     def __init__(self) -> None:
-        self.asked: list[Waiting] = []
-        self.nexts: dict[object, dict[object, int]] = {}  # level -> party -> round of its slot
-        self.rounds: dict[object, int] = {}  # level -> round
+        self.asked: list[Asked] = []
+        self.nexts: dict[Any, dict[Any, int]] = {}  # level -> party -> round of its next slot
+        self.rounds: dict[Any, int] = {}  # level -> round
 
-    def ask(self, request: Waiting) -> None:
+    def ask(self, number: int, session: str, group: Any, deadline_ms: int) -> None:
         if not self.asked:
             self._restart(None)
-        if not any(one.group == request.group for one in self.asked):
-            self._restart(request.group)
-        for level, party in ((None, request.group), (request.group, request.session_id)):
-            joined = max(self._round_of(level, party), self.rounds.get(level, 0))
-            self.nexts.setdefault(level, {})[party] = joined
-        self.asked.append(request)
+        if not any(one[1] == group for one in self.asked):
+            self._restart(group)
+        self._join(None, group)
+        turn = self._join(group, session)
+        self.nexts[group][session] = turn + 1
+        self.asked.append((number, group, session, turn, deadline_ms))
 
-    def first(self) -> Waiting | None:
-        heads = [self._head(group) for group in {one.group for one in self.asked}]
-        return min(
-            heads, key=lambda one: (self._round_of(None, one.group), *due(one)), default=None
-        )
+    def cancel(self, at: int) -> int:
+        number, group, session, turn, _ = self.asked.pop(at % len(self.asked))
+        if self.nexts[group][session] == turn + 1:
+            self.nexts[group][session] = turn
+        return number
 
-    def serve(self, request: Waiting) -> None:
-        self.asked.remove(request)
-        for level, party in ((None, request.group), (request.group, request.session_id)):
-            self.rounds[level] = self.nexts[level][party]
-            self.nexts[level][party] += 1
+    def serve(self) -> int | None:
+        heads = [self._head(group) for group in {one[1] for one in self.asked}]
+        if not heads:
+            return None
+        first = min(heads, key=lambda one: (self.nexts[None][one[1]], one[4], one[0]))
+        number, group, _, turn, _ = first
+        self.asked.remove(first)
+        self.rounds[group] = turn
+        self.rounds[None] = self.nexts[None][group]
+        self.nexts[None][group] += 1
+        return number
 
-    def _head(self, group: object) -> Waiting:
-        own = [one for one in self.asked if one.group == group]
-        return min(own, key=lambda one: (self._round_of(group, one.session_id), *due(one)))
+    def _head(self, group: Any) -> Asked:
+        own = [one for one in self.asked if one[1] == group]
+        return min(own, key=lambda one: (one[3], one[4], one[0]))
 
-    def _round_of(self, level: object, party: object) -> int:
-        return self.nexts.get(level, {}).get(party, 0)
+    def _join(self, level: Any, party: Any) -> int:
+        parties = self.nexts.setdefault(level, {})
+        parties[party] = max(parties.get(party, 0), self.rounds.get(level, 0))
+        return parties[party]
 
-    def _restart(self, level: object) -> None:
+    def _restart(self, level: Any) -> None:
         self.nexts.pop(level, None)
         self.rounds.pop(level, None)
 
 
-def due(one: Waiting) -> tuple[int, int]:
-    return one.deadline_ms, one.number
-
-
 @given(EVENTS)
 def test_the_queue_is_the_rule(events: list[tuple[str, Any, Any]]) -> None:
-    queue: Queue[Seats, Waiting] = Queue(99)
-    seats, told = Seats(), Told()
+    slot, rule = OneSlot(), Rule()
     for number, (event, what, how) in enumerate(events):
         if event == "ask":
             session, group = what
-            request = waiting(number, session, group, how)
-            told.ask(request)
-            queue.add(request, seats)
-        elif event == "cancel" and told.asked:
-            request = told.asked.pop(what % len(told.asked))
-            queue.remove(request)
-        elif event == "serve" and (first := told.first()) is not None:
-            told.serve(first)
-            queue.serve(first)
-        assert queue.next() is told.first()
-        assert len(queue) == len(told.asked)
+            if slot.held == "none":
+                acquire(slot.leases, "g", f"holder-{number}", "first")
+                slot.held = f"holder-{number}"
+            slot.ask(number, session, group, how)
+            rule.ask(number, session, group or (session,), how)
+        elif event == "cancel" and rule.asked:
+            slot.cancel(rule.cancel(what))
+        elif event == "serve":
+            assert slot.serve() == rule.serve()
+        assert slot.leases.waiting == len(rule.asked)
 
 
 @given(st.lists(st.tuples(PARTIES, st.integers(1, 9)), min_size=2, max_size=40), st.data())
-def test_no_group_gets_more_than_two_places_in_a_row_while_another_waits(
+def test_no_group_gets_more_than_two_slots_in_a_row_while_another_waits(
     asked: list[tuple[tuple[str, str], int]], data: st.DataObject
 ) -> None:
-    queue: Queue[Seats, Waiting] = Queue(99)
-    seats, row, last = Seats(), 0, None
+    slot, row, last = OneSlot(), 0, None
+    waiting: dict[int, Any] = {}
     left = list(enumerate(asked))
-    while left or queue.next() is not None:
-        if left and (queue.next() is None or data.draw(st.booleans())):
+    while left or waiting:
+        if left and (not waiting or data.draw(st.booleans())):
             number, ((session, group), deadline_ms) = left.pop(0)
-            queue.add(waiting(number, session, group, deadline_ms), seats)
+            slot.ask(number, session, group, deadline_ms)
+            waiting[number] = group or (session,)
             continue
-        request = queue.next()
-        assert request is not None
-        others = any(one.group != request.group for _, line in queue.lines() for one in line)
-        row = row + 1 if others and request.group == last else 1
-        last = request.group
+        served = slot.serve()
+        assert served is not None
+        group_served = waiting.pop(served)
+        others = any(one != group_served for one in waiting.values())
+        row = row + 1 if others and group_served == last else 1
+        last = group_served
         assert row <= 2
-        queue.serve(request)

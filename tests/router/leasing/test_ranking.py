@@ -1,6 +1,6 @@
 from hypothesis import given, strategies as st
 
-from rollmesh.router.leasing.ranking import Ranking
+from rollmesh.router.engines import Ranking
 
 ITEMS = st.sampled_from("abcdef")
 EVENTS = st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.integers(0, 9))), max_size=120)
@@ -25,7 +25,7 @@ def test_the_first_is_the_minimum_however_often_keys_change(
         assert len(ranking) == len(keys)
 
 
-def test_keys_that_are_out_of_date_do_not_pile_up() -> None:
+def test_outdated_keys_do_not_pile_up() -> None:
     ranking: Ranking[str, tuple[int, str]] = Ranking()
     ranking.set("first", (0, "first"))
     for number in range(10_000):

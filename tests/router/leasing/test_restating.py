@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.router.leasing.awaited import AWAITED_MS
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import AWAITED_MS, LeaseTable
 from rollmesh.runtime.errors import EnginesBusyError, InvalidFieldError, SupersededError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.v1 import router_pb2 as pb, router_pb2_grpc
+from tests.router.leasing.tables import acquire
 from tests.router.test_dispatch import noting_router
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ def holdings(engine: str, *leases: str, sessions: tuple[str, ...] = ()) -> list[
 
 
 def granted(leases: LeaseTable, lease: str, session: str) -> str:
-    grant = leases.acquire("g", lease, session)
+    grant = acquire(leases, "g", lease, session)
     assert grant is not None
     return grant.engine_id
 
@@ -41,7 +41,7 @@ def test_restated_leases_are_booked_once_and_released_as_any_others() -> None:
     leases = table("a")
     for _ in range(2):
         leases.restate("g", holdings("a", "1", "2", sessions=("s",)))
-    assert repr(leases) == "1 engines, 1 sessions, 2 leases, 0 waiting"
+    assert (len(leases.engines), leases.sessions, leases.leases) == (1, 1, 2)
     leases.release("g", "1")
     assert leases.engines["a"].leases == 1
 
@@ -50,15 +50,15 @@ def test_a_restated_session_is_sticky_and_so_is_its_group() -> None:
     leases = table("a", "b")
     leases.restate("g", holdings("b", sessions=("s",)))
     for session, group in (("s", ""), ("sibling", "x")):
-        grant = leases.acquire("g", session, session, group_id=group)
+        grant = acquire(leases, "g", session, session, group_id=group)
         assert grant is not None
         assert grant.engine_id == "b"
 
 
-def test_an_engine_that_registers_later_gets_what_was_restated_of_it() -> None:
+def test_an_engine_that_registers_later_gets_its_restated_leases() -> None:
     leases = table("a")
     leases.restate("g", holdings("b", "1", sessions=("s",)))
-    assert leases.acquire("g", "2", "s", wait_ms=1_000) is None  # it waits for its engine
+    assert acquire(leases, "g", "2", "s", wait_ms=1_000) is None  # it waits for its engine
     assert not leases.end_waits(0)
     leases.add_engine(Engine("b", "b:1", "m", 8))
     (ended,) = leases.end_waits(0)
@@ -71,10 +71,10 @@ def test_an_engine_that_registers_later_gets_what_was_restated_of_it() -> None:
     ("wait_ms", "excluded"),
     [pytest.param(0, (), id="does-not-wait"), pytest.param(9, ("b",), id="its-engine-failed")],
 )
-def test_a_turn_goes_elsewhere_at_once_if_it(wait_ms: int, excluded: tuple[str, ...]) -> None:
+def test_a_turn_uses_another_engine_at_once_if_it(wait_ms: int, excluded: tuple[str, ...]) -> None:
     leases = table("a")
     leases.restate("g", holdings("b", sessions=("s",)))
-    grant = leases.acquire("g", "1", "s", wait_ms=wait_ms, excluded=excluded)
+    grant = acquire(leases, "g", "1", "s", wait_ms=wait_ms, excluded_engine_ids=excluded)
     assert grant is not None
     assert grant.engine_id == "a"
 
@@ -82,7 +82,7 @@ def test_a_turn_goes_elsewhere_at_once_if_it(wait_ms: int, excluded: tuple[str, 
 def test_an_engine_that_does_not_register_is_given_up_in_time() -> None:
     leases = table("a")
     leases.restate("g", holdings("b", "1", sessions=("s",)), now_ms=100)
-    leases.acquire("g", "2", "s", wait_ms=60_000, now_ms=200)
+    acquire(leases, "g", "2", "s", wait_ms=60_000, now_ms=200)
     assert leases.due_ms(200) == 100 + AWAITED_MS
     assert not leases.end_waits(99 + AWAITED_MS)
     (ended,) = leases.end_waits(100 + AWAITED_MS)
@@ -97,12 +97,12 @@ def test_an_engine_with_more_leases_than_slots_gets_no_more_until_some_have_ende
     leases = table("a", capacity=2)
     leases.restate("g", holdings("a", "1", "2", "3"))
     with pytest.raises(EnginesBusyError):
-        leases.acquire("g", "4", "s")
+        acquire(leases, "g", "4", "s")
     leases.release("g", "1")
     with pytest.raises(EnginesBusyError):
-        leases.acquire("g", "4", "s")
+        acquire(leases, "g", "4", "s")
     leases.release("g", "2")
-    assert leases.acquire("g", "4", "s") is not None
+    assert acquire(leases, "g", "4", "s") is not None
 
 
 def test_generations_that_other_routers_leased_take_slots() -> None:
@@ -120,7 +120,7 @@ def test_generations_that_other_routers_leased_take_slots() -> None:
     assert granted(leases, "3", "t") == "a"
 
 
-def test_a_generation_that_ended_on_the_way_of_a_report_is_nobody_elses() -> None:
+def test_a_generation_that_ended_before_its_report_arrived_takes_no_slot() -> None:
     leases = table("a")
     engine = leases.engines["a"]
     granted(leases, "1", "s")
@@ -131,7 +131,7 @@ def test_a_generation_that_ended_on_the_way_of_a_report_is_nobody_elses() -> Non
     assert engine.elsewhere == 1
 
 
-def test_restated_leases_are_those_that_the_engine_reported() -> None:
+def test_restated_leases_account_for_reported_generations() -> None:
     leases = table("a")
     engine = leases.engines["a"]
     engine.report(3)
@@ -144,6 +144,16 @@ def test_restated_leases_are_those_that_the_engine_reported() -> None:
     assert (other.leases, other.elsewhere) == (2, 1)
 
 
+def test_a_bounded_number_of_engines_is_awaited() -> None:
+    leases = table()
+    for at in range(16_385):
+        leases.restate("g", holdings(str(at), f"lease-{at}"))
+    assert leases.leases == 16_384
+    leases.add_engine(Engine("0", "a:1", "m", 8))
+    leases.restate("g", holdings("16384", "last"))
+    assert leases.leases == 16_385
+
+
 def test_an_awaited_engine_that_lied_stays_out_of_service() -> None:
     leases = table()
     leases.restate("g", holdings("b", "1"))
@@ -154,9 +164,9 @@ def test_an_awaited_engine_that_lied_stays_out_of_service() -> None:
     assert exclusion.reason == pb.EXCLUSION_REASON_FAULT
 
 
-def test_a_later_stream_of_a_process_replaces_the_earlier_one_and_what_it_held() -> None:
+def test_a_later_stream_of_a_process_replaces_the_earlier_one_and_its_leases() -> None:
     leases = table("a")
-    leases.acquire("g", "1", "s")
+    acquire(leases, "g", "1", "s")
     assert leases.open_stream("later", hello(2)) == "g"
     leases.restate("later", holdings("a", "1", sessions=("s",)))
     assert leases.leases == 1
@@ -170,7 +180,7 @@ def test_a_later_stream_of_a_process_replaces_the_earlier_one_and_what_it_held()
 def test_streams_of_other_processes_replace_nothing(instance: str) -> None:
     leases = table("a")
     leases.open_stream("first", hello(1, instance))
-    leases.acquire("g", "1", "s")
+    acquire(leases, "g", "1", "s")
     assert leases.open_stream("other", hello(2, instance and "third")) is None
     assert leases.leases == 1
 

@@ -3,18 +3,18 @@ from typing import Any
 
 import pytest
 
-from rollmesh.router.leasing.engines import Engine, Target
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.engines import Engine, Target
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
     EnginesBusyError,
 )
-from tests.router.leasing.tables import change, ended, granted, hello, table
+from tests.router.leasing.tables import acquire, change, ended, granted, hello, table
 
 
-def test_a_request_waits_for_a_place_and_gets_it_when_one_is_free() -> None:
+def test_a_request_waits_for_a_slot_and_gets_the_next_free_one() -> None:
     leases = table("a", capacity=1)
-    granted(leases.acquire("g", "1", "s", now_ms=10))
-    assert leases.acquire("g", "2", "t", wait_ms=100, now_ms=10) is None
+    granted(acquire(leases, "g", "1", "s", now_ms=10))
+    assert acquire(leases, "g", "2", "t", wait_ms=100, now_ms=10) is None
     assert (ended(leases, 20), leases.due_ms(20), leases.waiting) == ({}, 110, 1)
     leases.release("g", "1", now_ms=30)
     assert leases.due_ms(30) == 30
@@ -49,17 +49,17 @@ def test_a_request_waits_for_a_place_and_gets_it_when_one_is_free() -> None:
         ),
     ],
 )
-def test_whatever_brings_a_place_ends_a_wait(
+def test_every_event_that_frees_a_slot_ends_a_wait(
     before: dict[str, Any], event: Callable[[LeaseTable], None]
 ) -> None:
     leases = table("a", capacity=1)
     leases.open_stream("h", hello())
     leases.fleet.aim("m", Target(0, ""), None)
-    granted(leases.acquire("h", "1", "s"))
+    granted(acquire(leases, "h", "1", "s"))
     if before:
         leases.add_engine(Engine("c", "c:1", "m", 1))
         change(leases, "c", **before)
-    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    assert acquire(leases, "g", "2", "t", wait_ms=100) is None
     assert ended(leases, 1) == {}
     event(leases)
     assert list(ended(leases, 1)) == ["2"]
@@ -67,10 +67,10 @@ def test_whatever_brings_a_place_ends_a_wait(
 
 def test_a_wait_ends_at_its_deadline_with_the_reason() -> None:
     leases = table("a", capacity=1)
-    granted(leases.acquire("g", "1", "s"))
+    granted(acquire(leases, "g", "1", "s"))
     leases.open_stream("h", hello("other"))
-    assert leases.acquire("g", "2", "t", wait_ms=100) is None
-    assert leases.acquire("h", "3", "u", wait_ms=50) is None
+    assert acquire(leases, "g", "2", "t", wait_ms=100) is None
+    assert acquire(leases, "h", "3", "u", wait_ms=50) is None
     assert ended(leases, 49) == {}
     assert ended(leases, 50) == {"3": "NO_ENGINE"}
     assert ended(leases, 100) == {"2": "ENGINES_BUSY"}
@@ -81,26 +81,26 @@ def test_a_full_queue_refuses_with_a_delay_that_is_estimated_from_its_pace() -> 
     leases.add_engine(Engine("a", "a:1", "m", 1))
     leases.open_stream("g", hello())
     for at in range(5):  # a slot becomes free every 300 ms
-        granted(leases.acquire("g", f"before-{at}", "s", now_ms=at * 300))
+        granted(acquire(leases, "g", f"before-{at}", "s", now_ms=at * 300))
         leases.release("g", f"before-{at}", now_ms=at * 300 + 300)
-    granted(leases.acquire("g", "1", "s", now_ms=1500))
+    granted(acquire(leases, "g", "1", "s", now_ms=1500))
     for at in range(3):
-        assert leases.acquire("g", f"waits-{at}", "s", wait_ms=9000, now_ms=1500) is None
+        assert acquire(leases, "g", f"waits-{at}", "s", wait_ms=9000, now_ms=1500) is None
     with pytest.raises(EnginesBusyError, match="3 requests wait") as refusal:
-        leases.acquire("g", "2", "t", wait_ms=9000, now_ms=1800)
+        acquire(leases, "g", "2", "t", wait_ms=9000, now_ms=1800)
     assert refusal.value.retry_delay_ms == 4 * 300  # three wait before it
 
 
 def test_the_estimated_delay_has_bounds() -> None:
     leases = table("a", capacity=1)
-    granted(leases.acquire("g", "1", "s"))
+    granted(acquire(leases, "g", "1", "s"))
     delays = []
     for now_ms in (0, 10, 10_000_000):
         with pytest.raises(EnginesBusyError) as refusal:
-            leases.acquire("g", "2", "t", now_ms=now_ms)
+            acquire(leases, "g", "2", "t", now_ms=now_ms)
         delays.append(refusal.value.retry_delay_ms)
         leases.release("g", "1", now_ms=now_ms)
-        granted(leases.acquire("g", "1", "s", now_ms=now_ms))
+        granted(acquire(leases, "g", "1", "s", now_ms=now_ms))
     assert delays == [1_000, 100, 60_000]  # nothing is known, and then too little and too much
 
 
@@ -108,20 +108,20 @@ def test_the_estimated_delay_looks_back_on_a_bounded_number_of_releases() -> Non
     leases = table("a", capacity=1)
     for turn in range(100):  # one every second at first, then 64 within as many milliseconds
         now_ms = 1_000 * turn if turn < 36 else 100_000 + turn
-        granted(leases.acquire("g", "1", "s", now_ms=now_ms))
+        granted(acquire(leases, "g", "1", "s", now_ms=now_ms))
         leases.release("g", "1", now_ms=now_ms)
-    granted(leases.acquire("g", "1", "s", now_ms=100_099))
+    granted(acquire(leases, "g", "1", "s", now_ms=100_099))
     with pytest.raises(EnginesBusyError) as refusal:
-        leases.acquire("g", "2", "t", now_ms=100_099)
+        acquire(leases, "g", "2", "t", now_ms=100_099)
     assert refusal.value.retry_delay_ms == 100  # the least
 
 
-def test_a_cancelled_wait_leaves_the_queue_and_so_do_those_of_a_stream_that_ends() -> None:
+def test_cancelled_waits_and_waits_of_a_closed_stream_leave_the_queue() -> None:
     leases = table("a", capacity=1)
     leases.open_stream("h", hello())
-    granted(leases.acquire("g", "1", "s"))
-    assert leases.acquire("g", "2", "t", wait_ms=100) is None
-    assert leases.acquire("h", "3", "u", wait_ms=100) is None
+    granted(acquire(leases, "g", "1", "s"))
+    assert acquire(leases, "g", "2", "t", wait_ms=100) is None
+    assert acquire(leases, "h", "3", "u", wait_ms=100) is None
     leases.release("g", "2")
     leases.close_stream("h")
     leases.release("g", "1")
@@ -132,8 +132,8 @@ def test_a_cancelled_wait_leaves_the_queue_and_so_do_those_of_a_stream_that_ends
 
 def test_an_excluded_engine_is_taken_after_a_while_if_no_other_fits() -> None:
     leases = table("a", capacity=2)
-    assert leases.acquire("g", "1", "s", excluded=["a"], wait_ms=1000) is None
-    assert leases.acquire("g", "2", "s", excluded=["a"], wait_ms=150) is None
+    assert acquire(leases, "g", "1", "s", excluded_engine_ids=["a"], wait_ms=1000) is None
+    assert acquire(leases, "g", "2", "s", excluded_engine_ids=["a"], wait_ms=150) is None
     assert leases.due_ms(0) == 150
     assert ended(leases, 149) == {}
     assert ended(leases, 150) == {"2": "a"}
@@ -144,24 +144,24 @@ def test_an_excluded_engine_is_taken_after_a_while_if_no_other_fits() -> None:
 
 def test_an_excluded_engine_is_not_taken_while_another_is_only_full() -> None:
     leases = table("a", "b", capacity=1)
-    granted(leases.acquire("g", "1", "s", excluded=["a"]))
-    assert leases.acquire("g", "2", "t", excluded=["a"], wait_ms=1000) is None
+    granted(acquire(leases, "g", "1", "s", excluded_engine_ids=["a"]))
+    assert acquire(leases, "g", "2", "t", excluded_engine_ids=["a"], wait_ms=1000) is None
     assert ended(leases, 999) == {}
     leases.remove_engine("b")
     assert ended(leases, 999) == {"2": "a"}
 
 
-def test_an_engine_that_was_restarted_is_another() -> None:
+def test_a_restarted_engine_is_not_excluded() -> None:
     leases = table("a")
-    assert leases.acquire("g", "1", "s", excluded=["a"], wait_ms=1000) is None
+    assert acquire(leases, "g", "1", "s", excluded_engine_ids=["a"], wait_ms=1000) is None
     leases.add_engine(Engine("a", "a:2", "m", 8))
     assert ended(leases, 1) == {"1": "a"}
 
 
 def test_a_wait_without_a_model_ends_when_the_mesh_has_several() -> None:
     leases = table("a", capacity=1)
-    granted(leases.acquire("g", "1", "s"))
-    assert leases.acquire("g", "2", "s", wait_ms=1000) is None
+    granted(acquire(leases, "g", "1", "s"))
+    assert acquire(leases, "g", "2", "s", wait_ms=1000) is None
     leases.add_engine(Engine("b", "b:1", "other", 8))
     assert ended(leases, 1) == {"2": "INVALID_LEASE"}
 
@@ -170,7 +170,7 @@ def test_one_step_ends_a_bounded_number_of_waits() -> None:
     leases = table("a", capacity=1)
     leases.remove_engine("a")
     for at in range(600):
-        assert leases.acquire("g", str(at), f"s{at}", wait_ms=1000) is None
+        assert acquire(leases, "g", str(at), f"s{at}", wait_ms=1000) is None
     leases.add_engine(Engine("a", "a:1", "m", 500))
     assert [len(ended(leases, 1)), leases.due_ms(1)] == [256, 1]
     assert [len(ended(leases, 1)), leases.due_ms(1)] == [244, 1000]
@@ -181,13 +181,13 @@ def test_a_sleeping_engine_is_waited_for_and_a_paused_one_is_used_if_there_is_no
     leases = table("a", "b", capacity=1)
     change(leases, "a", paused=True)
     change(leases, "b", sleeping=True)
-    assert granted(leases.acquire("g", "1", "s")) == "a"
-    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    assert granted(acquire(leases, "g", "1", "s")) == "a"
+    assert acquire(leases, "g", "2", "t", wait_ms=100) is None
     change(leases, "b", sleeping=False)
     assert ended(leases, 1) == {"2": "b"}
     leases.release("g", "1")
     leases.release("g", "2")
-    assert granted(leases.acquire("g", "3", "s")) == "b"  # it was on the one that is paused
+    assert granted(acquire(leases, "g", "3", "s")) == "b"  # it was on the one that is paused
 
 
 RESTING = pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def resting(state: dict[str, Any]) -> LeaseTable:
     leases.fleet.aim("m", Target(7, ""), None)
     for at, name in enumerate(("a", "b")):
         change(leases, name, policy_version=7)
-        granted(leases.acquire("g", f"held-{at}", f"s{at}"))
+        granted(acquire(leases, "g", f"held-{at}", f"s{at}"))
         change(leases, name, **state)
     return leases
 
@@ -221,9 +221,11 @@ def test_a_wait_begins_again_while_no_engine_samples_up_to_its_last_moment(
     state: dict[str, Any], ending: str
 ) -> None:
     leases = resting(state)
-    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=250) is None
-    assert leases.acquire("g", "2", "u", wait_ms=100) is None
-    assert leases.acquire("g", "3", "v", wait_ms=100, suspended_ms=50) is None  # less than the wait
+    assert acquire(leases, "g", "1", "t", wait_ms=100, suspended_wait_ms=250) is None
+    assert acquire(leases, "g", "2", "u", wait_ms=100) is None
+    assert (
+        acquire(leases, "g", "3", "v", wait_ms=100, suspended_wait_ms=50) is None
+    )  # less than the wait
     assert ended(leases, 100) == {"2": ending, "3": ending}
     assert leases.due_ms(100) == 200
     assert ended(leases, 200) == {}
@@ -235,7 +237,7 @@ def test_a_wait_begins_again_while_no_engine_samples_up_to_its_last_moment(
 @RESTING
 def test_a_wait_ends_in_time_once_an_engine_samples(state: dict[str, Any], ending: str) -> None:
     leases = resting(state)
-    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=1000) is None
+    assert acquire(leases, "g", "1", "t", wait_ms=100, suspended_wait_ms=1000) is None
     assert ended(leases, 100) == {}
     awake = {name: not state[name] for name in ("sleeping", "paused") if name in state}
     change(leases, "b", policy_version=7, update_error="", **awake)
@@ -251,16 +253,16 @@ def test_a_wait_ends_in_time_once_an_engine_samples(state: dict[str, Any], endin
         pytest.param({"policy_version": 6, "update_error": "does not fit"}, id="update-failed"),
     ],
 )
-def test_an_engine_that_may_never_sample_again_is_not_waited_for_longer(
+def test_a_wait_is_not_prolonged_for_an_engine_that_may_never_sample_again(
     state: dict[str, Any],
 ) -> None:
     leases = table("a")
     leases.fleet.aim("m", Target(7, ""), None)
     change(leases, "a", **{"policy_version": 7, **state})
-    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=1000) is None
+    assert acquire(leases, "g", "1", "t", wait_ms=100, suspended_wait_ms=1000) is None
     assert ended(leases, 100) == {"1": "NO_ENGINE"}
     leases.remove_engine("a")
-    assert leases.acquire("g", "2", "t", wait_ms=100, suspended_ms=1000, now_ms=100) is None
+    assert acquire(leases, "g", "2", "t", wait_ms=100, suspended_wait_ms=1000, now_ms=100) is None
     assert ended(leases, 200) == {"2": "NO_ENGINE"}
 
 
@@ -271,7 +273,7 @@ def test_engines_of_another_kind_are_not_waited_for() -> None:
     leases.open_stream("h", hello("n"))
     leases.open_stream("i", hello("m", "x"))
     for stream in ("g", "h", "i"):
-        assert leases.acquire(stream, stream, "s", wait_ms=100, suspended_ms=1000) is None
+        assert acquire(leases, stream, stream, "s", wait_ms=100, suspended_wait_ms=1000) is None
     assert ended(leases, 100) == {"g": "NO_ENGINE", "h": "NO_ENGINE"}
 
 
@@ -280,7 +282,9 @@ def test_one_step_prolongs_a_bounded_number_of_waits_and_their_order_stays() -> 
     leases.remove_engine("b")
     for at in range(300):
         name = f"{at:03}"
-        assert leases.acquire("g", name, name, wait_ms=100 + at % 2, suspended_ms=1000) is None
+        assert (
+            acquire(leases, "g", name, name, wait_ms=100 + at % 2, suspended_wait_ms=1000) is None
+        )
     assert ended(leases, 101) == {}
     assert (leases.prolonged, leases.due_ms(101)) == (256, 101)
     assert ended(leases, 101) == {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leasing.leases import LeaseClient
+from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -81,7 +81,7 @@ async def until_receiving(folder: Path) -> None:
     await until(lambda: list(folder.rglob("*.part")))
 
 
-async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
+async def test_after_a_refused_push_a_late_engine_gets_the_weights_of_the_others(
     router: ServiceProcess,
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -98,7 +98,7 @@ async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
         assert late.taken == [(1, FIRST)]
 
 
-async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_path: Path) -> None:
+async def test_a_router_killed_during_a_push_keeps_the_former_weights(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(running_router(tmp_path))
         async with noting_engine(first.address, "early"):
@@ -119,7 +119,7 @@ async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_pa
         assert not list(tmp_path.rglob("*.part"))
 
 
-async def test_what_an_engine_took_is_accepted_though_the_router_died_before_it_knew(
+async def test_loaded_weights_are_accepted_after_the_router_died_before_it_knew(
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -141,7 +141,7 @@ async def test_what_an_engine_took_is_accepted_though_the_router_died_before_it_
             await push(second.address, 2, THIRD)
 
 
-async def test_an_engine_with_other_bytes_of_the_same_version_gets_the_accepted_ones(
+async def test_an_engine_with_other_bytes_of_the_same_version_gets_the_accepted_bytes(
     router: ServiceProcess,
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -235,7 +235,9 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         await bad.until_taken(1)
 
 
-async def test_the_log_says_what_becomes_of_a_push(router: ServiceProcess, tmp_path: Path) -> None:
+async def test_the_log_records_the_outcome_of_a_push(
+    router: ServiceProcess, tmp_path: Path
+) -> None:
     log = tmp_path / "router.log"
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(noting_engine(router.address, "first"))
@@ -265,7 +267,7 @@ async def test_the_log_says_what_becomes_of_a_push(router: ServiceProcess, tmp_p
     ]
 
 
-async def test_a_version_far_above_the_last_is_refused_and_an_operator_can_begin_anew(
+async def test_a_version_far_above_the_last_is_refused_until_the_weights_are_forgotten(
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:

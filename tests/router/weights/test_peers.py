@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.client.weights.tensors import file_of
-from rollmesh.router.weights.kept import KeptWeights
+from rollmesh.client.weights import file_of
+from rollmesh.internal.v1 import peers_pb2, peers_pb2_grpc
+from rollmesh.router.kept import KeptWeights, restored
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StaleVersionError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
@@ -76,10 +77,10 @@ class Pair:
                 response = await stub.PushWeights(iter(requests), timeout=60)
         return response.policy_version
 
-    async def kept(self, number: int) -> router_pb2.KeptWeights | None:
+    async def kept(self, number: int) -> peers_pb2.KeptWeights | None:
         async with open_channel(self.addresses[number]) as channel:
-            stub = router_pb2_grpc.RouterServiceStub(channel)
-            request = router_pb2.ListKeptWeightsRequest()
+            stub = peers_pb2_grpc.PeerServiceStub(channel)
+            request = peers_pb2.ListKeptWeightsRequest()
             with typed_errors():
                 response = await stub.ListKeptWeights(request, timeout=60)
         return response.kept[0] if response.kept else None
@@ -104,7 +105,9 @@ def files(engine: NotingEngine) -> list[tuple[int, bytes]]:
     return engine.taken
 
 
-async def test_a_late_engine_gets_from_one_router_what_was_pushed_to_the_other(pair: Pair) -> None:
+async def test_a_late_engine_gets_weights_from_the_router_that_did_not_receive_the_push(
+    pair: Pair,
+) -> None:
     await start_both(pair)
     async with noting_engine(pair.both, "a") as engine:
         assert await pair.push(0, 1, FIRST) == 1
@@ -134,7 +137,7 @@ async def test_a_router_whose_own_address_is_among_its_peers_does_not_ask_itself
     assert not any("ListKeptWeights" in name or "SyncWeights" in name for name in called)
 
 
-async def test_a_router_that_starts_knows_what_was_pushed_before_it_serves(pair: Pair) -> None:
+async def test_a_starting_router_learns_of_pushes_before_it_serves(pair: Pair) -> None:
     await pair.start(0)
     async with noting_engine(pair.addresses[0], "a"):
         await pair.push(0, 1, FIRST)
@@ -167,7 +170,7 @@ async def refused(pair: Pair, data: bytes) -> None:
         await pair.push(0, 1, data, "once")
 
 
-async def test_a_push_whose_router_died_goes_on_at_the_other_when_it_is_repeated(
+async def test_a_repeated_push_is_finished_by_the_other_router(
     pair: Pair,
 ) -> None:
     await pair.start(0, fault="router-offered")
@@ -234,7 +237,7 @@ async def test_the_sdk_finishes_a_push_at_the_other_router_if_the_first_one_dies
         await client.push_weights({"w": np.ones(1, np.float32)}, 2)
 
 
-async def test_what_an_engine_took_is_accepted_by_the_other_router_if_the_first_one_dies(
+async def test_loaded_weights_are_accepted_by_the_other_router_if_the_first_dies(
     pair: Pair,
 ) -> None:
     await pair.start(0, fault="router-before-accept")
@@ -250,7 +253,7 @@ async def test_what_an_engine_took_is_accepted_by_the_other_router_if_the_first_
         assert files(engine) == [(1, FIRST)]
 
 
-async def test_what_is_forgotten_at_one_router_is_forgotten_at_both(pair: Pair) -> None:
+async def test_weights_forgotten_at_one_router_are_forgotten_at_both(pair: Pair) -> None:
     await start_both(pair)
     async with noting_engine(pair.both, "a") as engine:
         await pair.push(0, 9, FIRST)
@@ -285,9 +288,9 @@ async def test_of_two_pushes_on_the_sides_of_a_cut_network_the_later_revision_wi
         assert (await pair.kept(0)) == (await pair.kept(1))
 
 
-def state(revision: int, *, offered: str = "", current: str = "") -> router_pb2.KeptWeights:
+def state(revision: int, *, offered: str = "", current: str = "") -> peers_pb2.KeptWeights:
     header = engine_pb2.UpdateWeightsHeader
-    return router_pb2.KeptWeights(
+    return peers_pb2.KeptWeights(
         model="m",
         revision=revision,
         offered=header(push_id=offered) if offered else None,
@@ -305,8 +308,8 @@ def state(revision: int, *, offered: str = "", current: str = "") -> router_pb2.
         pytest.param(state(2, current="a"), state(2, current="b"), id="accepted-on-both-sides"),
     ],
 )
-def test_of_two_states_one_is_later_on_both_sides(
-    tmp_path: Path, earlier: router_pb2.KeptWeights, later: router_pb2.KeptWeights
+def test_both_sides_agree_which_of_two_states_is_later(
+    tmp_path: Path, earlier: peers_pb2.KeptWeights, later: peers_pb2.KeptWeights
 ) -> None:
     kept = KeptWeights(tmp_path, "m")
     kept.adopt(earlier)
@@ -314,8 +317,7 @@ def test_of_two_states_one_is_later_on_both_sides(
     kept.adopt(later)
     assert not kept.is_behind(earlier)
     assert not kept.is_behind(later)
-    again = KeptWeights(tmp_path, "m")
-    again.restore()
+    (again,) = restored(tmp_path)
     assert again.state == later
 
 
@@ -324,6 +326,6 @@ def test_a_push_id_of_a_peer_names_no_file_elsewhere(tmp_path: Path, push_id: st
     header = engine_pb2.UpdateWeightsHeader(
         policy_version=1, push_id=push_id, safetensors_bytes=1, model="policy"
     )
-    state = router_pb2.KeptWeights(model="policy", revision=1, current=header)
+    state = peers_pb2.KeptWeights(model="policy", revision=1, current=header)
     with pytest.raises(InvalidFieldError, match="push_id"):
         KeptWeights(tmp_path, "policy").missing(state)

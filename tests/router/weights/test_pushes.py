@@ -6,25 +6,21 @@ from pathlib import Path
 import pytest
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leasing.fleet import Fleet
-from rollmesh.router.leasing.policies import least_active
-from rollmesh.router.membership.members import Members
-from rollmesh.router.weights.kept import KeptWeights
-from rollmesh.router.weights.models import Models
-from rollmesh.router.weights.pushes import Pushes
+from rollmesh.router.engines import Fleet
+from rollmesh.router.kept import KeptWeights
+from rollmesh.router.membership import Members
+from rollmesh.router.models import Models
+from rollmesh.router.weights import Pushes
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 
 
-async def models_in(folder: Path) -> Models:
-    """Returns the models of a mesh with one gateway."""
+async def pushes_in(folder: Path) -> Pushes:
+    """Returns the pushes of a mesh with one gateway."""
+    config = RouterConfig(data_dir=folder, gather_ms=0)
     members = Members(missed_reports=5)
     await members.join(router_pb2.ReplicaHello(replica_id="g", model="policy"))
-    return Models(Fleet(least_active), members, folder)
-
-
-async def pushes_in(folder: Path) -> Pushes:
-    return Pushes(await models_in(folder), RouterConfig(data_dir=folder))
+    return Pushes(Models(Fleet(), members, config), config)
 
 
 def header() -> engine_pb2.UpdateWeightsHeader:
@@ -37,7 +33,7 @@ async def chunks() -> AsyncIterator[bytes]:
     yield b"first"
 
 
-async def test_a_disk_that_fills_up_while_weights_come_is_named(
+async def test_a_disk_that_fills_up_during_a_push_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KeptWeights, "open_part", lambda *_: Path("/dev/full").open("wb"))  # noqa: SIM115 - Pushes closes it

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.client import Client, MeshAddresses, Transfer, WeightsPushError
 from rollmesh.client.sync import Client as SyncClient
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
@@ -68,7 +68,7 @@ def said(results: list[router_pb2.EngineResult]) -> dict[str, str]:
     return {result.engine_id: reason_of(result) for result in results}
 
 
-async def test_each_engine_is_sent_what_is_its_own(mesh: Mesh) -> None:
+async def test_each_engine_gets_its_own_init_info(mesh: Mesh) -> None:
     await mesh.add("a")
     await mesh.add("b")
     async with Client(mesh.addresses) as client:
@@ -80,7 +80,7 @@ async def test_each_engine_is_sent_what_is_its_own(mesh: Mesh) -> None:
             await client.init_weight_transfer("nccl", {}, {"c": {"rank_offset": 2}})
 
 
-async def test_a_transfer_that_nobody_took_fences_nobody(mesh: Mesh) -> None:
+async def test_a_transfer_that_no_engine_took_fences_no_engine(mesh: Mesh) -> None:
     await mesh.add("plain", backend="")
     await mesh.add("late")
     async with Client(mesh.addresses) as client:
@@ -94,7 +94,7 @@ async def test_a_transfer_that_nobody_took_fences_nobody(mesh: Mesh) -> None:
         await client.push_weights(TENSORS, 1)  # the version is still free
 
 
-async def test_who_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh) -> None:
+async def test_an_engine_that_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh) -> None:
     await mesh.add("a")
     async with Client(mesh.addresses) as client:
         await replicas(client, 1)

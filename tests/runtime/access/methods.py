@@ -8,6 +8,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+import rollmesh.internal.v1
 import rollmesh.v1
 
 
@@ -19,8 +20,12 @@ def methods() -> dict[str, MethodDescriptor]:
 
 
 def _methods() -> Iterator[MethodDescriptor]:
-    names = [module.name for module in pkgutil.iter_modules(rollmesh.v1.__path__)]
-    modules = [import_module(f"rollmesh.v1.{name}") for name in names if name.endswith("_pb2")]
+    modules = [
+        import_module(f"{package.__name__}.{module.name}")
+        for package in (rollmesh.v1, rollmesh.internal.v1)
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.endswith("_pb2")
+    ]
     for module in (*modules, health_pb2, reflection_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             yield from service.methods

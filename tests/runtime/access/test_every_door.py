@@ -52,7 +52,7 @@ async def test_sessions_run_and_are_delivered(mesh: Mesh) -> None:
     assert len(result.trajectories) == 1
 
 
-async def test_each_method_lets_in_the_roles_of_the_table_and_nobody_else(mesh: Mesh) -> None:
+async def test_each_method_admits_only_the_roles_of_the_table(mesh: Mesh) -> None:
     assert mesh.locks is not None
     wrong: list[str] = []
     async with AsyncExitStack() as stack:
@@ -79,7 +79,7 @@ async def test_each_method_lets_in_the_roles_of_the_table_and_nobody_else(mesh: 
     assert wrong == []
 
 
-async def test_a_service_registers_as_what_it_is_and_as_nothing_else(mesh: Mesh) -> None:
+async def test_a_service_registers_only_under_its_own_kind(mesh: Mesh) -> None:
     assert mesh.locks is not None
     kinds = ("engine", "gateway", "collector", "sidecar")
     let_in: set[tuple[str, str]] = set()
@@ -161,6 +161,7 @@ def expected(name: str, caller: str, found: str) -> str:
 
 def service_of(name: str) -> str:
     service = name.split("/")[1].rpartition(".")[2].removesuffix("Service").lower()
+    service = service.replace("peer", "router")
     return service if service in SERVICES else COMMON
 
 

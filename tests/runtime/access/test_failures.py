@@ -1,4 +1,4 @@
-from rollmesh.runtime.access.failures import Failures, address_of
+from rollmesh.runtime.access.guard import Failures, address_of
 
 
 def test_refusals_of_one_address_take_longer_and_longer() -> None:
@@ -18,7 +18,7 @@ def test_they_are_forgiven_with_time() -> None:
     assert failures.failed("a", 200_000) == (1, 0)
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_number_of_remembered_addresses_is_bounded() -> None:
     failures = Failures(most=3)
     for name in "abcdcc":
         failures.failed(name, 0)

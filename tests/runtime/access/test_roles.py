@@ -35,7 +35,7 @@ def test_agents_call_nothing_that_a_service_does() -> None:
     }
 
 
-def test_who_samples_cannot_read_what_was_sampled() -> None:
+def test_roles_that_sample_cannot_read_samples() -> None:
     reads = [f"/rollmesh.v1.CollectorService/{name}" for name in ("Subscribe", "ReadSessions")]
     for role in (Role.ENGINE, Role.ROUTER, Role.GATEWAY, Role.SIDECAR, Role.AGENT):
         assert not any(may_call(method, frozenset({role})) for method in reads)

@@ -1,41 +1,34 @@
 """TLS on real sockets: who is known by a certificate, and certificates that change."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from rollmesh.runtime.access import files
+from rollmesh.runtime.access import tls as tls_module
 from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
 from tests.locks import Locks, reason_of_call
 from tests.runtime.access.methods import methods
 from tests.runtime.services import KINDS, ScriptedService, ask, served
+from tests.trial_certificates import copy_certificates, make_certificates
 
-pytest.importorskip("cryptography", reason="it makes the certificates")
 INFO = "/rollmesh.v1.ServerService/GetServerInfo"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make(tmp_path / "certs")
+    copy_certificates(tmp_path / "certs")
     return tmp_path / "certs"
-
-
-def make(folder: Path) -> None:
-    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
-
-    write_private(folder, make_certificates([], datetime.now(UTC), days=1))
 
 
 def tls(folder: Path, role: str) -> dict[str, Any]:
@@ -69,10 +62,10 @@ async def test_a_certificate_shows_a_role(folder: Path) -> None:
             assert await reason(channel) == "CALLER_UNKNOWN"
 
 
-async def test_who_shows_no_certificate_of_the_ca_gets_no_connection(
+async def test_a_caller_without_a_certificate_of_the_ca_cannot_connect(
     folder: Path, tmp_path: Path
 ) -> None:
-    make(tmp_path / "other")
+    make_certificates(tmp_path / "other")
     foreign = {**tls(tmp_path / "other", "trainer"), "tls_ca_file": str(folder / "ca.crt")}
     async with served(ScriptedService(), **tls(folder, "router")) as (plain, bound):
         assert await reason(plain) == "REMOTE"
@@ -114,12 +107,29 @@ async def test_certificates_are_changed_while_both_sides_run(folder: Path, tmp_p
     """They get another CA: with what it began with, neither side could connect."""
     async with served(ScriptedService(), **tls(folder, "router")) as (_, bound):
         async with calling(bound.port, **tls(folder, "operator")) as opened:
-            make(tmp_path / "next")
+            make_certificates(tmp_path / "next")
             for path in (tmp_path / "next").iterdir():
                 path.replace(folder / path.name)
             async with calling(bound.port, **tls(folder, "operator")) as channel:
                 assert await reason(channel) == ""
             assert await reason(opened) == ""
+
+
+def test_a_certificate_whose_key_gets_the_mode_that_the_error_asks_for_is_shown(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files_of = TlsFiles(**{name[4:-5]: path for name, path in tls(folder, "engine").items()})
+    before = files_of.get()
+    make_certificates(tmp_path / "next")
+    for name in ("engine.crt", "engine.key"):
+        (tmp_path / "next" / name).replace(folder / name)
+    (folder / "engine.key").chmod(0o644)
+    assert files_of.get() == before
+    assert "chmod 0600" in caplog.text
+    (folder / "engine.key").chmod(0o600)
+    after = files_of.get()
+    assert after.certificate == (folder / "engine.crt").read_bytes() != before.certificate
+    assert files_of.revision == 1
 
 
 async def test_every_kind_of_call_goes_over_tls(folder: Path) -> None:

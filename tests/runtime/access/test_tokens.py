@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access import files
-from rollmesh.runtime.access.making import make_tokens, write_private
+from rollmesh.runtime.access import tls
 from rollmesh.runtime.access.roles import Role
-from rollmesh.runtime.access.tokens import AcceptedTokens, PresentedToken, digest_line, token_of
+from rollmesh.runtime.access.tokens import (
+    AcceptedTokens,
+    PresentedToken,
+    TokensOfFile,
+    digest_line,
+    make_tokens,
+    token_of,
+    write_private,
+)
 from rollmesh.runtime.config import ConfigError
 
 ONE, OTHER = "a" * 32, "b" * 40
@@ -15,7 +22,7 @@ ONE, OTHER = "a" * 32, "b" * 40
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    monkeypatch.setattr(tls, "_LOOK_MS", 0)
 
 
 def accepted(folder: Path, **tokens: str) -> AcceptedTokens:
@@ -37,7 +44,9 @@ def test_a_token_in_two_files_shows_both_roles(tmp_path: Path) -> None:
 
 
 def test_a_token_is_not_kept(tmp_path: Path) -> None:
-    assert ONE not in repr(vars(accepted(tmp_path, engine=ONE)._digests))  # noqa: SLF001
+    (tokens,) = accepted(tmp_path, engine=ONE)._roles.get().values()  # noqa: SLF001
+    assert tokens.get()
+    assert ONE not in repr(vars(tokens))
 
 
 def test_tokens_are_changed_while_the_server_runs(
@@ -58,6 +67,62 @@ def test_tokens_are_changed_while_the_server_runs(
     (tmp_path / "engine").unlink()
     assert tokens.roles(ONE) == {Role.SIDECAR}
     assert not tokens.roles(OTHER)
+
+
+def test_the_mode_that_the_error_asks_for_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = accepted(tmp_path, engine=ONE)
+    path = tmp_path / "engine"
+    path.write_text(OTHER)
+    path.chmod(0o644)
+    for _ in range(3):
+        assert tokens.roles(ONE) == {Role.ENGINE}
+    assert caplog.text.count("chmod 0600") == 1  # a look each second fills no log
+    path.chmod(0o600)
+    assert tokens.roles(OTHER) == {Role.ENGINE}
+    assert not tokens.roles(ONE)
+
+
+@pytest.mark.parametrize("way", ["files", "contents", "folder"])
+def test_an_emptied_folder_revokes_its_tokens_and_takes_new_ones(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "accepted"
+    tokens = accepted(folder, engine=ONE, gateway=OTHER)
+    for path in list(folder.iterdir()):
+        path.write_text("") if way == "contents" else path.unlink()
+    if way == "folder":
+        folder.rmdir()
+    assert not tokens.roles(ONE)
+    assert not tokens.roles(OTHER)
+    write_private(folder, {"sidecar": ONE.encode()})
+    (folder / "engine").unlink(missing_ok=True)
+    assert tokens.roles(ONE) == {Role.SIDECAR}
+
+
+def test_a_damaged_file_keeps_no_token_of_another_role_alive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = accepted(tmp_path, engine=ONE, gateway=OTHER)
+    (tmp_path / "engine").write_text("half a tok")
+    (tmp_path / "gateway").write_text("")
+    write_private(tmp_path, {"captain": b"c" * 32, "trainer": b"short", "router": b"d" * 32})
+    assert tokens.roles(ONE) == {Role.ENGINE}
+    assert not tokens.roles(OTHER)
+    assert tokens.roles("d" * 32) == {Role.ROUTER}
+    assert "captain: is not a role" in caplog.text
+    assert "trainer, line 1: is not a token" in caplog.text
+    (tmp_path / "trainer").write_text("e" * 32)
+    assert tokens.roles("e" * 32) == {Role.TRAINER}
+
+
+def test_an_emptied_file_of_scrapers_lets_none_in(tmp_path: Path) -> None:
+    write_private(tmp_path, {"scrapers": ONE.encode()})
+    tokens = TokensOfFile("metrics_token_file", tmp_path / "scrapers")
+    assert tokens.has(ONE)
+    (tmp_path / "scrapers").write_text("# nobody")
+    assert not tokens.has(ONE)
+    (tmp_path / "scrapers").write_text(OTHER)
+    assert tokens.has(OTHER)
 
 
 def test_tokens_change_when_kubernetes_swaps_the_folder_of_a_secret(tmp_path: Path) -> None:

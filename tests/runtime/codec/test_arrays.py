@@ -90,7 +90,7 @@ def test_a_mask_of_other_than_flags_names_its_field(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("pack", "unpack", "dtype"), CODECS)
-def test_what_was_received_cannot_be_changed(
+def test_received_arrays_are_read_only(
     pack: Callable[[Any], bytes], unpack: Callable[[bytes, str], Any], dtype: Any
 ) -> None:
     found = unpack(pack(np.ones(3, dtype)), "field")

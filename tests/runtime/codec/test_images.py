@@ -71,7 +71,9 @@ def test_a_jpeg_may_be_called_jpg() -> None:
         pytest.param(bytes(2_000_000), "", "has 2000000 bytes; give at most 1000000", id="large"),
     ],
 )
-def test_what_is_no_image_is_refused_and_named(data: bytes, media_type: str, problem: str) -> None:
+def test_bytes_that_are_no_image_are_refused_by_name(
+    data: bytes, media_type: str, problem: str
+) -> None:
     limits = ImageLimits(max_bytes=1_000_000, max_pixels=16_000_000)
     with pytest.raises(InvalidImageError, match=problem) as caught:
         check_image(data, FIELD, media_type, limits)
@@ -96,9 +98,61 @@ def test_transparency_is_seen_over_white() -> None:
     assert decode_image(file.getvalue()).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_pixels_are_seen_as_they_are_stored_whatever_their_orientation() -> None:
+def test_exif_orientation_does_not_turn_pixels() -> None:
     file, tags = io.BytesIO(), Image.Exif()
     tags[0x0112] = 6  # turned by 90 degrees
     Image.new("RGB", (3, 2)).save(file, "JPEG", exif=tags)
     assert check_image(file.getvalue(), FIELD).width == 3
     assert decode_image(file.getvalue()).size == (3, 2)
+
+
+def progressive() -> tuple[bytes, bytes]:
+    """A progressive JPEG of six scans without its end, and its last scan."""
+    file = io.BytesIO()
+    Image.new("L", (16, 16), 128).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    return data[:-2], data[data.rindex(b"\xff\xc4") : -2]
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    crc = zlib.crc32(name + data)
+    return len(data).to_bytes(4, "big") + name + data + crc.to_bytes(4, "big")
+
+
+PARTS = 20_000
+GIF_HEAD = 13 + 3 * 4
+
+
+def hostile() -> dict[str, bytes]:
+    """Small files that cost time for each of many parts."""
+    begin, scan = progressive()
+    png, webp, gif = (picture(kind=kind) for kind in ("PNG", "WEBP", "GIF"))
+    jpeg = picture(kind="JPEG")
+    table = 13 + (3 << (gif[10] & 7) + 1 if gif[10] & 0x80 else 0)
+    body = webp[12:] + b"EXIF\0\0\0\0" * PARTS
+    return {
+        "scans": begin + scan * 100 + b"\xff\xd9",
+        "segments": jpeg[:2] + b"\xff\xfe\0\2" * PARTS + jpeg[2:],
+        "PNG chunks": png[:33] + chunk(b"teXt", b"a\0b") * PARTS + png[33:],
+        "WebP chunks": b"RIFF" + (len(body) + 4).to_bytes(4, "little") + b"WEBP" + body,
+        "GIF comments": gif[:table] + b"!\xfe\1a\0" * PARTS + gif[table:],
+        "GIF blocks": gif[:table] + b"!\xfe" + b"\1a" * PARTS + b"\0" + gif[table:],
+    }
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_parts_that_cost_time_whatever_the_pixels_are_bounded(name: str) -> None:
+    problem = "more than 32 scans" if name == "scans" else "more than 16384 segments"
+    with pytest.raises(InvalidImageError, match=problem):
+        check_image(hostile()[name], FIELD)
+
+
+def test_a_progressive_image_is_taken() -> None:
+    begin, scan = progressive()
+    assert check_image(begin + scan * 10 + b"\xff\xd9", FIELD).width == 16
+
+
+def test_a_scan_within_metadata_does_not_count() -> None:
+    jpeg = picture(kind="JPEG")
+    thumbnail = b"\xff\xe1" + (2 + 400).to_bytes(2, "big") + b"\xff\xda\0\2" * 100
+    assert check_image(jpeg[:2] + thumbnail + jpeg[2:], FIELD).media_type == "image/jpeg"

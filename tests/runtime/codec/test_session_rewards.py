@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.codec.session_rewards import apply_rewards, check_rewards
+from rollmesh.runtime.codec.records import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
@@ -52,12 +52,12 @@ def test_a_reward_that_fits_nothing_names_its_field(
     assert caught.value.field == f"rewards.{field}"
 
 
-def test_a_session_without_trajectories_says_what_can_be_rewarded() -> None:
+def test_the_error_of_a_session_without_trajectories_names_turns() -> None:
     with pytest.raises(InvalidFieldError, match="reward its turns"):
         check_rewards(session_pb2.SessionRewards(trajectory_rewards={"s-2": 1}), (), TURNS)
 
 
-def test_a_turn_is_rewarded_on_every_path_and_what_is_absent_stays() -> None:
+def test_a_turn_is_rewarded_on_every_path_and_other_rewards_stay() -> None:
     record = session_pb2.SessionRecord(trajectories=[trajectory(3), trajectory(5)], reward=0.5)
     apply_rewards(
         record, session_pb2.SessionRewards(turn_rewards={2: 1}, trajectory_rewards={"s-5": 2})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
@@ -16,10 +16,11 @@ from rollmesh.runtime.config import (
     ConfigError,
     mesh_problems,
     parse_config,
+    read_mesh,
     resolve,
 )
 from rollmesh.scorer.config import ScorerConfig
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {
     "router": RouterConfig,
@@ -43,7 +44,7 @@ def given(found: dict[str, Any], *names: str) -> tuple[Any, ...]:
     return tuple(found[name] for name in names)
 
 
-def test_every_service_takes_what_the_mesh_shares(tmp_path: Path) -> None:
+def test_every_service_reads_the_shared_settings(tmp_path: Path) -> None:
     text = """
     [mesh]
     host = "127.0.0.2"
@@ -101,9 +102,7 @@ def test_settings_of_other_services_are_left_to_them(tmp_path: Path) -> None:
         ("[gateway]\nmax_sessions = 'x'", "gateway.max_sessions: is 'x'; give an integer"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named_with_its_table(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_errors_name_the_table_of_a_setting(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         started(tmp_path, text, "gateway")
 
@@ -121,17 +120,17 @@ def test_flags_win_over_the_environment_and_that_over_table_and_mesh(tmp_path: P
     assert started(tmp_path, text, "router", "--host=::1", **environ)["host"] == "::1"
 
 
-def test_each_setting_says_who_gave_it(tmp_path: Path) -> None:
+def test_each_setting_has_its_source(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_text("[mesh]\nhost = '127.0.0.2'\n[router]\nport = 7200\ngather_ms = 1")
     argv = [f"--config={path}", "--gather-ms=3"]
-    found = resolve(RouterConfig, "router", argv, {"ROLLMESH_ROUTER_POLICY": "round_robin"})
-    names = ("host", "port", "gather_ms", "policy", "queue_limit")
+    found = resolve(RouterConfig, "router", argv, {"ROLLMESH_ROUTER_IMBALANCE_MARGIN": "9"})
+    names = ("host", "port", "gather_ms", "imbalance_margin", "queue_limit")
     assert {name: found.source(name) for name in names} == {
         "host": f"{path} [mesh]",
         "port": f"{path} [router]",
         "gather_ms": "--gather-ms",
-        "policy": "ROLLMESH_ROUTER_POLICY",
+        "imbalance_margin": "ROLLMESH_ROUTER_IMBALANCE_MARGIN",
         "queue_limit": "default",
     }
 
@@ -149,13 +148,13 @@ def test_each_setting_says_who_gave_it(tmp_path: Path) -> None:
         ("[mesh]\nrouter = 'a:7100'\n[engine]\nrouter = 'b:7100'", "b:7100"),
     ],
 )
-def test_callers_of_the_router_find_it_where_the_file_says_that_it_listens(
+def test_callers_of_the_router_use_its_address_of_the_file(
     tmp_path: Path, text: str, routers: str
 ) -> None:
     assert started(tmp_path, text, "engine")["router"] == routers
 
 
-def test_routers_are_peers_of_those_that_the_file_says(tmp_path: Path) -> None:
+def test_routers_of_the_file_are_peers(tmp_path: Path) -> None:
     text = "[mesh]\nrouter = 'a:7100,b:7100'"
     assert started(tmp_path, text, "router")["peers"] == "a:7100,b:7100"
     text = "[mesh]\nrouters = 2"
@@ -202,7 +201,7 @@ def test_an_engine_is_of_the_model_that_its_flag_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--model=other",)])
-def test_an_engine_of_no_model_of_the_file_is_told_which_there_are(
+def test_the_error_of_an_unknown_model_lists_the_models(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError, match=r"^model: .*; give --model, one of policy, judge$"):
@@ -232,3 +231,10 @@ def test_defaults_of_services_fit_each_other_by_one_constant() -> None:
     for config in (EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig):
         assert config.router == LOCAL_ROUTER
     assert ScorerConfig.port == SCORER_PORT
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f"[engine.vllm]\nx = {'[' * 5_000}{']' * 5_000}\n")
+    with pytest.raises(ConfigError, match=r"mesh.toml: is nested too deeply"):
+        read_mesh(path)

@@ -46,7 +46,7 @@ def test_a_secret_in_json_is_one_too(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", PLAIN)
-def test_what_has_no_secret_stays_as_it_is(value: object) -> None:
+def test_values_without_a_secret_are_not_masked(value: object) -> None:
     assert not has_secret(value)
     assert masked(value) == value
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
@@ -20,7 +20,7 @@ from rollmesh.runtime.config import (
     describe,
     parse_config,
 )
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar import SidecarConfig
 
 SERVICES = (RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig)
 
@@ -90,7 +90,7 @@ def test_precedence(
     assert parse(*argv, **environ) == Settings(max_nodes=expected)
 
 
-def test_each_source_fills_what_the_others_leave_open(tmp_path: Path) -> None:
+def test_each_source_fills_the_gaps_of_the_stronger_ones(tmp_path: Path) -> None:
     file = file_of(tmp_path, 'host = "h"\nmax_nodes = 2\nshare = 0.25\nstrict = true')
     found = parse(file, "--max-nodes", "3", ROLLMESH_PROBE_DATA_DIR="/data")
     assert found == Settings(host="h", max_nodes=3, share=0.25, strict=True, data_dir=Path("/data"))
@@ -250,7 +250,7 @@ def numbers_of(config: type) -> list[str]:
         pytest.param(RouterConfig, "control_timeout_ms", "0", id="no-time-for-engines"),
         pytest.param(EngineConfig, "lease_capacity", "0", id="no-lease"),
         pytest.param(EngineConfig, "reply_tokens", "0", id="no-token"),
-        pytest.param(EngineConfig, "vocabulary_tokens", "2", id="no-words"),
+        pytest.param(EngineConfig, "vocabulary_tokens", "-1", id="no-words"),
         pytest.param(EngineConfig, "tokens_per_second", "nan", id="no-number"),
         pytest.param(GatewayConfig, "max_sessions", "0", id="no-session"),
         pytest.param(GatewayConfig, "turn_timeout_ms", "0", id="no-time-for-turns"),

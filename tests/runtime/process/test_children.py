@@ -32,7 +32,7 @@ async def test_a_program_reads_and_answers_until_its_input_ends() -> None:
     assert await child.wait() == child.exit_code == 3
 
 
-async def test_what_a_program_started_is_killed_with_it() -> None:
+async def test_children_of_a_program_are_killed_with_it() -> None:
     child = await start_child(sys.executable, "-c", PARENT)
     assert int(await child.stdout.readline())
     child.kill()

@@ -3,13 +3,12 @@
 import asyncio
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access.making import write_private
 from tests.processes import ServiceProcess
+from tests.trial_certificates import copy_certificates
 
 SERVICES = ("router", "engine", "gateway", "collector", "scorer", "sidecar")
 LOOK = """
@@ -36,12 +35,9 @@ def test_a_service_quiets_it_before_it_is_imported(
 async def test_failed_handshakes_leave_no_line_in_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("cryptography", reason="it makes the certificates")
-    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
-
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     certs = tmp_path / "certs"
-    write_private(certs, make_certificates([], datetime.now(UTC), days=1))
+    copy_certificates(certs)
     flags = [
         f"--data-dir={tmp_path / 'router'}",
         "--port=0",

@@ -65,6 +65,6 @@ def given_back(size: int) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
-def test_what_a_large_request_leaves_behind_is_given_back_and_small_ones_cost_nothing() -> None:
+def test_memory_of_large_requests_is_returned_and_small_ones_cost_nothing() -> None:
     assert given_back(4 * 1024 * 1024) > 100_000_000
     assert given_back(1000) < 50_000_000

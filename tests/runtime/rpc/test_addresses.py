@@ -10,8 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError
-from rollmesh.runtime.rpc.addresses import check_address, target_of
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.channels import check_address, open_channel, target_of, typed_errors
 
 REFUSED = """
 unix:/tmp/x unix:///tmp/x unix-abstract:x dns:///a:1 dns://8.8.8.8/a:1 xds:///a vsock:2:80
@@ -80,7 +79,7 @@ async def test_no_scheme_but_tcp_is_dialled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
-async def test_what_is_taken_can_be_dialled(host: str) -> None:
+async def test_accepted_addresses_can_be_dialled(host: str) -> None:
     if host == "[::1]" and not _has_ipv6():
         pytest.skip("this host has no ::1")
     server = grpc.aio.server()

@@ -55,7 +55,7 @@ async def rest(call: Any) -> None:
             pass
 
 
-async def test_a_stream_that_is_not_read_ends_and_says_why_when_it_is() -> None:
+async def test_an_unread_stream_ends_with_the_reason() -> None:
     async with endless(unread_timeout_ms=SOON_MS) as (service, channel, _):
         call = begin(channel)
         assert await call.read() == ANSWER
@@ -66,7 +66,7 @@ async def test_a_stream_that_is_not_read_ends_and_says_why_when_it_is() -> None:
             await rest(call)
 
 
-async def test_a_stream_that_has_nothing_to_say_goes_on() -> None:
+async def test_a_silent_stream_continues() -> None:
     loop, said = asyncio.get_running_loop(), asyncio.Event()
 
     async def script(request: bytes, context: Context) -> bytes:

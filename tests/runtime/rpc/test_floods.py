@@ -8,8 +8,7 @@ import grpc
 import psutil
 import pytest
 
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.options import SERVER_BOUNDS
+from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.runtime.rpc.http2 import DATA, GOAWAY, PING, SETTINGS, Peer, connected, settings
@@ -62,7 +61,7 @@ async def test_streams_by_the_thousand_cancel_no_calls_of_others(
     assert router.is_running
 
 
-async def test_a_server_says_how_many_streams_it_takes(router: ServiceProcess) -> None:
+async def test_a_server_announces_its_limit_of_streams(router: ServiceProcess) -> None:
     async with connected(router.port) as peer, asyncio.timeout(60):
         said = await first_settings(peer)
     assert said[MAX_CONCURRENT_STREAMS] == dict(SERVER_BOUNDS)["grpc.max_concurrent_streams"]

@@ -4,7 +4,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import psutil
 import pytest
 
 from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.making import write_private
-from rollmesh.runtime.process.descriptors import raise_descriptor_limit
+from rollmesh.runtime.process.children import raise_descriptor_limit
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.runtime.rpc.http2 import GOAWAY, PREFACE, SETTINGS, Peer
 from tests.runtime.services import NAME, ScriptedService, ask, served
+from tests.trial_certificates import copy_certificates
 from tests.waiting import until
 
 MANY = 2_000
@@ -49,11 +48,8 @@ def shown(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, dict[str,
     """Settings of a router and of a trainer that calls it."""
     if request.param == PLAIN:
         return {"router": {}, "trainer": {}}
-    pytest.importorskip("cryptography", reason="it makes the certificates")
-    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
-
     certs = tmp_path / "certs"
-    write_private(certs, make_certificates([], datetime.now(UTC), days=1))
+    copy_certificates(certs)
     return {
         role: {
             "tls_ca_file": str(certs / "ca.crt"),
@@ -72,7 +68,7 @@ async def call(router: ServiceProcess, identity: Identity) -> None:
             await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=60)
 
 
-async def test_thousands_of_handshakes_cost_little_hold_up_nobody_and_end(
+async def test_thousands_of_handshakes_cost_little_delay_no_caller_and_end(
     tmp_path: Path, shown: dict[str, dict[str, Any]]
 ) -> None:
     raise_descriptor_limit()
@@ -159,7 +155,7 @@ async def let_in(port: int, trainer: dict[str, Any]) -> bool:
         return False
 
 
-async def test_connections_are_bounded_and_those_that_are_open_go_on(
+async def test_connections_are_bounded_and_open_ones_continue(
     shown: dict[str, dict[str, Any]],
 ) -> None:
     settings = {"max_connections": 2, **shown["router"], "tls_client_certificates": False}

@@ -21,7 +21,7 @@ async def say_request_id(request: bytes, context: Context) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_request_id_is_what_the_caller_gave(kind: str) -> None:
+async def test_the_request_id_is_the_callers(kind: str) -> None:
     async with served(ScriptedService(say_request_id)) as (channel, _):
         assert await ask(channel, kind=kind, metadata=X_REQUEST_ID) == b"r-1"
 

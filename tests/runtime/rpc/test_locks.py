@@ -29,7 +29,7 @@ async def test_an_open_service_listens_on_loopback_only(host: str) -> None:
     await served_at("127.0.0.1")
 
 
-async def test_who_is_locked_or_told_to_listens_anywhere(
+async def test_locked_services_and_insecure_binds_listen_anywhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await served_at(ALL, insecure_bind=True)
@@ -42,7 +42,7 @@ async def test_who_is_locked_or_told_to_listens_anywhere(
     ("service", "flag"),
     [("router", "set --tokens-dir, or --tls-certificate-file"), ("sidecar", "set --token-file")],
 )
-async def test_the_sentence_says_what_to_set(service: str, flag: str) -> None:
+async def test_the_error_names_the_flags_to_set(service: str, flag: str) -> None:
     code, errors = await run_refused(service, host=ALL, port=0)
     assert code == 2
     assert errors.startswith(f"rollmesh {service}: host: {ALL} is reached from other machines")

@@ -14,7 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime import clock
+from rollmesh.runtime.access.tokens import write_private
 from rollmesh.runtime.errors import OverloadedError, RemoteError, StartingError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context
@@ -99,7 +100,7 @@ async def test_health_is_not_serving_while_calls_finish() -> None:
         assert await call.read() == b"finished"
 
 
-async def test_reflection_lists_the_services_where_a_setting_says_so() -> None:
+async def test_reflection_lists_the_services_if_it_is_on() -> None:
     async with served(ScriptedService(), reflection=True) as (channel, _):
         untyped_channel: Any = channel
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
@@ -114,7 +115,7 @@ async def test_reflection_lists_the_services_where_a_setting_says_so() -> None:
     assert names >= {NAME, OTHER, "grpc.health.v1.Health"}
 
 
-async def test_without_the_setting_nobody_is_told_what_is_served() -> None:
+async def test_reflection_is_off_by_default() -> None:
     async with served(ScriptedService()) as (channel, _):
         untyped_channel: Any = channel
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
@@ -158,6 +159,85 @@ async def test_a_stop_drains_then_lets_calls_finish_then_closes() -> None:
         stop.set()
         assert await call.read() == b"finished"
     assert service.events == ["started", "drained", "answered", "closed"]
+
+
+async def test_a_stop_cancels_a_start(caplog: pytest.LogCaptureFixture) -> None:
+    class Starting(ScriptedService):
+        @asynccontextmanager
+        async def running(self, address: str) -> AsyncIterator[None]:
+            self.announced.set()
+            try:
+                await asyncio.Event().wait()
+                yield
+            finally:
+                self.events.append("unwound")
+
+    service, stop = Starting(), asyncio.Event()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        serving = group.create_task(
+            serve(service, ServerConfig(), announce=lambda _: None, stop=stop)
+        )
+        await service.announced.wait()
+        stop.set()
+        assert await serving is None
+    assert service.events == ["unwound"]
+    assert [one for one in caplog.records if one.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["alone", "with a stop"])
+async def test_a_start_that_fails_raises_its_own_error(stops: bool) -> None:  # noqa: FBT001
+    stop = asyncio.Event()
+
+    class Failing(ScriptedService):
+        @asynccontextmanager
+        async def running(self, address: str) -> AsyncIterator[None]:
+            if stops:
+                stop.set()
+            raise OverloadedError("no room")
+            yield
+
+    with pytest.raises(OverloadedError, match="no room"):
+        await serve(Failing(), ServerConfig(), announce=lambda _: None, stop=stop)
+
+
+async def test_a_stop_at_the_end_of_a_start_stops_a_running_service() -> None:
+    service, stop = ScriptedService(), asyncio.Event()
+    service.address = asyncio.get_running_loop().create_future()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        serving = serve(service, ServerConfig(), announce=lambda _: None, stop=stop)
+        group.create_task(serving)
+        await service.address
+        service.may_start.set()
+        stop.set()
+    assert service.events in (["started"], ["started", "drained", "closed"])
+
+
+async def test_drain_and_calls_share_one_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hour_ms = 3_600_000
+    passed_ms = 0
+    real = clock.monotonic_ms
+    monkeypatch.setattr(clock, "monotonic_ms", lambda: real() + passed_ms)
+
+    class Slow(ScriptedService):
+        async def drain(self) -> None:
+            nonlocal passed_ms
+            await super().drain()
+            passed_ms = hour_ms
+
+    async def for_ever(request: bytes, context: Context) -> bytes:
+        await asyncio.Event().wait()
+        return request
+
+    service = Slow(for_ever)
+    service.may_start.set()
+    async with asyncio.timeout(60), listening(service, grace_ms=hour_ms) as (channel, stop):
+        call = begin(channel)
+        assert await call.read() == b"first"
+        stop.set()
+        with pytest.raises(grpc.RpcError):
+            await call.read()
 
 
 async def test_a_drain_that_does_not_end_is_cut_after_the_grace() -> None:
@@ -267,7 +347,7 @@ async def test_a_call_that_its_client_gave_up_is_cancelled_in_the_handler(ended:
         await cancelled.wait()
 
 
-async def test_a_request_that_is_too_large_is_refused_and_the_service_goes_on() -> None:
+async def test_a_request_above_the_limit_is_refused_and_later_calls_work() -> None:
     async with served(ScriptedService(), max_request_bytes=1000) as (channel, _):
         with pytest.raises(RemoteError) as caught, typed_errors():
             await ask(channel, b"x" * 1001)
@@ -275,7 +355,7 @@ async def test_a_request_that_is_too_large_is_refused_and_the_service_goes_on() 
         assert await ask(channel, b"x" * 1000)
 
 
-async def test_a_server_says_what_it_is_while_its_service_still_starts() -> None:
+async def test_a_server_describes_itself_while_its_service_starts() -> None:
     async with listening(ScriptedService()) as (channel, _):
         stub: Any = server_pb2_grpc.ServerServiceStub(channel)
         info = await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=60)
@@ -285,7 +365,7 @@ async def test_a_server_says_what_it_is_while_its_service_still_starts() -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_before_the_service_has_started_is_told_to_come_again(kind: str) -> None:
+async def test_a_call_before_the_service_has_started_gets_a_retry_delay(kind: str) -> None:
     service = ScriptedService()
     async with listening(service) as (channel, _):
         for name in service.names:
@@ -302,7 +382,7 @@ LARGE, SMALL = 300_000, 100_000
 
 
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
-async def test_large_requests_leave_room_for_small_ones_and_none_is_held_for_ever(
+async def test_large_requests_leave_room_for_small_ones_and_are_released(
     kind: str,
 ) -> None:
     may_answer, reached = asyncio.Event(), asyncio.Semaphore(0)

@@ -7,18 +7,18 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
-from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access import files
+from rollmesh.runtime.access import tls as tls_module
 from rollmesh.runtime.access.identity import CallerConfig
-from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.access.tokens import write_private
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry import endpoint
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
+from tests.trial_certificates import make_certificates
 
 TOKEN, NEXT = "a" * 32, "b" * 32
 MOST = 16
@@ -73,7 +73,7 @@ def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
 
 
 def test_tokens_change_while_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
     with metrics_endpoint("127.0.0.1", 0, tokens_of(str(tmp_path / "scrapers"))) as port:
         assert port is not None
@@ -86,17 +86,14 @@ def test_tokens_change_while_it_is_served(tmp_path: Path, monkeypatch: pytest.Mo
         assert [scrape(port, token) for token in (TOKEN, NEXT)] == [401, 200]
 
 
-def test_it_shows_the_certificate_of_its_service_also_after_a_change(
+def test_it_shows_the_current_certificate_of_its_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("cryptography", reason="it makes the certificates")
-    from rollmesh.cli.certs.making import make_certificates  # noqa: PLC0415 - needs the package
-
     def make(name: str) -> Path:
-        write_private(tmp_path / name, make_certificates([], datetime.now(UTC), days=1))
+        make_certificates(tmp_path / name)
         return tmp_path / name
 
-    monkeypatch.setattr(files, "_LOOK_MS", 0)
+    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
     served = make("served")
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
     tls = tls_of(

@@ -105,7 +105,7 @@ async def test_a_request_id_stays_within_its_task_and_the_tasks_it_starts() -> N
     assert "request_id" not in logged("outside of any")
 
 
-async def test_the_log_of_a_process_is_json_and_has_what_the_client_may_not_see(
+async def test_the_log_of_a_process_is_json_and_has_the_traceback(
     tmp_path: Path,
 ) -> None:
     async with started(tmp_path) as process:
@@ -124,7 +124,7 @@ async def test_the_log_of_a_process_is_json_and_has_what_the_client_may_not_see(
 
 
 @pytest.mark.parametrize(("level", "said"), [("info", True), ("error", False)])
-async def test_the_level_says_what_is_logged(
+async def test_lines_below_the_level_are_not_logged(
     tmp_path: Path,
     level: str,
     said: bool,  # noqa: FBT001 - a table

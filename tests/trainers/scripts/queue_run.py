@@ -12,9 +12,8 @@ import transfer_queue as tq
 
 from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
-from rollmesh.integrations.verl.manager import load_runner
+from rollmesh.integrations.verl.manager import Settings, load_runner
 from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
-from rollmesh.integrations.verl.settings import Settings
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory, tree_session
 from tests.trainers.queues import buffer, described
@@ -118,6 +117,7 @@ def refusals() -> dict[str, str]:
         ("status", "some_failed"),
         ("concurrency", 0),
         ("retries", {"tries": 0}),
+        ("sampling_policy", "agent"),
     )
     for name, value in wrong:
         attempts[name] = partial(Settings.from_config, {**settings, name: value})

@@ -36,7 +36,11 @@ async def converse(question: str, session: Session) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": question}]
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for _ in range(2):
-            response = await client.chat.completions.create(model="policy", messages=messages)
+            response = await client.chat.completions.create(
+                model="policy",
+                messages=messages,
+                temperature=0.3,  # as many agents send it
+            )
             answers.append(response.id)
             messages += [response.choices[0].message, {"role": "user", "content": "again"}]
             if run == _IS_INTERRUPTED:
@@ -61,8 +65,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
         rows = [row for row in self.rollouts.rows if row is not None]
         self.audit.received([row.session for row in rows])
         versions = np.concatenate([row.trajectory.policy_versions for row in rows])
+        segments = [one for row in rows for one in row.trajectory.segments if one.sampled]
         self.steps.append(
             {
+                "changed": sum("SAMPLING_CHANGED" in row.trajectory.reasons for row in rows),
+                "sampling": sorted({(s.sampling.temperature, s.sampling.top_p) for s in segments}),
                 "difference": logs["sampling/sampling_logp_difference/max"],
                 "ratio": logs["sampling/importance_sampling_ratio/mean"],
                 "grad_norm": logs["grad_norm"],
@@ -131,6 +138,8 @@ def main() -> None:
                 per_device_train_batch_size=_GROUPS * _SAMPLES,
                 num_generations=_SAMPLES,
                 max_completion_length=16,
+                top_p=0.5,
+                generation_kwargs={"top_p": 0.875},  # it wins
                 max_steps=_STEPS,
                 learning_rate=1e-3,
                 lr_scheduler_type="constant",

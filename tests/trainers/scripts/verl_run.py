@@ -41,7 +41,8 @@ async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         for _ in range(2):
-            body = {"model": "policy", "messages": messages}
+            own = {"temperature": 0.3, "top_k": 5, "seed": 7}  # as many agents send them
+            body = {"model": "policy", "messages": messages, **own}
             async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
                 answer = await response.json()
             assert response.status == 200, answer
@@ -71,7 +72,7 @@ def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
                 "rollout": {
                     "n": samples,
                     "temperature": 1.0,
-                    "top_p": 1.0,
+                    "top_p": 0.875,
                     "top_k": -1,
                     "response_length": 64,
                     "val_kwargs": {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1},

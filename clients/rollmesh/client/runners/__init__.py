@@ -1,13 +1,13 @@
 """Agent runners: functions that run one agent on one sample in one session.
 
-This module has the registry of runners. The other ones run agents as commands (`commands`), behind
-HTTP (`remote`) and as Ray tasks (`ray_tasks`). May import `sessions` and the modules below it.
+This module has the registry of runners, and `commands` runs agents as commands. May import
+`sessions` and the modules below it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from rollmesh.client.sessions.session import Session
+from rollmesh.client.sessions import Session
 from rollmesh.runtime.errors import InvalidFieldError
 
 AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[Any]]
@@ -47,7 +47,7 @@ def find_runner(runner: str | AgentRunner | None) -> AgentRunner:
 
 
 def agent_name(sample: Any) -> str:
-    """Returns the `agent_name` of a sample; empty if it has none."""
+    """Returns the `agent_name` of a sample, empty if it has none."""
     if isinstance(sample, Mapping):
         return str(sample.get("agent_name") or "")
     return str(getattr(sample, "agent_name", None) or "")

@@ -1,7 +1,7 @@
 """Agents as commands: one process per session, with the base URL and key in its environment.
 
 The protocol is in docs/runners.md. The command's whole process group is killed when the runner ends
-or when its own process dies; a process that leaves the group (setsid) cannot be reached.
+or when its own process dies. A process that leaves the group (setsid) cannot be reached.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client.runners.reaper import Reaper
-from rollmesh.client.sessions.session import Session
+from rollmesh.client.sessions import Session
 from rollmesh.client.shielding import shielded
 from rollmesh.runtime.errors import InvalidFieldError
 
@@ -30,27 +30,27 @@ _REAPER = Reaper()
 
 
 class CommandError(Exception):
-    """A command failed; the message ends with the end of its output."""
+    """A command failed. The message ends with the end of its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRunner:
-    """Runs a command for each session; an `AgentRunner`."""
+    """An `AgentRunner` that runs a command for each session."""
 
     argv: Sequence[str]
     """The command. `{base_url}`, `{model}`, `{session_id}`, `{sample_file}` and `{result_file}` are
     replaced. Command lines are public, so the key is in the environment only: an agent that uses
     `{base_url}` must send `OPENAI_API_KEY`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's environment, which it overrides; the protocol's names come last."""
+    """Added to this process's environment, which it overrides. The protocol's names come last."""
     cwd: Path | None = None
-    """Working directory; None: a temporary one."""
+    """Working directory. None makes a temporary one."""
     model: str = ""
-    """Name of the model that the agent is told; empty: the session's."""
+    """Name of the model for the agent. Empty means the session's."""
     encode: Callable[[Any], Any] = lambda sample: sample
     """Converts a sample to JSON values."""
     grace_s: float = 10.0
-    """Time from SIGTERM to SIGKILL, seconds; limited by the rollout's grace."""
+    """Time from SIGTERM to SIGKILL, seconds, limited by the rollout's grace."""
     max_output_bytes: int = 64 * 1024
     """Bytes kept from the end of standard output and of standard error, each."""
 
@@ -68,7 +68,7 @@ class CommandRunner:
                 raise InvalidFieldError(f"env.{name}", f"is {value!r:.200}; give a string")
 
     async def __call__(self, sample: Any, session: Session) -> Any:
-        """Runs the command; returns its result as JSON values, None if it gives none.
+        """Runs the command and returns its result as JSON values, None if it gives none.
 
         Raises:
             CommandError: It did not start, exited with a code other than 0, or gave an unreadable
@@ -150,7 +150,7 @@ class CommandRunner:
 
 
 class _Tail(asyncio.Protocol):
-    """The read end of a pipe; keeps the last bytes."""
+    """The read end of a pipe, which keeps the last bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.data = bytearray()
@@ -198,7 +198,7 @@ def _same(tail: _Tail) -> _Tail:
 
 
 async def _drained(*tails: _Tail) -> None:
-    """Reads the rest of the pipes; a process outside the group may hold them open."""
+    """Reads the rest of the pipes. A process outside the group may hold them open."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             for tail in tails:
@@ -211,7 +211,7 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def _filled(argument: str, values: Mapping[str, str]) -> str:
-    """Replaces the known names; other braces belong to the command."""
+    """Replaces the known names. Other braces belong to the command."""
     for name, value in values.items():
         argument = argument.replace(f"{{{name}}}", value)
     return argument

@@ -1,7 +1,7 @@
 """Kills the commands of a runner when the runner's process dies.
 
 Each process that runs commands starts one small process with its first command. That process reads
-the running process groups from a pipe; the end of the pipe, or a new parent, means that the runner
+the running process groups from a pipe. The end of the pipe, or a new parent, means that the runner
 died. As a script it needs only the standard library.
 """
 
@@ -34,7 +34,7 @@ class Reaper:
             self._tell(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
-        """Removes a group that has ended; its number may be reused."""
+        """Removes a group that has ended. Its number may be reused."""
         with self._lock:
             self._disown()
             self._groups.discard(group)
@@ -78,7 +78,7 @@ class Reaper:
 
 
 def serve(runner: int) -> None:
-    """Reads the pipe until the runner is gone; kills the remaining groups."""
+    """Reads the pipe until the runner is gone. Kills the remaining groups."""
     groups: set[int] = set()
     text = b""
     while True:

@@ -25,7 +25,7 @@ FORCED: dict[str, Any] = {
     "max_tokens": CALL_TOKENS,
     "seed": 0,
 }
-"""What makes a model call the tool."""
+"""The members that make a model call the tool."""
 
 
 def user(content: Any = QUESTION) -> dict[str, Any]:

@@ -19,7 +19,7 @@ FORCED: dict[str, Any] = {
     "tool_choice": {"type": "tool", "name": "calculator"},
     "max_tokens": CALL_TOKENS,
 }
-"""What makes a model call the tool."""
+"""The members that make a model call the tool."""
 
 
 def headers(server: Server) -> dict[str, str]:

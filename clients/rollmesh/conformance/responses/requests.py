@@ -66,7 +66,7 @@ async def stream(
 
 
 FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": NAMED, "max_output_tokens": CALL_TOKENS}
-"""What makes a model call the tool."""
+"""The members that make a model call the tool."""
 
 
 def call_in(body: dict[str, Any]) -> dict[str, Any]:

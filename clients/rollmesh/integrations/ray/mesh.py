@@ -1,12 +1,16 @@
 """A mesh on a Ray cluster, for trainers and operators."""
 
 import logging
+import random
 import shutil
+import socket
 import tempfile
 import time
+import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +23,10 @@ from ray.util.scheduling_strategies import (
 )
 
 from rollmesh.client.connections import MeshAddresses
-from rollmesh.integrations.ray import cluster
-from rollmesh.integrations.ray.directory import (
-    Directory,
-    Entries,
-    absolute_tables,
-    check_same,
-    entries_of,
-)
 from rollmesh.integrations.ray.placement import (
     HEAD,
     Home,
-    Losses,
+    Node,
     Place,
     further,
     pattern,
@@ -39,17 +35,182 @@ from rollmesh.integrations.ray.placement import (
     same_kind,
     spread,
 )
-from rollmesh.integrations.ray.services import (
-    ServiceActor,
-    Status,
-    answered,
-    problems,
-    service_of,
-)
-from rollmesh.launch.locks import trainer_files
-from rollmesh.runtime.access.making import write_private
-from rollmesh.runtime.config import MOST_REPLICAS, ConfigError, Tables, mesh_config
+from rollmesh.integrations.ray.services import ServiceActor, Status, answered, problems, service_of
+from rollmesh.launch.locks import mesh_tokens, trainer_files
+from rollmesh.launch.plan import Process
+from rollmesh.runtime.access.tokens import write_private
+from rollmesh.runtime.config import MOST_REPLICAS, ConfigError, Tables, mesh_config, read_mesh
 from rollmesh.runtime.telemetry.logs import fields
+
+# Nodes and addresses of the cluster.
+
+_PORTS = range(20_000, 30_000)
+"""Where ports are chosen: by their defaults, Ray's workers and outgoing connections take others,
+so none of them gets one before its service has started."""
+
+
+def nodes() -> list[Node]:
+    """Returns the nodes that are alive."""
+    return [
+        Node(one["NodeID"], float(one["Resources"].get("CPU", 0)))
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+def node_of(resource: str) -> str:
+    """Returns the id of the node that has a resource.
+
+    Raises:
+        ConfigError: No node that is alive has it, or several have.
+    """
+    found = [one["NodeID"] for one in ray.nodes() if one["Alive"] and resource in one["Resources"]]
+    if len(found) != 1:
+        raise ConfigError(
+            f"ray.disk: {len(found)} nodes have the resource {resource!r}; give it to one, by "
+            f"`ray start --resources`"
+        )
+    return str(found[0])
+
+
+def addresses_at(node_id: str, ports: list[int], timeout_s: float) -> list[str]:
+    """Returns host:port of a node for each port, 0 standing for a free one."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    asked = ray.remote(free_addresses).options(scheduling_strategy=there, num_cpus=0)
+    found: list[str] = ray.get(asked.remote(ports), timeout=timeout_s)
+    return found
+
+
+def free_addresses(ports: list[int]) -> list[str]:
+    """Returns host:port of the node on which it runs for each port, 0 standing for a free one."""
+    host = ray.util.get_node_ip_address()
+    shown = f"[{host}]" if ":" in host else host
+    with ExitStack() as held:
+        return [f"{shown}:{port or _free_port(host, held)}" for port in ports]
+
+
+def _free_port(host: str, held: ExitStack) -> int:
+    """Returns a free port, which stays reserved until the stack is closed.
+
+    Raises:
+        ConfigError: All of them are taken.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.enter_context(probe)
+        try:
+            probe.bind((host, port))
+        except OSError:  # another process has it
+            continue
+        return port
+    raise ConfigError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free at {host}; set `port`")
+
+
+# The directory of a mesh: an actor under the mesh's name, which tells every driver its services.
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The addresses and tokens by which a driver finds a mesh."""
+
+    tables: Tables
+    """Of its configuration."""
+    planned: list[str]
+    """Names of the services that it is brought up with."""
+    addresses: Mapping[str, str]
+    """Of routers and scorer, by their names."""
+    tokens: Mapping[str, bytes]
+    """Contents of the token files, by their paths, none if the mesh is open."""
+    maker: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identifies the driver that made these entries, if several bring the mesh up together."""
+
+    @property
+    def routers(self) -> list[str]:
+        """Addresses of all routers."""
+        return [address for name, address in self.addresses.items() if name != "scorer"]
+
+
+class Directory:
+    """Holds the entries, which never change, so it may be started again."""
+
+    def __init__(self, entries: Entries) -> None:
+        """Takes the entries."""
+        self._entries = entries
+        self._started = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+    def entries(self) -> Entries:
+        """Returns them."""
+        return self._entries
+
+    def started(self) -> bool:
+        """Returns whether an actor has been asked for each planned service."""
+        return self._started
+
+    def note_start(self) -> None:
+        """Notes that one has been."""
+        self._started = True
+
+
+def absolute_tables(config: Path | str | Tables) -> Tables:
+    """Returns the tables of a mesh file with paths that mean the same in every process.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    tables = read_mesh(Path(config)) if isinstance(config, Path | str) else config
+    mesh = mesh_config(tables)
+    own = {**tables.get("mesh", {}), "data_dir": str(mesh.data_dir.resolve())}
+    if mesh.model_path.exists():
+        own["model_path"] = str(mesh.model_path.resolve())
+    return {**tables, "mesh": own}
+
+
+def entries_of(tables: Tables, planned: Sequence[Process], address: Mapping[str, str]) -> Entries:
+    """Returns the entries of a mesh, whose tokens are made if there are none.
+
+    Args:
+        tables: Of its configuration.
+        planned: Its first processes.
+        address: Addresses of routers and scorer, by their names.
+
+    Raises:
+        ConfigError: The tokens cannot be written.
+    """
+    folder = mesh_tokens(mesh_config(tables))
+    paths = [] if folder is None else [*folder.glob("*.token"), *folder.glob("accepted/*")]
+    return Entries(
+        tables,
+        [one.name for one in planned],
+        address,
+        {str(path.relative_to(str(folder))): path.read_bytes() for path in paths},
+    )
+
+
+def check_same(wanted: Tables, running: Tables, name: str) -> None:
+    """Checks that a mesh runs with a configuration.
+
+    Raises:
+        ConfigError: Names the settings that differ. Their values may be secret.
+    """
+    if differing := sorted(_differing(wanted, running)):
+        raise ConfigError(
+            f"config: a mesh {name!r} with other settings runs in this cluster: "
+            f"{', '.join(differing)} differ; give another name, take that mesh down, or join it "
+            f"without a file"
+        )
+
+
+def _differing(wanted: Any, running: Any, where: str = "") -> set[str]:
+    if not (isinstance(wanted, Mapping) and isinstance(running, Mapping)):
+        return set() if wanted == running else {where}
+    return {
+        found
+        for key in {*wanted, *running}
+        for found in _differing(
+            wanted.get(key), running.get(key), f"{where}.{key}" if where else str(key)
+        )
+    }
+
 
 _log = logging.getLogger(__name__)
 _NAMESPACE = "rollmesh"
@@ -63,14 +224,14 @@ _ORDER = ("sidecar", "gateway", "collector", "scorer", "engine", "router")
 
 
 class MeshError(Exception):
-    """The mesh is not there, or did not become ready; the message says which of its services."""
+    """The mesh is not there, or did not become ready. The message says which of its services."""
 
 
 class Mesh:
     """A mesh of a name on the Ray cluster that this process is connected to.
 
     Its services are detached actors, so it outlives the driver that brought it up: any other finds
-    it by its name. Methods block; an asynchronous program calls them in a thread.
+    it by its name. Methods block. An asynchronous program calls them in a thread.
     """
 
     def __init__(
@@ -78,10 +239,10 @@ class Mesh:
     ) -> None:
         """Joins the mesh of this name, which is brought up if there is none and a file is given.
 
-        Call `ray.init` first. Of several drivers that do this at a time one brings it up.
+        Call `ray.init` first. If several drivers do this together, one brings it up.
 
         Args:
-            config: A mesh file or its tables; None only joins.
+            config: A mesh file or its tables. None only joins.
             name: Name of the mesh in the cluster.
 
         Raises:
@@ -108,7 +269,7 @@ class Mesh:
 
     @property
     def addresses(self) -> MeshAddresses:
-        """Where the SDK finds the mesh, with a trainer's token; files are this object's."""
+        """Where the SDK finds the mesh, with a trainer's token. Files are this object's."""
         if self._private is None:
             self._private = Path(tempfile.mkdtemp(prefix="rollmesh-"))
             weakref.finalize(self, shutil.rmtree, self._private, ignore_errors=True)
@@ -119,14 +280,14 @@ class Mesh:
 
     @property
     def tokens(self) -> Mapping[str, bytes]:
-        """Contents of the mesh's token files, by their paths; none if it is open."""
+        """Contents of the mesh's token files, by their paths, none if it is open."""
         return self._entries.tokens
 
     def wait(self, timeout_s: float = 300.0) -> list[Status]:
-        """Waits until every service has been ready; returns their states.
+        """Waits until every service is ready and returns their states.
 
         Raises:
-            MeshError: Some are not; the message names each and why, as far as it is known.
+            MeshError: Some are not. The message names each and why, if known.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -140,7 +301,7 @@ class Mesh:
             time.sleep(_POLL_S)
 
     def status(self) -> list[Status]:
-        """Returns the state of every service; of one that is being placed, its name only."""
+        """Returns the state of every service, only its name while it is being placed."""
         started = self._has_started()  # before the names, which may grow
         asked = {name: actor.status.remote() for name, actor in self._actors().items()}
         if asked:
@@ -157,7 +318,7 @@ class Mesh:
         model: str = "",
         timeout_s: float = 300.0,
     ) -> list[Status]:
-        """Brings services to a number; rollouts go on. Returns the states of all services.
+        """Scales services while rollouts continue. Returns the states of all services.
 
         A service that leaves is stopped in order: generations of an engine continue on others, a
         gateway's sessions go to another one if their journal is in PostgreSQL.
@@ -166,12 +327,12 @@ class Mesh:
             engines: Engines of the model.
             gateways: Gateways of the model.
             sidecars: Sidecars.
-            model: The model; may be omitted if the mesh has one.
+            model: The model. May be omitted if the mesh has one.
             timeout_s: Time for further ones to be ready, and for each that leaves to end, seconds.
 
         Raises:
             ConfigError: A number is out of range, or the model is not in the mesh.
-            MeshError: A further one is not ready in time; it is left to become so.
+            MeshError: A further one is not ready in time. It keeps starting.
         """
         wanted = {"engine": engines, "gateway": gateways, "sidecar": sidecars}
         for service, count in wanted.items():
@@ -203,22 +364,22 @@ class Mesh:
         model: str = "",
         timeout_s: float = 300.0,
     ) -> list[str]:
-        """Starts an engine in each bundle of a trainer's placement group; returns their names.
+        """Starts an engine in each bundle of a trainer's placement group and returns their names.
 
         While the trainer needs the memory of its GPUs, `Client.sleep_engines` puts the model's
-        engines to sleep; `take_back` ends the engines.
+        engines to sleep. `take_back` ends the engines.
 
         Args:
             group: The trainer's.
-            gpus: Share of a GPU that Ray counts for an engine, beside what the trainer's workers
-                take of the bundle.
+            gpus: Share of a GPU that Ray counts for an engine, beside the share
+                of the trainer's workers in the bundle.
             cpus: Likewise, CPUs.
-            model: The model; may be omitted if the mesh has one.
+            model: The model. May be omitted if the mesh has one.
             timeout_s: Time for them to be ready, seconds.
 
         Raises:
             ConfigError: The model is not in the mesh.
-            MeshError: An engine is not ready in time; it is left to become so.
+            MeshError: An engine is not ready in time. It keeps starting.
         """
         running = same_kind(pattern(self._entries.tables, "engine", model), self._names())
         added = further(self._entries.tables, "engine", model, running, group.bundle_count)
@@ -229,7 +390,7 @@ class Mesh:
         return [one.process.name for one in added]
 
     def take_back(self, names: Iterable[str], timeout_s: float = 300.0) -> None:
-        """Ends engines that `lend` started; their generations continue on others."""
+        """Ends engines that `lend` started. Their generations continue on others."""
         self._stop(list(names), timeout_s)
 
     def metrics_targets(self) -> list[dict[str, Any]]:
@@ -240,15 +401,11 @@ class Mesh:
             if one.metrics
         ]
 
-    def losses(self) -> Losses:
-        """Returns how the cluster finds out that nodes are lost, which the mesh waits for."""
-        return cluster.losses(_CALL_S)
-
     def down(self, timeout_s: float = _STOP_S) -> None:
         """Stops the mesh, the agents' side first, and forgets its name.
 
         Args:
-            timeout_s: Time for each kind of service to end, seconds; what remains is killed.
+            timeout_s: Time for each kind of service to end, seconds. Others are killed then.
         """
         names = self._names()
         for service in _ORDER:
@@ -259,9 +416,9 @@ class Mesh:
     def _bring_up(self, tables: Tables) -> None:
         """Starts the directory, and then the services."""
         planned = places(tables)
-        disk = cluster.node_of(ray_config(tables).disk or HEAD)
+        disk = node_of(ray_config(tables).disk or HEAD)
         pinned = [one.process for one in planned if one.process.service in {"router", "scorer"}]
-        found = cluster.addresses_at(disk, [one.port for one in pinned], _CALL_S)
+        found = addresses_at(disk, [one.port for one in pinned], _CALL_S)
         address = dict(zip((one.name for one in pinned), found, strict=True))
         entries = entries_of(tables, [one.process for one in planned], address)
         self._directory = (
@@ -277,7 +434,7 @@ class Mesh:
         self._join(tables, entries.maker)
 
     def _join(self, tables: Tables | None, maker: str = "") -> None:
-        """Takes what the directory tells; with settings, starts what is not there yet."""
+        """Reads the directory and, with settings, starts missing services."""
         entries: Entries = self._ask(self._directory.entries.remote())
         if tables is not None:
             check_same(tables, entries.tables, self.name)
@@ -287,7 +444,7 @@ class Mesh:
             self._complete()
 
     def _complete(self) -> None:
-        """Starts what is planned and not there: all, or what a driver left out that died."""
+        """Starts planned services that are missing: all, or those after a driver died."""
         if self._has_started():
             return
         try:
@@ -308,7 +465,7 @@ class Mesh:
         return self._started
 
     def _ask(self, ref: Any) -> Any:
-        """Returns what the directory answers.
+        """Returns the directory's answer.
 
         Raises:
             MeshError: It does not.
@@ -322,15 +479,15 @@ class Mesh:
 
     def _start(self, wanted: Sequence[Place]) -> None:
         """Starts services where they belong."""
-        nodes = cluster.nodes()
-        disk = cluster.node_of(ray_config(self._entries.tables).disk or HEAD)
+        alive = nodes()
+        disk = node_of(ray_config(self._entries.tables).disk or HEAD)
         at: dict[str, str] = {}
         for service in {one.process.service for one in wanted if one.home is Home.SPREAD}:
             taken = [one.node_id for one in self.status() if one.service == service]
             kind = [
                 one for one in wanted if one.home is Home.SPREAD and one.process.service == service
             ]
-            at |= spread(kind, nodes, taken)
+            at |= spread(kind, alive, taken)
         for one in wanted:
             name = one.process.name
             if one.home is Home.DISK:
@@ -360,7 +517,7 @@ class Mesh:
         actor.remote(one.process, entries.tables, address, entries.routers, scorer, tokens)
 
     def _stop(self, names: Sequence[str], timeout_s: float) -> None:
-        """Stops services in order, all at a time, and ends their actors."""
+        """Stops services in order, all together, and ends their actors."""
         placed = {one.name for one in self.status() if one.node_id}
         stopping = [self._actor(name).stop.remote() for name in names if name in placed]
         if stopping:
@@ -384,7 +541,7 @@ class Mesh:
         return ray.get_actor(f"{self.name}/{name}", namespace=_NAMESPACE)
 
     def _actors(self) -> dict[str, Any]:
-        """Returns the actors of the services, by names, but those that end meanwhile."""
+        """Returns the actors of the services that have not ended, by names."""
         found = {}
         for name in self._names():
             with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Where the processes of a mesh run in a Ray cluster, and what they take there: decisions only."""
+"""Decisions about a Ray cluster: the nodes of a mesh's processes, and their resources."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,19 +11,13 @@ from rollmesh.runtime.config import MOST_GPUS, Bounds, Config, ConfigError, Tabl
 
 HEAD = "node:__internal_head__"
 """Resource of Ray's head node."""
-HEALTH = {
-    "health_check_period_ms": 3_000,
-    "health_check_timeout_ms": 10_000,
-    "health_check_failure_threshold": 5,
-}
-"""Ray's defaults of the settings by which it declares a node dead."""
 _LEAST_CPUS = 0.001
 """Ray moves an actor that takes nothing to any node when it starts it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig(Config):
-    """The `[ray]` table of a mesh file: what the services take of a Ray cluster."""
+    """The `[ray]` table of a mesh file: the resources of the services in a Ray cluster."""
 
     disk: str = ""
     """Custom resource of the node that has the disk: routers, scorer and a SQLite collector run
@@ -31,7 +25,7 @@ class RayConfig(Config):
     router_cpus: Annotated[float, Bounds(0)] = 0
     """CPUs that Ray counts for a router. Head nodes often offer none."""
     collector_cpus: Annotated[float, Bounds(0)] = 0
-    """CPUs that Ray counts for a collector. One that stands on PostgreSQL takes 0.001 at least."""
+    """CPUs that Ray counts for a collector. A collector on PostgreSQL takes 0.001 at least."""
     scorer_cpus: Annotated[float, Bounds(0)] = 0
     """CPUs that Ray counts for a scorer."""
     engine_cpus: Annotated[float, Bounds(0)] = 1
@@ -43,7 +37,7 @@ class RayConfig(Config):
 
 
 class Home(StrEnum):
-    """What a process keeps, and so where it may run."""
+    """The nodes on which a process may run."""
 
     DISK = "disk"
     """It runs on the node that has the disk, and nowhere else."""
@@ -72,47 +66,20 @@ class Node:
     """CPUs in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """How Ray finds out that nodes are lost."""
-
-    alive: int
-    """Nodes that are alive."""
-    dead: int
-    """Nodes that were declared dead, or left."""
-    settings: Mapping[str, int]
-    """Those of `HEALTH`, as they are in the cluster."""
-
-    @property
-    def crashed_s(self) -> float:
-        """Time until a node whose machine answers that nobody is there is dead, seconds."""
-        return self._checks_s(self.settings["health_check_period_ms"])
-
-    @property
-    def silent_s(self) -> float:
-        """Time until a node that does not answer is dead, seconds."""
-        period = self.settings["health_check_period_ms"]
-        return self._checks_s(period + self.settings["health_check_timeout_ms"])
-
-    def _checks_s(self, check_ms: int) -> float:
-        return check_ms * self.settings["health_check_failure_threshold"] / 1000
-
-
 def ray_config(tables: Tables) -> RayConfig:
     """Returns the `[ray]` table of a mesh file.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and the problem.
     """
-    table = tables.get("ray", {})
-    return fill(RayConfig, table, shown={name: f"ray.{name}" for name in table})
+    return fill(RayConfig, tables.get("ray", {}), shown="ray.{}".format)
 
 
 def places(tables: Tables) -> list[Place]:
     """Returns what Ray is asked for each process of a mesh, in the order in which they start.
 
     Raises:
-        ConfigError: Names the setting and what is wrong with it.
+        ConfigError: Names the setting and the problem.
     """
     config = ray_config(tables)
     return [place(one, config) for one in processes(tables)]
@@ -138,8 +105,8 @@ def place(process: Process, config: RayConfig) -> Place:
 def spread(wanted: Sequence[Place], nodes: Iterable[Node], taken: Iterable[str]) -> dict[str, str]:
     """Returns a node for each place, by the names of their processes.
 
-    A place goes to the node that has the fewest of its service, among those with CPUs enough; of
-    several to the largest.
+    A place goes to the node that has the fewest of its service, among nodes with enough CPUs, and
+    to the largest of several.
 
     Args:
         wanted: The places.
@@ -167,7 +134,7 @@ def further(
     Args:
         tables: The tables of the mesh.
         service: `engine`, `gateway` or `sidecar`.
-        model: Its model; empty for the only one.
+        model: Its model, empty for the only one.
         taken: Names of the processes that run.
         count: Number of further ones.
 
@@ -225,7 +192,7 @@ def _numbered(first: Process, number: int) -> str:
 
 
 def _gpus(process: Process) -> float:
-    """Returns the GPUs of an engine: as the mesh says, else as many as its model is split over."""
+    """Returns the GPUs of an engine: as the mesh says, or as many as its model is split over."""
     count = process.model.config.gpus_per_engine if process.model else 0
     vllm: Mapping[str, Any] = process.table.get("vllm", {})
     split = vllm.get("tensor_parallel_size", 0)

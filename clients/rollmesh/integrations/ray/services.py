@@ -9,7 +9,8 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rollmesh.launch.child import Child, EndedEarlyError
 from rollmesh.launch.plan import Process, spec_of
-from rollmesh.runtime.access.making import write_private
+from rollmesh.runtime.access.tokens import write_private
 from rollmesh.runtime.owner_only import UMASK
 
 _log = logging.getLogger(__name__)
@@ -32,24 +33,24 @@ class Status:
     """One service of a mesh."""
 
     name: str
-    """`engine-0`; also its id in the mesh."""
+    """`engine-0`, which is also its id in the mesh."""
     service: str
     node_id: str = ""
-    """Ray's id of its node; empty while it is being placed."""
+    """Ray's id of its node. Empty while it is being placed."""
     address: str = ""
-    """host:port; empty until it is ready."""
+    """host:port. Empty while it is not ready."""
     metrics: str = ""
-    """host:port of its Prometheus endpoint; empty if it has none."""
+    """host:port of its Prometheus endpoint, empty if it has none."""
     pid: int = 0
-    """Process id on its node; 0 while none runs."""
+    """Process id on its node. 0 while none runs."""
     starts: int = 0
     """How often its actor started it."""
     problem: str = ""
-    """Why it is not ready, as far as it is known."""
+    """Why it is not ready, if known."""
 
     @property
     def ready(self) -> bool:
-        """Whether it has been ready."""
+        """Whether it serves: its process runs, and has said that it is ready."""
         return bool(self.address)
 
     @property
@@ -59,11 +60,11 @@ class Status:
 
 
 class ServiceActor:
-    """Runs a service as a process of its own, and starts it again when it dies.
+    """Runs a service as its own process, and restarts it when it dies.
 
     A process, because a service needs its own event loop, its own signals and a start that Ray's
-    worker has not prepared; and because an agent that is killed must take nothing with it. If the
-    actor dies, the process sees its standard input end, and stops; Ray then starts the actor again
+    worker has not prepared, and because an agent that is killed must take nothing with it. If the
+    actor dies, the process sees its standard input end, and stops. Ray then starts the actor again
     from the same arguments.
     """
 
@@ -79,12 +80,12 @@ class ServiceActor:
         """Starts the service.
 
         Args:
-            process: What runs.
+            process: The process.
             tables: The tables of the mesh.
-            address: host:port to listen on; empty means this node and a free port.
+            address: host:port to listen on. Empty means this node and a free port.
             routers: Addresses of all routers.
-            scorer: Address of the scorer; empty if there is none.
-            tokens: Contents of the token files that it needs, by paths; none leave it open.
+            scorer: Address of the scorer, empty if there is none.
+            tokens: Contents of the token files that it needs, by paths. Without any it is open.
         """
         os.umask(UMASK)
         self._name, self._service = process.name, process.service
@@ -98,7 +99,7 @@ class ServiceActor:
         if int(own.get("metrics_port", -1)) > 0:
             own["metrics_port"] = 0  # several services share a node
         spec = spec_of(
-            _with_table(process, own),
+            replace(process, table=own),
             tables,
             address or f"{self._host}:{process.port}",
             routers,
@@ -114,9 +115,10 @@ class ServiceActor:
         threading.Thread(target=self._keep, name=process.name, daemon=True).start()
 
     def status(self) -> Status:
-        """Returns what is known of the service."""
-        said, process = self._child.said, self._child.process
+        """Returns the state of the service."""
+        process = self._child.process  # before its READY line, which a start clears first
         running = process is not None and process.returncode is None
+        said = self._child.said if running else {}
         metrics = said.get("metrics_port") or 0
         return Status(
             name=self._name,
@@ -130,14 +132,14 @@ class ServiceActor:
         )
 
     def stop(self) -> None:
-        """Stops the service in order; returns when its process has ended."""
+        """Stops the service in order. Returns when its process has ended."""
         if not self._ended.is_set():  # else its loop runs no more
             asyncio.run_coroutine_threadsafe(self._child.stop(), self._loop)
             self._ended.wait(self._child.spec.grace_ms / 1000 + _STOP_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep(self) -> None:
-        """Runs the process until it is stopped; its lines go where this worker's go."""
+        """Runs the process until it is stopped. Its lines go where this worker's go."""
         reading, writing = os.pipe()
         errors = threading.Thread(target=self._copy, args=(reading,), daemon=True)
         errors.start()
@@ -155,19 +157,15 @@ class ServiceActor:
             self._ended.set()
 
     def _print(self, line: bytes) -> None:
-        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, line)
+        with suppress(OSError):  # Ray's logs are on a full disk
+            os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, line)
 
     def _copy(self, reading: int) -> None:
         with os.fdopen(reading, "rb") as lines:
             for line in lines:
                 self._tail.append(line.decode(errors="replace").rstrip())
-                os.write(2, line)
-
-
-def _with_table(process: Process, table: Mapping[str, Any]) -> Process:
-    return Process(
-        process.name, process.service, process.number, table, process.model, process.gpus
-    )
+                with suppress(OSError):  # the process writes on, and must not wait for a reader
+                    os.write(2, line)
 
 
 def problems(statuses: list[Status]) -> str:
@@ -185,7 +183,7 @@ def problems(statuses: list[Status]) -> str:
 
 
 def answered(name: str, ref: Any | None) -> Status:
-    """Returns what an actor has answered by now; None stands for one that is not asked yet."""
+    """Returns the answer of an actor, or an empty state if it has not answered or was not asked."""
     if ref is None:
         return Status(name, service_of(name))
     try:

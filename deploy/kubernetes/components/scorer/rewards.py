@@ -1,4 +1,4 @@
-"""The rewards of this mesh: an example to replace. docs/operations.md says what a function is given."""
+"""The rewards of this mesh: an example to replace. docs/operations.md says what it is given."""
 
 from rollmesh.v1.session_pb2 import SessionRecord, SessionRewards
 

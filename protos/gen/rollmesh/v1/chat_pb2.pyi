@@ -34,7 +34,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The model."""
     ROLE_TOOL: _Role.ValueType  # 4
-    """A tool; the message is the result of a call."""
+    """A tool. The message is the result of a call."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Author of a message."""
@@ -48,7 +48,7 @@ ROLE_USER: Role.ValueType  # 2
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
 ROLE_TOOL: Role.ValueType  # 4
-"""A tool; the message is the result of a call."""
+"""A tool. The message is the result of a call."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -162,7 +162,7 @@ class ContentPart(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___Media:
-        """An image: a PNG, JPEG, WebP or GIF file of one frame. Give its bytes, or its hash; a URI is
+        """An image: a PNG, JPEG, WebP or GIF file of one frame. Give its bytes, or its hash. A URI is
         refused. INVALID_ARGUMENT (INVALID_IMAGE) if it is broken or too large.
         """
 
@@ -212,7 +212,7 @@ class Media(_message.Message):
     name: _builtins.str
     """File name. May be empty."""
     field: _builtins.str
-    """Name of this part in the request that the caller itself received. Errors name the part so; empty
+    """Name of this part in the request that the caller itself received. Errors name the part so. Empty
     means by its place in ChatRequest.
     """
     def __init__(

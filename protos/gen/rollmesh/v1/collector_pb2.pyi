@@ -35,7 +35,7 @@ class _DeliveryUnitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery
     """One complete group."""
 
 class DeliveryUnit(_DeliveryUnit, metaclass=_DeliveryUnitEnumTypeWrapper):
-    """What one delivery holds."""
+    """Content of one delivery."""
 
 DELIVERY_UNIT_UNSPECIFIED: DeliveryUnit.ValueType  # 0
 """The field is not set."""
@@ -59,7 +59,7 @@ class _LogEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogEnd.ValueTy
     """After the newest: only units that are completed from now on."""
 
 class LogEnd(_LogEnd, metaclass=_LogEndEnumTypeWrapper):
-    """An end of what is stored."""
+    """An end of the store."""
 
 LOG_END_UNSPECIFIED: LogEnd.ValueType  # 0
 """The field is not set."""
@@ -101,6 +101,14 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """
     FILTER_REASON_MODEL: _FilterReason.ValueType  # 11
     """Another model answered in the session."""
+    FILTER_REASON_PURPOSE: _FilterReason.ValueType  # 12
+    """The session has another purpose."""
+    FILTER_REASON_METADATA: _FilterReason.ValueType  # 13
+    """The session has other metadata."""
+    FILTER_REASON_UNGROUPED: _FilterReason.ValueType  # 14
+    """The session has no group, and the consumer takes groups."""
+    FILTER_REASON_DUPLICATE_SEAT: _FilterReason.ValueType  # 15
+    """Another session of the group has the same sample_index, and the group was delivered with that one."""
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -131,6 +139,14 @@ get it, restore the store from a copy and call `Seek`.
 """
 FILTER_REASON_MODEL: FilterReason.ValueType  # 11
 """Another model answered in the session."""
+FILTER_REASON_PURPOSE: FilterReason.ValueType  # 12
+"""The session has another purpose."""
+FILTER_REASON_METADATA: FilterReason.ValueType  # 13
+"""The session has other metadata."""
+FILTER_REASON_UNGROUPED: FilterReason.ValueType  # 14
+"""The session has no group, and the consumer takes groups."""
+FILTER_REASON_DUPLICATE_SEAT: FilterReason.ValueType  # 15
+"""Another session of the group has the same sample_index, and the group was delivered with that one."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 @_typing.final
@@ -182,8 +198,102 @@ class IngestResponse(_message.Message):
 Global___IngestResponse: _TypeAlias = IngestResponse  # noqa: Y015
 
 @_typing.final
+class AbandonSeatRequest(_message.Message):
+    """Ends a seat of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Id of the group, 1 to 128 characters."""
+    sample_index: _builtins.int
+    """The seat, 0 to group_size - 1."""
+    group_size: _builtins.int
+    """Number of seats in the group, at least 1."""
+    reason: _builtins.str
+    """Why no session takes the seat, 1 to 4,096 characters, for the trainer."""
+    model: _builtins.str
+    """Name of the model that would have answered, see CreateSession."""
+    purpose: _session_pb2.SessionPurpose.ValueType
+    """The purpose of the group's sessions. Default: TRAIN."""
+    run_id: _builtins.str
+    """Id of the group's run, at most 128 characters, see CreateSession."""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Metadata of the group's sessions, for filters and for the trainer, at most 64 KiB together."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        sample_index: _builtins.int = ...,
+        group_size: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        model: _builtins.str = ...,
+        purpose: _session_pb2.SessionPurpose.ValueType = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "reason", b"reason", "run_id", b"run_id", "sample_index", b"sample_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbandonSeatRequest: _TypeAlias = AbandonSeatRequest  # noqa: Y015
+
+@_typing.final
+class AbandonSeatResponse(_message.Message):
+    """The seat is ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DUPLICATE_FIELD_NUMBER: _builtins.int
+    duplicate: _builtins.bool
+    """Whether it was abandoned before."""
+    def __init__(
+        self,
+        *,
+        duplicate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbandonSeatResponse: _TypeAlias = AbandonSeatResponse  # noqa: Y015
+
+@_typing.final
 class Consumer(_message.Message):
-    """A named reader of what is stored. It keeps its position while no stream of it is open."""
+    """A named reader of the store. It keeps its position while no stream of it is open."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,28 +307,28 @@ class Consumer(_message.Message):
     name: _builtins.str
     """Its name, 1 to 128 printable characters. It cannot change."""
     unit: Global___DeliveryUnit.ValueType
-    """What one delivery holds. It cannot change."""
+    """Content of one delivery. It cannot change."""
     lease_ms: _builtins.int
     """Time to acknowledge a delivery before it goes to another stream, milliseconds, at least 1.
     Default 600,000.
     """
     policy_version: _builtins.int
     """The policy version that is being trained, at least 0; `filter.max_policy_lag` needs it.
-    ReportPolicyVersion sets it too; the last value wins.
+    ReportPolicyVersion sets it too. The last value wins.
     """
     seen_unix_ms: _builtins.int
-    """When it last had a stream, at any collector, milliseconds since 1970 UTC, to the minute; at first
+    """When it last had a stream, at any collector, milliseconds since 1970 UTC, to the minute. At first
     when it was created. Set by the collector, ignored in requests.
     """
     @_builtins.property
     def groups(self) -> Global___GroupPolicy:
-        """When a group is complete; only for consumers of groups. Default: with all its samples, however
+        """Condition for a group to be complete, for consumers of groups. Default: with all its samples, however
         long that takes.
         """
 
     @_builtins.property
     def filter(self) -> Global___DeliveryFilter:
-        """What is filtered out. Default: nothing."""
+        """The filter. Default: nothing is filtered out."""
 
     def __init__(
         self,
@@ -287,6 +397,11 @@ class CreateConsumerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
+    STORED_UNITS_FIELD_NUMBER: _builtins.int
+    stored_units: _builtins.int
+    """Number of stored units at or after its start. They are delivered to it first, unless its filter
+    removes them.
+    """
     @_builtins.property
     def consumer(self) -> Global___Consumer:
         """The consumer, with its defaults."""
@@ -295,10 +410,11 @@ class CreateConsumerResponse(_message.Message):
         self,
         *,
         consumer: Global___Consumer | None = ...,
+        stored_units: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "stored_units", b"stored_units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,7 +477,7 @@ class ListConsumersRequest(_message.Message):
     page_size: _builtins.int
     """Most consumers to return, 1 to 1,000. Default 100."""
     page_token: _builtins.str
-    """Where to go on: `next_page_token` of the page before; empty begins."""
+    """Where to go on: `next_page_token` of the page before. Empty begins."""
     def __init__(
         self,
         *,
@@ -387,7 +503,7 @@ class ListConsumersResponse(_message.Message):
     CONSUMERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Gives the next page; empty after the last."""
+    """Token of the next page. Empty after the last."""
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Consumer]:
         """The consumers, by name."""
@@ -419,10 +535,10 @@ class UpdateConsumerRequest(_message.Message):
     @_builtins.property
     def consumer(self) -> Global___Consumer:
         """`name` says which. Of the others, a field that is set replaces the stored one, messages as a
-        whole, and a field that is not set keeps it; an empty `groups` or `filter` restores its default.
+        whole, and a field that is not set keeps it. An empty `groups` or `filter` restores its default.
         `unit` may be repeated but not changed. Concurrent updates apply one after the other.
 
-        A new `filter`, `lease_ms` or `policy_version` holds from the next delivery on; what is leased to
+        A new `filter`, `lease_ms` or `policy_version` holds from the next delivery on. Units leased to
         a stream stays so. A new `groups` decides every group that the consumer has not acknowledged or
         filtered, including those that were delivered: the consumer's streams end with UNAVAILABLE
         (CONSUMER_MOVED), acknowledgements of earlier deliveries of them do not count, and they are
@@ -563,7 +679,7 @@ class SubscribeHello(_message.Message):
 
     CONSUMER_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
-    """Its name; CreateConsumer made it."""
+    """Its name. CreateConsumer made it."""
     def __init__(
         self,
         *,
@@ -591,7 +707,7 @@ class Position(_message.Message):
     unix_ms: _builtins.int
     """The first unit completed at or after this time, milliseconds since 1970 UTC."""
     delivery_id: _builtins.str
-    """This unit; INVALID_ARGUMENT if it is not stored."""
+    """This unit. INVALID_ARGUMENT if it is not stored."""
     def __init__(
         self,
         *,
@@ -625,13 +741,14 @@ class GroupPolicy(_message.Message):
     least 1. Default: without end.
     """
     min_samples: _builtins.int
-    """Fewest samples to deliver when the deadline has passed, or when all samples have arrived and
-    fewer than `samples` of them are usable. With fewer, and by default, the group is filtered with
-    INCOMPLETE_GROUP. At least 1.
+    """Fewest samples to deliver when the deadline has passed, when a seat was abandoned, or when all
+    samples have arrived and fewer than `samples` of them are usable. With fewer, the group is filtered
+    with INCOMPLETE_GROUP. At least 1. Default: a group with abandoned seats is delivered, and in the
+    other cases the group is filtered.
     """
     samples: _builtins.int
     """Over-sampling: the group is complete with this many usable samples, the first to arrive. A
-    session is usable if the filter leaves it at least one trajectory; policy lag is ignored here.
+    session is usable if the filter leaves it at least one trajectory. Policy lag is ignored here.
     At least 1. Default: all samples.
     """
     def __init__(
@@ -662,12 +779,32 @@ Global___GroupPolicy: _TypeAlias = GroupPolicy  # noqa: Y015
 
 @_typing.final
 class DeliveryFilter(_message.Message):
-    """Filters out trajectories, and units of which no trajectory is left; such a unit is settled as if it
+    """Filters out trajectories, and units of which no trajectory is left. Such a unit is settled as if it
     were acknowledged, and listed with its reason. The filter runs at every delivery, so it also removes
-    what became stale before a redelivery.
+    units that became stale before a redelivery.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     MAX_POLICY_LAG_FIELD_NUMBER: _builtins.int
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
@@ -676,18 +813,25 @@ class DeliveryFilter(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PURPOSES_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    UNGROUPED_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
     tokens of a trajectory. Default: any.
     """
     drop_zero_variance: _builtins.bool
-    """Whether groups of at least two sessions are dropped if all their rewards are known and equal."""
+    """Whether groups of at least two sessions are dropped if all their rewards are known and equal. The
+    rewards of a session are its own or its trajectories', and those of its turns.
+    """
     max_tokens: _builtins.int
     """Most tokens of a trajectory, at least 1. Default: any."""
     max_turns: _builtins.int
     """Most sampled turns of a trajectory, at least 1. Default: any."""
     model: _builtins.str
     """Name of the model whose sessions are kept, for a mesh with several. Empty: all."""
+    ungrouped: _builtins.bool
+    """Whether a consumer of groups gets sessions without a group_id, each as a group of one."""
     @_builtins.property
     def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """The fidelity reasons that a trajectory may carry besides EXACT; [EXACT] keeps only exact ones.
@@ -697,6 +841,14 @@ class DeliveryFilter(_message.Message):
     @_builtins.property
     def lineages(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Lineage.ValueType]:
         """The lineages kept. Empty: all."""
+
+    @_builtins.property
+    def purposes(self) -> _containers.RepeatedScalarFieldContainer[_session_pb2.SessionPurpose.ValueType]:
+        """The purposes of the sessions kept. Empty: TRAIN only."""
+
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Metadata of the sessions kept: each key with this value. Empty: any."""
 
     def __init__(
         self,
@@ -708,10 +860,13 @@ class DeliveryFilter(_message.Message):
         max_tokens: _builtins.int | None = ...,
         max_turns: _builtins.int | None = ...,
         model: _builtins.str = ...,
+        purposes: _abc.Iterable[_session_pb2.SessionPurpose.ValueType] | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ungrouped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015
@@ -730,7 +885,7 @@ Global___DeliveryFilter: _TypeAlias = DeliveryFilter  # noqa: Y015
 
 @_typing.final
 class ReportPolicyVersion(_message.Message):
-    """Sets `policy_version` of the consumer; it holds for the messages after it on this stream."""
+    """Sets `policy_version` of the consumer. It holds for the messages after it on this stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -842,9 +997,11 @@ class Delivery(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.str
-    """Id of the session or group; the same at every redelivery."""
+    """Id of the session or group, the same at every redelivery. That of a group is its group_id if it has
+    no run_id, and else names both. The sessions have them as fields.
+    """
     attempt: _builtins.int
-    """Number of the attempt: 1 at first, and again after a Seek; higher for a redelivery."""
+    """Number of the attempt: 1 at first, and again after a Seek, higher for a redelivery."""
     partial: _builtins.bool
     """Whether the group has fewer samples than were announced."""
     @_builtins.property
@@ -1027,7 +1184,7 @@ class ConsumerStats(_message.Message):
     """Streams open at this collector."""
     @_builtins.property
     def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
-        """What it did not get, one entry per reason."""
+        """Units that it did not get, one entry per reason."""
 
     def __init__(
         self,
@@ -1049,7 +1206,7 @@ Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
 
 @_typing.final
 class FilteredCount(_message.Message):
-    """What a consumer did not get for one reason."""
+    """Units that a consumer did not get for one reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1059,7 +1216,7 @@ class FilteredCount(_message.Message):
     reason: Global___FilterReason.ValueType
     """The rule that applied."""
     units: _builtins.int
-    """Units; for SURPLUS, sessions."""
+    """Number of units, or of sessions for SURPLUS and DUPLICATE_SEAT."""
     trajectories: _builtins.int
     """Trajectories removed from units, whether or not anything was left of the unit."""
     def __init__(
@@ -1089,12 +1246,12 @@ class SetRewardsRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     request_id: _builtins.str
-    """Makes the call repeatable, for as long as the session is stored; 1 to 128 characters, unique
+    """Makes the call repeatable, for as long as the session is stored: 1 to 128 characters, unique
     within the session.
     """
     @_builtins.property
     def rewards(self) -> _session_pb2.SessionRewards:
-        """The rewards; finite numbers. Absent ones keep their value."""
+        """The rewards, finite numbers. Absent ones keep their value."""
 
     def __init__(
         self,
@@ -1193,7 +1350,7 @@ Global___SeekResponse: _TypeAlias = SeekResponse  # noqa: Y015
 
 @_typing.final
 class ListFilteredRequest(_message.Message):
-    """Asks what a consumer did not get."""
+    """Request of ListFiltered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1205,7 +1362,7 @@ class ListFilteredRequest(_message.Message):
     page_size: _builtins.int
     """Most entries to return, 1 to 1,000. Default 100."""
     page_token: _builtins.str
-    """Where to go on: `next_page_token` of the page before; empty begins."""
+    """Where to go on: `next_page_token` of the page before. Empty begins."""
     def __init__(
         self,
         *,
@@ -1225,14 +1382,14 @@ Global___ListFilteredRequest: _TypeAlias = ListFilteredRequest  # noqa: Y015
 
 @_typing.final
 class ListFilteredResponse(_message.Message):
-    """What a consumer did not get."""
+    """Units that a consumer did not get."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Gives the next page; empty after the last."""
+    """Token of the next page. Empty after the last."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredEntry]:
         """The entries, oldest first."""
@@ -1271,7 +1428,7 @@ class FilteredEntry(_message.Message):
     unix_ms: _builtins.int
     """When, milliseconds since 1970 UTC."""
     session_id: _builtins.str
-    """For SURPLUS: the session."""
+    """For SURPLUS and DUPLICATE_SEAT: the session."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
         """The trajectories removed."""
@@ -1304,7 +1461,7 @@ class ListOpenGroupsRequest(_message.Message):
     page_size: _builtins.int
     """Most groups to return, 1 to 1,000. Default 100."""
     page_token: _builtins.str
-    """Where to go on: `next_page_token` of the page before; empty begins."""
+    """Where to go on: `next_page_token` of the page before. Empty begins."""
     def __init__(
         self,
         *,
@@ -1330,7 +1487,7 @@ class ListOpenGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Gives the next page; empty after the last."""
+    """Token of the next page. Empty after the last."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenGroup]:
         """The groups, oldest first."""
@@ -1359,6 +1516,7 @@ class OpenGroup(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FIRST_UNIX_MS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its id."""
     group_size: _builtins.int
@@ -1367,6 +1525,8 @@ class OpenGroup(_message.Message):
     """Number of samples that have arrived."""
     first_unix_ms: _builtins.int
     """Arrival of its first session, milliseconds since 1970 UTC."""
+    run_id: _builtins.str
+    """Id of its run, see CreateSession."""
     def __init__(
         self,
         *,
@@ -1374,10 +1534,11 @@ class OpenGroup(_message.Message):
         group_size: _builtins.int = ...,
         samples: _builtins.int = ...,
         first_unix_ms: _builtins.int = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_ms", b"first_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_ms", b"first_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "run_id", b"run_id", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1392,7 +1553,7 @@ class ReadSessionsRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     WITHOUT_ARRAYS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Only this session; empty reads all."""
+    """Only this session. Empty reads all."""
     without_arrays: _builtins.bool
     """Whether to leave out the arrays of the trajectories and the bytes of images."""
     def __init__(
@@ -1418,10 +1579,10 @@ class ReadSessionsResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
     damaged_session_id: _builtins.str
-    """Id of a stored session that cannot be read; empty if it can."""
+    """Id of a stored session that cannot be read, empty if it can."""
     @_builtins.property
     def session(self) -> _session_pb2.SessionRecord:
-        """The session; absent if it is damaged."""
+        """The session, absent if it is damaged."""
 
     def __init__(
         self,

@@ -41,6 +41,11 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.IngestRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.IngestResponse.FromString,
                 _registered_method=True)
+        self.AbandonSeat = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/AbandonSeat',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.AbandonSeatRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.AbandonSeatResponse.FromString,
+                _registered_method=True)
         self.CreateConsumer = channel.unary_unary(
                 '/rollmesh.v1.CollectorService/CreateConsumer',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.CreateConsumerRequest.SerializeToString,
@@ -109,13 +114,24 @@ class CollectorServiceServicer(object):
     """
 
     def Ingest(self, request, context):
-        """Stores closed sessions; they are durable when the call returns. A session is identified by its
+        """Stores closed sessions. They are durable when the call returns. A session is identified by its
         id: the first record stands, and a repeat, even with another body, changes nothing and is
-        reported as a duplicate. An error is about one of the sessions; each of the others may or may
+        reported as a duplicate. An error is about one of the sessions. Each of the others may or may
         not have been stored, and may be sent again.
         Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
-        (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
-        UNAVAILABLE and INTERNAL may be retried.
+        (GROUP_SIZE_CONFLICT: its group of this run is stored with another size). RESOURCE_EXHAUSTED
+        (STORE_FULL), UNAVAILABLE and INTERNAL may be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbandonSeat(self, request, context):
+        """Ends a seat of a group that no session will take, so that the group need not wait for it. It is
+        durable when the call returns, and a repeat changes nothing. The group then holds a SessionRecord
+        with the reason in `abandoned`, and is delivered as `partial`.
+        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+        size). RESOURCE_EXHAUSTED (STORE_FULL) may be retried.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +139,7 @@ class CollectorServiceServicer(object):
 
     def CreateConsumer(self, request, context):
         """Creates a consumer. It is durable when the call returns.
-        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken. INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,9 +160,9 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateConsumer(self, request, context):
-        """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+        """Changes the settings of a consumer. UpdateConsumerRequest has the rules. Its position, and what
         it has acknowledged or filtered, stay as they are.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,12 +178,12 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Subscribe(self, request_iterator, context):
-        """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+        """Delivers to a consumer. The first message names it. The others grant credits, acknowledge
         deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
-        before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+        before its stream ends, is redelivered. Streams of one consumer share its units. Every consumer
         gets all of them.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
-        INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
+        INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
         got another group policy, and the stream may be reopened at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -175,35 +191,35 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counts what is stored, and the units of each consumer.
+        """Counts stored sessions, and the units of each consumer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRewards(self, request, context):
-        """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
-        request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        """Sets rewards of a stored session. They are durable when the call returns. A repeat with the same
+        request_id changes nothing. With another body it is refused with ALREADY_EXISTS
         (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
-        session does not have; DATA_LOSS (SESSION_DAMAGED).
+        Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the trajectory or turn that the
+        session does not have. DATA_LOSS (SESSION_DAMAGED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Seek(self, request, context):
-        """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+        """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
         are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
         count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFiltered(self, request, context):
-        """Lists what a consumer did not get, and why; oldest first.
+        """Lists the units that a consumer did not get with the reasons, oldest first.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -211,14 +227,14 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOpenGroups(self, request, context):
-        """Lists groups that wait for sessions; oldest first.
+        """Lists groups that wait for sessions, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSessions(self, request, context):
-        """Reads stored sessions in order of arrival; consumers are not affected.
+        """Reads stored sessions in order of arrival. Consumers are not affected.
         Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -232,6 +248,11 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.Ingest,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.IngestRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.IngestResponse.SerializeToString,
+            ),
+            'AbandonSeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonSeat,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.AbandonSeatRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.AbandonSeatResponse.SerializeToString,
             ),
             'CreateConsumer': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateConsumer,
@@ -323,6 +344,33 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/Ingest',
             rollmesh_dot_v1_dot_collector__pb2.IngestRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.IngestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbandonSeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/AbandonSeat',
+            rollmesh_dot_v1_dot_collector__pb2.AbandonSeatRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.AbandonSeatResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,26 +36,33 @@ class CollectorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CollectorServiceAsyncStub: ...
     Ingest: _grpc.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]
-    """Stores closed sessions; they are durable when the call returns. A session is identified by its
+    """Stores closed sessions. They are durable when the call returns. A session is identified by its
     id: the first record stands, and a repeat, even with another body, changes nothing and is
-    reported as a duplicate. An error is about one of the sessions; each of the others may or may
+    reported as a duplicate. An error is about one of the sessions. Each of the others may or may
     not have been stored, and may be sent again.
     Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
-    (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
-    UNAVAILABLE and INTERNAL may be retried.
+    (GROUP_SIZE_CONFLICT: its group of this run is stored with another size). RESOURCE_EXHAUSTED
+    (STORE_FULL), UNAVAILABLE and INTERNAL may be retried.
+    """
+    AbandonSeat: _grpc.UnaryUnaryMultiCallable[_collector_pb2.AbandonSeatRequest, _collector_pb2.AbandonSeatResponse]
+    """Ends a seat of a group that no session will take, so that the group need not wait for it. It is
+    durable when the call returns, and a repeat changes nothing. The group then holds a SessionRecord
+    with the reason in `abandoned`, and is delivered as `partial`.
+    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+    size). RESOURCE_EXHAUSTED (STORE_FULL) may be retried.
     """
     CreateConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.CreateConsumerRequest, _collector_pb2.CreateConsumerResponse]
     """Creates a consumer. It is durable when the call returns.
-    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken. INVALID_ARGUMENT names the field.
     """
     GetConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetConsumerRequest, _collector_pb2.GetConsumerResponse]
     """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
     ListConsumers: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListConsumersRequest, _collector_pb2.ListConsumersResponse]
     """Lists consumers in the order of their names."""
     UpdateConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.UpdateConsumerRequest, _collector_pb2.UpdateConsumerResponse]
-    """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+    """Changes the settings of a consumer. UpdateConsumerRequest has the rules. Its position, and what
     it has acknowledged or filtered, stay as they are.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     DeleteConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.DeleteConsumerRequest, _collector_pb2.DeleteConsumerResponse]
     """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
@@ -63,37 +70,37 @@ class CollectorServiceStub:
     without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     Subscribe: _grpc.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]
-    """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+    """Delivers to a consumer. The first message names it. The others grant credits, acknowledge
     deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
-    before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+    before its stream ends, is redelivered. Streams of one consumer share its units. Every consumer
     gets all of them.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
-    INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
+    INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
     got another group policy, and the stream may be reopened at once.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]
-    """Counts what is stored, and the units of each consumer."""
+    """Counts stored sessions, and the units of each consumer."""
     SetRewards: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]
-    """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
-    request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    """Sets rewards of a stored session. They are durable when the call returns. A repeat with the same
+    request_id changes nothing. With another body it is refused with ALREADY_EXISTS
     (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
-    session does not have; DATA_LOSS (SESSION_DAMAGED).
+    Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the trajectory or turn that the
+    session does not have. DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]
-    """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+    """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
     are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
     count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
-    """Lists what a consumer did not get, and why; oldest first.
+    """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListOpenGroups: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]
-    """Lists groups that wait for sessions; oldest first."""
+    """Lists groups that wait for sessions, oldest first."""
     ReadSessions: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]
-    """Reads stored sessions in order of arrival; consumers are not affected.
+    """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
 
@@ -105,26 +112,33 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ingest: _aio.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]  # type: ignore[assignment]
-    """Stores closed sessions; they are durable when the call returns. A session is identified by its
+    """Stores closed sessions. They are durable when the call returns. A session is identified by its
     id: the first record stands, and a repeat, even with another body, changes nothing and is
-    reported as a duplicate. An error is about one of the sessions; each of the others may or may
+    reported as a duplicate. An error is about one of the sessions. Each of the others may or may
     not have been stored, and may be sent again.
     Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
-    (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
-    UNAVAILABLE and INTERNAL may be retried.
+    (GROUP_SIZE_CONFLICT: its group of this run is stored with another size). RESOURCE_EXHAUSTED
+    (STORE_FULL), UNAVAILABLE and INTERNAL may be retried.
+    """
+    AbandonSeat: _aio.UnaryUnaryMultiCallable[_collector_pb2.AbandonSeatRequest, _collector_pb2.AbandonSeatResponse]  # type: ignore[assignment]
+    """Ends a seat of a group that no session will take, so that the group need not wait for it. It is
+    durable when the call returns, and a repeat changes nothing. The group then holds a SessionRecord
+    with the reason in `abandoned`, and is delivered as `partial`.
+    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+    size). RESOURCE_EXHAUSTED (STORE_FULL) may be retried.
     """
     CreateConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.CreateConsumerRequest, _collector_pb2.CreateConsumerResponse]  # type: ignore[assignment]
     """Creates a consumer. It is durable when the call returns.
-    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken. INVALID_ARGUMENT names the field.
     """
     GetConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetConsumerRequest, _collector_pb2.GetConsumerResponse]  # type: ignore[assignment]
     """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
     ListConsumers: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListConsumersRequest, _collector_pb2.ListConsumersResponse]  # type: ignore[assignment]
     """Lists consumers in the order of their names."""
     UpdateConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.UpdateConsumerRequest, _collector_pb2.UpdateConsumerResponse]  # type: ignore[assignment]
-    """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+    """Changes the settings of a consumer. UpdateConsumerRequest has the rules. Its position, and what
     it has acknowledged or filtered, stay as they are.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     DeleteConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.DeleteConsumerRequest, _collector_pb2.DeleteConsumerResponse]  # type: ignore[assignment]
     """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
@@ -132,37 +146,37 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     Subscribe: _aio.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+    """Delivers to a consumer. The first message names it. The others grant credits, acknowledge
     deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
-    before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+    before its stream ends, is redelivered. Streams of one consumer share its units. Every consumer
     gets all of them.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
-    INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
+    INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
     got another group policy, and the stream may be reopened at once.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counts what is stored, and the units of each consumer."""
+    """Counts stored sessions, and the units of each consumer."""
     SetRewards: _aio.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]  # type: ignore[assignment]
-    """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
-    request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    """Sets rewards of a stored session. They are durable when the call returns. A repeat with the same
+    request_id changes nothing. With another body it is refused with ALREADY_EXISTS
     (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
-    session does not have; DATA_LOSS (SESSION_DAMAGED).
+    Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the trajectory or turn that the
+    session does not have. DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _aio.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]  # type: ignore[assignment]
-    """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+    """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
     are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
     count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
-    """Lists what a consumer did not get, and why; oldest first.
+    """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListOpenGroups: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]  # type: ignore[assignment]
-    """Lists groups that wait for sessions; oldest first."""
+    """Lists groups that wait for sessions, oldest first."""
     ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
-    """Reads stored sessions in order of arrival; consumers are not affected.
+    """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
 
@@ -177,13 +191,26 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.IngestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.IngestResponse, _abc.Awaitable[_collector_pb2.IngestResponse]]:
-        """Stores closed sessions; they are durable when the call returns. A session is identified by its
+        """Stores closed sessions. They are durable when the call returns. A session is identified by its
         id: the first record stands, and a repeat, even with another body, changes nothing and is
-        reported as a duplicate. An error is about one of the sessions; each of the others may or may
+        reported as a duplicate. An error is about one of the sessions. Each of the others may or may
         not have been stored, and may be sent again.
         Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
-        (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
-        UNAVAILABLE and INTERNAL may be retried.
+        (GROUP_SIZE_CONFLICT: its group of this run is stored with another size). RESOURCE_EXHAUSTED
+        (STORE_FULL), UNAVAILABLE and INTERNAL may be retried.
+        """
+
+    @_abc_1.abstractmethod
+    def AbandonSeat(
+        self,
+        request: _collector_pb2.AbandonSeatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.AbandonSeatResponse, _abc.Awaitable[_collector_pb2.AbandonSeatResponse]]:
+        """Ends a seat of a group that no session will take, so that the group need not wait for it. It is
+        durable when the call returns, and a repeat changes nothing. The group then holds a SessionRecord
+        with the reason in `abandoned`, and is delivered as `partial`.
+        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+        size). RESOURCE_EXHAUSTED (STORE_FULL) may be retried.
         """
 
     @_abc_1.abstractmethod
@@ -193,7 +220,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.CreateConsumerResponse, _abc.Awaitable[_collector_pb2.CreateConsumerResponse]]:
         """Creates a consumer. It is durable when the call returns.
-        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken. INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -218,9 +245,9 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.UpdateConsumerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.UpdateConsumerResponse, _abc.Awaitable[_collector_pb2.UpdateConsumerResponse]]:
-        """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+        """Changes the settings of a consumer. UpdateConsumerRequest has the rules. Its position, and what
         it has acknowledged or filtered, stay as they are.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -240,12 +267,12 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_collector_pb2.SubscribeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.SubscribeResponse], _abc.AsyncIterator[_collector_pb2.SubscribeResponse]]:
-        """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+        """Delivers to a consumer. The first message names it. The others grant credits, acknowledge
         deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
-        before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+        before its stream ends, is redelivered. Streams of one consumer share its units. Every consumer
         gets all of them.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
-        INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
+        INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
         got another group policy, and the stream may be reopened at once.
         """
 
@@ -255,7 +282,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.GetStatsResponse, _abc.Awaitable[_collector_pb2.GetStatsResponse]]:
-        """Counts what is stored, and the units of each consumer."""
+        """Counts stored sessions, and the units of each consumer."""
 
     @_abc_1.abstractmethod
     def SetRewards(
@@ -263,11 +290,11 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.SetRewardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.SetRewardsResponse, _abc.Awaitable[_collector_pb2.SetRewardsResponse]]:
-        """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
-        request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        """Sets rewards of a stored session. They are durable when the call returns. A repeat with the same
+        request_id changes nothing. With another body it is refused with ALREADY_EXISTS
         (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
-        session does not have; DATA_LOSS (SESSION_DAMAGED).
+        Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the trajectory or turn that the
+        session does not have. DATA_LOSS (SESSION_DAMAGED).
         """
 
     @_abc_1.abstractmethod
@@ -276,10 +303,10 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.SeekRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.SeekResponse, _abc.Awaitable[_collector_pb2.SeekResponse]]:
-        """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+        """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
         are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
         count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -288,7 +315,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ListFilteredRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.ListFilteredResponse, _abc.Awaitable[_collector_pb2.ListFilteredResponse]]:
-        """Lists what a consumer did not get, and why; oldest first.
+        """Lists the units that a consumer did not get with the reasons, oldest first.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
 
@@ -298,7 +325,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ListOpenGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.ListOpenGroupsResponse, _abc.Awaitable[_collector_pb2.ListOpenGroupsResponse]]:
-        """Lists groups that wait for sessions; oldest first."""
+        """Lists groups that wait for sessions, oldest first."""
 
     @_abc_1.abstractmethod
     def ReadSessions(
@@ -306,7 +333,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ReadSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadSessionsResponse], _abc.AsyncIterator[_collector_pb2.ReadSessionsResponse]]:
-        """Reads stored sessions in order of arrival; consumers are not affected.
+        """Reads stored sessions in order of arrival. Consumers are not affected.
         Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
         """
 

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -67,9 +68,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
-    """Id of the session, for logs. A router keeps the generations of a session on one engine as long as
-    the balance allows. May be empty.
-    """
+    """Id of the session, for logs. May be empty."""
     token_ids_u32le: _builtins.bytes
     """Ids of the prompt, at least one: unsigned 32-bit integers, little-endian."""
     top_logprobs: _builtins.int
@@ -176,13 +175,12 @@ class StreamGenerateRequest(_message.Message):
 
     GENERATE_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
-    MIN_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    COLLECT_MS_FIELD_NUMBER: _builtins.int
     max_chunk_tokens: _builtins.int
     """Maximum number of tokens in one message, at least 1."""
-    min_chunk_tokens: _builtins.int
-    """Number of tokens to collect before a message is sent, at most `max_chunk_tokens`. A long answer
-    collects more, up to an eighth of the tokens sent before and `max_chunk_tokens`. The last ones are
-    sent at once. 0 sends each token as it is sampled.
+    collect_ms: _builtins.int
+    """Time for which tokens are collected before a message is sent, milliseconds. The first token and
+    the last ones are sent at once. 0 sends the tokens of each step as they are sampled.
     """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:
@@ -193,15 +191,155 @@ class StreamGenerateRequest(_message.Message):
         *,
         generate: Global___GenerateRequest | None = ...,
         max_chunk_tokens: _builtins.int = ...,
-        min_chunk_tokens: _builtins.int = ...,
+        collect_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate", "max_chunk_tokens", b"max_chunk_tokens", "min_chunk_tokens", b"min_chunk_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect_ms", b"collect_ms", "generate", b"generate", "max_chunk_tokens", b"max_chunk_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamGenerateRequest: _TypeAlias = StreamGenerateRequest  # noqa: Y015
+
+@_typing.final
+class GenerationsRequest(_message.Message):
+    """Begins, aborts and drops generations of one stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeginGeneration]:
+        """Generations to begin. At most 2,048 run on one stream; OVERLOADED refuses further ones."""
+
+    @_builtins.property
+    def abort(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of generations to abort. Each ends with the tokens sampled so far and
+        FINISH_REASON_ABORT. Numbers that have ended are ignored.
+        """
+
+    @_builtins.property
+    def drop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of generations that end at once without another message, because their caller has left.
+        Numbers that have ended are ignored.
+        """
+
+    def __init__(
+        self,
+        *,
+        begin: _abc.Iterable[Global___BeginGeneration] | None = ...,
+        abort: _abc.Iterable[_builtins.int] | None = ...,
+        drop: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "drop", b"drop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationsRequest: _TypeAlias = GenerationsRequest  # noqa: Y015
+
+@_typing.final
+class BeginGeneration(_message.Message):
+    """Begins one generation of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    CALLER_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the generation, unique on the stream. The client chooses it."""
+    timeout_ms: _builtins.int
+    """Longest generation, milliseconds; DEADLINE_EXCEEDED ends it then. 0 sets no limit."""
+    caller_request_id: _builtins.str
+    """Id of the client's request, for the engine's log. May be empty."""
+    @_builtins.property
+    def request(self) -> Global___StreamGenerateRequest:
+        """What to sample."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request: Global___StreamGenerateRequest | None = ...,
+        timeout_ms: _builtins.int = ...,
+        caller_request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller_request_id", b"caller_request_id", "number", b"number", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginGeneration: _TypeAlias = BeginGeneration  # noqa: Y015
+
+@_typing.final
+class GenerationsResponse(_message.Message):
+    """The messages of one or more generations of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationFrame]:
+        """In the order in which they were made."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___GenerationFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationsResponse: _TypeAlias = GenerationsResponse  # noqa: Y015
+
+@_typing.final
+class GenerationFrame(_message.Message):
+    """One message of one generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the generation."""
+    taken: _builtins.bool
+    """The engine has the request and has not looked at it yet."""
+    @_builtins.property
+    def answer(self) -> Global___StreamGenerateResponse:
+        """The next tokens."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """Why the generation failed; see StreamGenerate."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        taken: _builtins.bool = ...,
+        answer: Global___StreamGenerateResponse | None = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "frame", b"frame", "taken", b"taken"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "frame", b"frame", "number", b"number", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["taken", "answer", "error"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___GenerationFrame: _TypeAlias = GenerationFrame  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
@@ -466,7 +604,7 @@ class GetInfoRequest(_message.Message):
     """Id of a generation that the caller waits for. May be empty."""
     model: _builtins.str
     """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own, or the only one of a router's mesh.
+    the engine's own.
     """
     def __init__(
         self,
@@ -502,7 +640,7 @@ class GetInfoResponse(_message.Message):
     HOLDS_REQUEST_FIELD_NUMBER: _builtins.int
     STUCK_MS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
-    """Id of the engine, unique in the mesh. Empty if a router answers for all engines of a model."""
+    """Id of the engine, unique in the mesh."""
     model: _builtins.str
     """Name of the model, as agents send it."""
     backend: _builtins.str
@@ -851,7 +989,7 @@ class SleepRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """1 keeps the weights in host memory, 2 drops them. Default 1."""
+    """1 keeps the weights in host memory, 2 drops them until the next UpdateWeights. Default 1."""
     model: _builtins.str
     """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
     the engine's own.

@@ -26,9 +26,7 @@ if _version_not_supported:
 
 
 class EngineServiceStub(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     def __init__(self, channel):
@@ -46,6 +44,11 @@ class EngineServiceStub(object):
                 '/rollmesh.v1.EngineService/StreamGenerate',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
+                _registered_method=True)
+        self.Generations = channel.stream_stream(
+                '/rollmesh.v1.EngineService/Generations',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/rollmesh.v1.EngineService/Abort',
@@ -95,9 +98,7 @@ class EngineServiceStub(object):
 
 
 class EngineServiceServicer(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     def Generate(self, request, context):
@@ -115,7 +116,20 @@ class EngineServiceServicer(object):
     def StreamGenerate(self, request, context):
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
         the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-        be continued on another engine. Errors: those of Generate.
+        be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
+        the request, before it looks at it. Errors: those of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Generations(self, request_iterator, context):
+        """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
+        stream to an engine. The messages of all generations that one step of the model brought travel
+        together. A generation that fails ends with its `error`, and the others continue. When the stream
+        ends, all of its generations do. After the client has closed its side, or when the engine shuts
+        down, the stream ends with its last generation.. Errors of the stream:
+        INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,14 +150,17 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Pauses sampling. Requests that arrive meanwhile wait for Resume.
+        """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
+        the end of the update, after which the engine stays paused. A call whose caller leaves before it
+        is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resumes sampling. Does nothing if the engine is not paused.
+        """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
+        engine sleeps, it takes effect afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,9 +169,11 @@ class EngineServiceServicer(object):
     def UpdateWeights(self, request_iterator, context):
         """Replaces the weights. The first message is the header; the others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
-        changes nothing. An update with a `push_id` that the engine already holds returns at once.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
-        or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before anything was loaded).
+        changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
+        that a sleep dropped may be replaced by those of the same version.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
+        ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        anything was loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,14 +190,17 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees accelerator memory between rollout phases. Running generations are aborted.
+        """Frees accelerator memory between rollout phases. Running generations are aborted. During
+        UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
+        before the engine slept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Allocates the memory that Sleep freed and samples again.
+        """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
+        of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,6 +225,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.StreamGenerate,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'Generations': grpc.stream_stream_rpc_method_handler(
+                    servicer.Generations,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -258,9 +285,7 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     @staticmethod
@@ -307,6 +332,33 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/StreamGenerate',
             rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generations(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollmesh.v1.EngineService/Generations',
+            rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,10 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineServiceStub:
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
-    """
+    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -47,22 +44,38 @@ class EngineServiceStub:
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
     the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-    be continued on another engine. Errors: those of Generate.
+    be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
+    the request, before it looks at it. Errors: those of Generate.
+    """
+    Generations: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]
+    """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
+    stream to an engine. The messages of all generations that one step of the model brought travel
+    together. A generation that fails ends with its `error`, and the others continue. When the stream
+    ends, all of its generations do. After the client has closed its side, or when the engine shuts
+    down, the stream ends with its last generation.. Errors of the stream:
+    INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
     """Returns the model, its limits, and the state of the engine."""
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
-    """Pauses sampling. Requests that arrive meanwhile wait for Resume."""
+    """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
+    the end of the update, after which the engine stays paused. A call whose caller leaves before it
+    is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
-    """Resumes sampling. Does nothing if the engine is not paused."""
+    """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
+    engine sleeps, it takes effect afterwards.
+    """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]
     """Replaces the weights. The first message is the header; the others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
-    changes nothing. An update with a `push_id` that the engine already holds returns at once.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
-    or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before anything was loaded).
+    changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
+    that a sleep dropped may be replaced by those of the same version.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
+    ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    anything was loaded).
     """
     InitWeightTransfer: _grpc.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]
     """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
@@ -71,18 +84,20 @@ class EngineServiceStub:
     longer than the engine waits, which restarts the engine.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
-    """Frees accelerator memory between rollout phases. Running generations are aborted."""
+    """Frees accelerator memory between rollout phases. Running generations are aborted. During
+    UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
+    before the engine slept.
+    """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
-    """Allocates the memory that Sleep freed and samples again."""
+    """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
+    of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
+    """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
     """Empties the prefix cache."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
-    """
+    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -96,22 +111,38 @@ class EngineServiceAsyncStub(EngineServiceStub):
     StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
     the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-    be continued on another engine. Errors: those of Generate.
+    be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
+    the request, before it looks at it. Errors: those of Generate.
+    """
+    Generations: _aio.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]  # type: ignore[assignment]
+    """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
+    stream to an engine. The messages of all generations that one step of the model brought travel
+    together. A generation that fails ends with its `error`, and the others continue. When the stream
+    ends, all of its generations do. After the client has closed its side, or when the engine shuts
+    down, the stream ends with its last generation.. Errors of the stream:
+    INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns the model, its limits, and the state of the engine."""
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
-    """Pauses sampling. Requests that arrive meanwhile wait for Resume."""
+    """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
+    the end of the update, after which the engine stays paused. A call whose caller leaves before it
+    is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
+    """
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Resumes sampling. Does nothing if the engine is not paused."""
+    """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
+    engine sleeps, it takes effect afterwards.
+    """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces the weights. The first message is the header; the others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
-    changes nothing. An update with a `push_id` that the engine already holds returns at once.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
-    or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before anything was loaded).
+    changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
+    that a sleep dropped may be replaced by those of the same version.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
+    ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    anything was loaded).
     """
     InitWeightTransfer: _aio.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]  # type: ignore[assignment]
     """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
@@ -120,17 +151,19 @@ class EngineServiceAsyncStub(EngineServiceStub):
     longer than the engine waits, which restarts the engine.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
-    """Frees accelerator memory between rollout phases. Running generations are aborted."""
+    """Frees accelerator memory between rollout phases. Running generations are aborted. During
+    UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
+    before the engine slept.
+    """
     WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
-    """Allocates the memory that Sleep freed and samples again."""
+    """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
+    of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
+    """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
-    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
-    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
-    """
+    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -154,7 +187,22 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.StreamGenerateResponse], _abc.AsyncIterator[_engine_pb2.StreamGenerateResponse]]:
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
         the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-        be continued on another engine. Errors: those of Generate.
+        be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
+        the request, before it looks at it. Errors: those of Generate.
+        """
+
+    @_abc_1.abstractmethod
+    def Generations(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.GenerationsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerationsResponse], _abc.AsyncIterator[_engine_pb2.GenerationsResponse]]:
+        """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
+        stream to an engine. The messages of all generations that one step of the model brought travel
+        together. A generation that fails ends with its `error`, and the others continue. When the stream
+        ends, all of its generations do. After the client has closed its side, or when the engine shuts
+        down, the stream ends with its last generation.. Errors of the stream:
+        INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
         """
 
     @_abc_1.abstractmethod
@@ -179,7 +227,10 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
-        """Pauses sampling. Requests that arrive meanwhile wait for Resume."""
+        """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
+        the end of the update, after which the engine stays paused. A call whose caller leaves before it
+        is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
+        """
 
     @_abc_1.abstractmethod
     def Resume(
@@ -187,7 +238,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]:
-        """Resumes sampling. Does nothing if the engine is not paused."""
+        """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
+        engine sleeps, it takes effect afterwards.
+        """
 
     @_abc_1.abstractmethod
     def UpdateWeights(
@@ -197,9 +250,11 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.UpdateWeightsResponse, _abc.Awaitable[_engine_pb2.UpdateWeightsResponse]]:
         """Replaces the weights. The first message is the header; the others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
-        changes nothing. An update with a `push_id` that the engine already holds returns at once.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
-        or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before anything was loaded).
+        changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
+        that a sleep dropped may be replaced by those of the same version.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
+        ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        anything was loaded).
         """
 
     @_abc_1.abstractmethod
@@ -220,7 +275,10 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
-        """Frees accelerator memory between rollout phases. Running generations are aborted."""
+        """Frees accelerator memory between rollout phases. Running generations are aborted. During
+        UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
+        before the engine slept.
+        """
 
     @_abc_1.abstractmethod
     def WakeUp(
@@ -228,7 +286,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.WakeUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
-        """Allocates the memory that Sleep freed and samples again."""
+        """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
+        of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
+        """
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(

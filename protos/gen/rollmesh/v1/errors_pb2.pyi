@@ -34,7 +34,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 1
     """INTERNAL. An unexpected error inside a service, or one that has no reason of its own.
 
-    Report a bug with the request id; the service's log has the traceback. A retry may fail in the
+    Report a bug with the request id. The service's log has the traceback. A retry may fail in the
     same way.
     """
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 2
@@ -50,7 +50,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_GROUP_SIZE_CONFLICT: _ErrorReason.ValueType  # 4
     """INVALID_ARGUMENT. A session announces another size for its group than the sessions before it.
 
-    Give every session of a group the same `group_size`.
+    Give every session of a group the same `group_size`, and every run a `run_id`.
     """
     ERROR_REASON_PROMPT_EMPTY: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT. A prompt has no token ids.
@@ -69,14 +69,16 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Send ids of this model's tokenizer.
     """
     ERROR_REASON_INVALID_SAMPLING: _ErrorReason.ValueType  # 8
-    """INVALID_ARGUMENT. A sampling parameter is out of range, or conflicts with another one.
+    """INVALID_ARGUMENT. A sampling parameter is out of range, conflicts with another one, or is not
+    that of a session that refuses others.
 
-    Correct the parameter; SamplingParams and docs/openai.md have the ranges.
+    Correct the parameter. SamplingParams and docs/openai.md have the ranges. Leave out values that the
+    session refuses, or open it with another `sampling_policy`.
     """
     ERROR_REASON_INVALID_CONSTRAINT: _ErrorReason.ValueType  # 9
     """INVALID_ARGUMENT. A constraint is malformed, too large, or cannot be enforced with this model.
 
-    Simplify the schema or the tools as the message says, or leave out `strict`;
+    Simplify the schema or the tools as the message says, or leave out `strict`.
     docs/answers.md#structured-output has the limits.
     """
     ERROR_REASON_INVALID_WEIGHTS: _ErrorReason.ValueType  # 10
@@ -89,7 +91,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     can render.
 
     Correct the message that is named. Roles and tool results must follow an order that the
-    template can render; see docs/templates.md.
+    template can render. See docs/templates.md.
     """
     ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: _ErrorReason.ValueType  # 12
     """INVALID_ARGUMENT. A conversation leaves no room in the model's context.
@@ -136,20 +138,21 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     push again with a higher version.
     """
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 20
-    """ABORTED. A later push, or the end of the engine, came before the engine answered this one.
+    """ABORTED. A later push or control call, or the end of the engine, came before the engine answered
+    this one.
 
-    Nothing: the later push holds.
+    Nothing: the later call holds.
     """
     ERROR_REASON_SESSION_UNKNOWN: _ErrorReason.ValueType  # 21
     """NOT_FOUND. No session has this id at this gateway or collector, or it is forgotten.
 
     Check the id, and that the gateway is the one that opened the session. Closed sessions are
-    forgotten after a while; see docs/operations.md#what-a-gateway-remembers.
+    forgotten after a while. See docs/storage.md#memory-of-a-gateway.
     """
     ERROR_REASON_SESSION_DAMAGED: _ErrorReason.ValueType  # 22
     """DATA_LOSS. The stored data of a session cannot be read. Other sessions are not affected.
 
-    Restore the store from a copy, then seek the consumer or retry the dead letter; or drop the
+    Restore the store from a copy, then seek the consumer or retry the dead letter, or drop the
     session.
     """
     ERROR_REASON_SESSION_CLOSED: _ErrorReason.ValueType  # 23
@@ -165,12 +168,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_SESSION_KEY_WRONG: _ErrorReason.ValueType  # 25
     """UNAUTHENTICATED. The key does not belong to this session.
 
-    Send the key that CreateSession returned; see docs/agents.md#base-url-and-key.
+    Send the key that CreateSession returned. See docs/agents.md#base-url-and-key.
     """
     ERROR_REASON_ENGINE_START_FAILED: _ErrorReason.ValueType  # 26
     """FAILED_PRECONDITION. An engine could not load its model.
 
-    Read the cause in the message and in the engine's log; it is vLLM's own.
+    Read the cause in the message and in the engine's log. It is vLLM's own.
     """
     ERROR_REASON_ENGINE_DEAD: _ErrorReason.ValueType  # 27
     """UNAVAILABLE. The model's process died, and the engine is about to restart.
@@ -206,14 +209,15 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_NO_ENGINE: _ErrorReason.ValueType  # 33
     """UNAVAILABLE. No engine can serve the turn. The message says why each one cannot.
 
-    Check that engines are registered and hold the current weights; ListReplicas says why each one
+    Check that engines are registered and hold the current weights. ListReplicas says why each one
     is excluded. Or start an engine of the model.
     """
     ERROR_REASON_ENGINES_BUSY: _ErrorReason.ValueType  # 34
     """RESOURCE_EXHAUSTED. Every engine has as many leases as it may, and none became free before the
-    deadline or too many requests wait already.
+    deadline or too many requests wait already. Or engines refused the turn as overloaded or starting
+    until its limit, or other requests that engines died of ran until then. The message says which.
 
-    Retry after the delay, which is estimated from the queue; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
+    Retry after the delay, which is estimated from the queue. OpenAI's SDKs do so by themselves. If it persists, add engines or raise
     `--lease-capacity`.
     """
     ERROR_REASON_INVALID_LEASE: _ErrorReason.ValueType  # 35
@@ -254,7 +258,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STORE_AWAY: _ErrorReason.ValueType  # 41
     """UNAVAILABLE. The server of a shared store cannot be reached. Nothing of the request was kept.
 
-    Bring the store's server back. Nothing is lost: callers keep what they have and retry.
+    Bring the store's server back. Nothing is lost: callers keep their data and retry.
     """
     ERROR_REASON_STARTING: _ErrorReason.ValueType  # 42
     """UNAVAILABLE. The service is starting and still reads its store.
@@ -269,13 +273,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CONSUMER_UNKNOWN: _ErrorReason.ValueType  # 44
     """NOT_FOUND. No consumer has this name: it was never created, or is deleted.
 
-    Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer; the
+    Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer. The
     SDK's `subscribe` does so by itself.
     """
     ERROR_REASON_CONSUMER_MOVED: _ErrorReason.ValueType  # 45
     """UNAVAILABLE. The consumer was moved or got another group policy, and its streams ended.
 
-    Subscribe again; the SDK does so by itself.
+    Subscribe again. The SDK does so by itself.
     """
     ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 46
     """DEADLINE_EXCEEDED. The deadline passed before there was an answer.
@@ -285,7 +289,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_REMOTE: _ErrorReason.ValueType  # 47
     """Any code. The status came from the transport or from a server that is not rollmesh's. Clients
-    make it; it is never sent.
+    make it. It is never sent.
 
     Read the status code: the network, a proxy or a foreign server sent it.
     """
@@ -303,11 +307,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CONSUMER_EXISTS: _ErrorReason.ValueType  # 50
     """ALREADY_EXISTS. A consumer has this name. It is unchanged.
 
-    Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
+    Update the consumer, or choose another name. The SDK's `subscribe` updates it by itself.
     """
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 51
-    """RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may; nothing of this one
-    was kept.
+    """RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may, or an engine's grammar
+    compiler is busy. Nothing of this request was kept.
 
     Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
     """
@@ -334,19 +338,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
     """
-    ERROR_REASON_WRONG_SERVICE: _ErrorReason.ValueType  # 56
-    """UNIMPLEMENTED. A router serves the generations of EngineService, and not the calls that control
-    one engine.
-
-    Call the method of RouterService that the message names; it acts on all engines of a model.
-    """
     ERROR_REASON_NO_COLLECTOR: _ErrorReason.ValueType  # 57
-    """UNAVAILABLE. No collector is registered with the router. Clients make it; it is never sent.
+    """UNAVAILABLE. No collector is registered with the router. Clients make it. It is never sent.
 
     Retry. If it stays so, start a collector with `--router`, or give the client its address.
     """
     ERROR_REASON_NO_SIDECAR: _ErrorReason.ValueType  # 58
-    """UNAVAILABLE. No sidecar is registered with the router. Clients make it; it is never sent.
+    """UNAVAILABLE. No sidecar is registered with the router. Clients make it. It is never sent.
 
     Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
     """
@@ -359,10 +357,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_ANSWER_UNKNOWN: _ErrorReason.ValueType  # 60
     """NOT_FOUND. The session has no such answer, or it was withdrawn.
 
-    Give the id of an answer of this session; answers that failed have none.
+    Give the id of an answer of this session. Answers that failed have none.
     """
     ERROR_REASON_IMAGE_UNKNOWN: _ErrorReason.ValueType  # 61
-    """FAILED_PRECONDITION. The receiver does not hold the bytes of images; those that came with the
+    """FAILED_PRECONDITION. The receiver does not hold the bytes of images. Those that came with the
     request are held from now on. In the metadata of the google.rpc.ErrorInfo, `sha256` has up to 16
     of the missing hashes, separated by commas, and `missing` the number of all.
 
@@ -372,16 +370,36 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAUTHENTICATED. The caller showed no bearer token or certificate that the server accepts.
 
     Give the process the token of its role (`--token-file`, or ROLLMESH_TOKEN_FILE for clients) or a
-    certificate; see docs/security.md.
+    certificate. See docs/security.md.
     """
     ERROR_REASON_ROLE_REFUSED: _ErrorReason.ValueType  # 63
     """PERMISSION_DENIED. The caller's role may not call the method.
 
-    Call as one of the roles that the message names; docs/security.md#who-may-call-what has the table.
+    Call as one of the roles that the message names. docs/security.md#roles has the table.
+    """
+    ERROR_REASON_POISON_REQUEST: _ErrorReason.ValueType  # 64
+    """INVALID_ARGUMENT. Three engines died or fell silent after they took the request and before its
+    first token, the last of them while no other suspect ran. Equal requests are refused for ten
+    minutes.
+
+    Do not repeat the request: change its unusual parts, such as a schema or an image. Read the
+    logs of the engines that the message names. docs/availability.md#requests-that-engines-die-of has the rule.
+    """
+    ERROR_REASON_ENGINE_ASLEEP: _ErrorReason.ValueType  # 65
+    """FAILED_PRECONDITION. The engine sleeps, so it has no memory for new weights. The old ones stay in
+    use.
+
+    Call WakeUp, or WakeUpEngines of the router, and push again.
+    """
+    ERROR_REASON_WEIGHTS_DROPPED: _ErrorReason.ValueType  # 66
+    """UNAVAILABLE. A sleep of level 2 dropped the engine's weights, and none were pushed since.
+
+    Wake the engine up and push weights. A router pushes those that it keeps by itself. Those that came
+    over a transfer backend have to be pushed again.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
+    """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
     docs/errors.md is generated from these comments.
     """
 
@@ -390,7 +408,7 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 1
 """INTERNAL. An unexpected error inside a service, or one that has no reason of its own.
 
-Report a bug with the request id; the service's log has the traceback. A retry may fail in the
+Report a bug with the request id. The service's log has the traceback. A retry may fail in the
 same way.
 """
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 2
@@ -406,7 +424,7 @@ Check that client and server use the same release, and generate the client's stu
 ERROR_REASON_GROUP_SIZE_CONFLICT: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT. A session announces another size for its group than the sessions before it.
 
-Give every session of a group the same `group_size`.
+Give every session of a group the same `group_size`, and every run a `run_id`.
 """
 ERROR_REASON_PROMPT_EMPTY: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT. A prompt has no token ids.
@@ -425,14 +443,16 @@ ERROR_REASON_TOKEN_OUT_OF_VOCABULARY: ErrorReason.ValueType  # 7
 Send ids of this model's tokenizer.
 """
 ERROR_REASON_INVALID_SAMPLING: ErrorReason.ValueType  # 8
-"""INVALID_ARGUMENT. A sampling parameter is out of range, or conflicts with another one.
+"""INVALID_ARGUMENT. A sampling parameter is out of range, conflicts with another one, or is not
+that of a session that refuses others.
 
-Correct the parameter; SamplingParams and docs/openai.md have the ranges.
+Correct the parameter. SamplingParams and docs/openai.md have the ranges. Leave out values that the
+session refuses, or open it with another `sampling_policy`.
 """
 ERROR_REASON_INVALID_CONSTRAINT: ErrorReason.ValueType  # 9
 """INVALID_ARGUMENT. A constraint is malformed, too large, or cannot be enforced with this model.
 
-Simplify the schema or the tools as the message says, or leave out `strict`;
+Simplify the schema or the tools as the message says, or leave out `strict`.
 docs/answers.md#structured-output has the limits.
 """
 ERROR_REASON_INVALID_WEIGHTS: ErrorReason.ValueType  # 10
@@ -445,7 +465,7 @@ ERROR_REASON_INVALID_MESSAGES: ErrorReason.ValueType  # 11
 can render.
 
 Correct the message that is named. Roles and tool results must follow an order that the
-template can render; see docs/templates.md.
+template can render. See docs/templates.md.
 """
 ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: ErrorReason.ValueType  # 12
 """INVALID_ARGUMENT. A conversation leaves no room in the model's context.
@@ -492,20 +512,21 @@ Check that trainer and engines use the same backend and can reach each other. Jo
 push again with a higher version.
 """
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 20
-"""ABORTED. A later push, or the end of the engine, came before the engine answered this one.
+"""ABORTED. A later push or control call, or the end of the engine, came before the engine answered
+this one.
 
-Nothing: the later push holds.
+Nothing: the later call holds.
 """
 ERROR_REASON_SESSION_UNKNOWN: ErrorReason.ValueType  # 21
 """NOT_FOUND. No session has this id at this gateway or collector, or it is forgotten.
 
 Check the id, and that the gateway is the one that opened the session. Closed sessions are
-forgotten after a while; see docs/operations.md#what-a-gateway-remembers.
+forgotten after a while. See docs/storage.md#memory-of-a-gateway.
 """
 ERROR_REASON_SESSION_DAMAGED: ErrorReason.ValueType  # 22
 """DATA_LOSS. The stored data of a session cannot be read. Other sessions are not affected.
 
-Restore the store from a copy, then seek the consumer or retry the dead letter; or drop the
+Restore the store from a copy, then seek the consumer or retry the dead letter, or drop the
 session.
 """
 ERROR_REASON_SESSION_CLOSED: ErrorReason.ValueType  # 23
@@ -521,12 +542,12 @@ Close the session. Raise the limit that the message names for longer ones.
 ERROR_REASON_SESSION_KEY_WRONG: ErrorReason.ValueType  # 25
 """UNAUTHENTICATED. The key does not belong to this session.
 
-Send the key that CreateSession returned; see docs/agents.md#base-url-and-key.
+Send the key that CreateSession returned. See docs/agents.md#base-url-and-key.
 """
 ERROR_REASON_ENGINE_START_FAILED: ErrorReason.ValueType  # 26
 """FAILED_PRECONDITION. An engine could not load its model.
 
-Read the cause in the message and in the engine's log; it is vLLM's own.
+Read the cause in the message and in the engine's log. It is vLLM's own.
 """
 ERROR_REASON_ENGINE_DEAD: ErrorReason.ValueType  # 27
 """UNAVAILABLE. The model's process died, and the engine is about to restart.
@@ -562,14 +583,15 @@ Retry once sampling is resumed.
 ERROR_REASON_NO_ENGINE: ErrorReason.ValueType  # 33
 """UNAVAILABLE. No engine can serve the turn. The message says why each one cannot.
 
-Check that engines are registered and hold the current weights; ListReplicas says why each one
+Check that engines are registered and hold the current weights. ListReplicas says why each one
 is excluded. Or start an engine of the model.
 """
 ERROR_REASON_ENGINES_BUSY: ErrorReason.ValueType  # 34
 """RESOURCE_EXHAUSTED. Every engine has as many leases as it may, and none became free before the
-deadline or too many requests wait already.
+deadline or too many requests wait already. Or engines refused the turn as overloaded or starting
+until its limit, or other requests that engines died of ran until then. The message says which.
 
-Retry after the delay, which is estimated from the queue; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
+Retry after the delay, which is estimated from the queue. OpenAI's SDKs do so by themselves. If it persists, add engines or raise
 `--lease-capacity`.
 """
 ERROR_REASON_INVALID_LEASE: ErrorReason.ValueType  # 35
@@ -610,7 +632,7 @@ Stop the other process, or choose another `--data-dir`.
 ERROR_REASON_STORE_AWAY: ErrorReason.ValueType  # 41
 """UNAVAILABLE. The server of a shared store cannot be reached. Nothing of the request was kept.
 
-Bring the store's server back. Nothing is lost: callers keep what they have and retry.
+Bring the store's server back. Nothing is lost: callers keep their data and retry.
 """
 ERROR_REASON_STARTING: ErrorReason.ValueType  # 42
 """UNAVAILABLE. The service is starting and still reads its store.
@@ -625,13 +647,13 @@ Retry: another instance, or the successor, answers.
 ERROR_REASON_CONSUMER_UNKNOWN: ErrorReason.ValueType  # 44
 """NOT_FOUND. No consumer has this name: it was never created, or is deleted.
 
-Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer; the
+Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer. The
 SDK's `subscribe` does so by itself.
 """
 ERROR_REASON_CONSUMER_MOVED: ErrorReason.ValueType  # 45
 """UNAVAILABLE. The consumer was moved or got another group policy, and its streams ended.
 
-Subscribe again; the SDK does so by itself.
+Subscribe again. The SDK does so by itself.
 """
 ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 46
 """DEADLINE_EXCEEDED. The deadline passed before there was an answer.
@@ -641,7 +663,7 @@ engine.
 """
 ERROR_REASON_REMOTE: ErrorReason.ValueType  # 47
 """Any code. The status came from the transport or from a server that is not rollmesh's. Clients
-make it; it is never sent.
+make it. It is never sent.
 
 Read the status code: the network, a proxy or a foreign server sent it.
 """
@@ -659,11 +681,11 @@ Start the scorer with more `--workers`, or lower the collectors' `--scorer-concu
 ERROR_REASON_CONSUMER_EXISTS: ErrorReason.ValueType  # 50
 """ALREADY_EXISTS. A consumer has this name. It is unchanged.
 
-Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
+Update the consumer, or choose another name. The SDK's `subscribe` updates it by itself.
 """
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 51
-"""RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may; nothing of this one
-was kept.
+"""RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may, or an engine's grammar
+compiler is busy. Nothing of this request was kept.
 
 Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
 """
@@ -690,19 +712,13 @@ ERROR_REASON_PREFIX_CACHE_IN_USE: ErrorReason.ValueType  # 55
 
 Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
 """
-ERROR_REASON_WRONG_SERVICE: ErrorReason.ValueType  # 56
-"""UNIMPLEMENTED. A router serves the generations of EngineService, and not the calls that control
-one engine.
-
-Call the method of RouterService that the message names; it acts on all engines of a model.
-"""
 ERROR_REASON_NO_COLLECTOR: ErrorReason.ValueType  # 57
-"""UNAVAILABLE. No collector is registered with the router. Clients make it; it is never sent.
+"""UNAVAILABLE. No collector is registered with the router. Clients make it. It is never sent.
 
 Retry. If it stays so, start a collector with `--router`, or give the client its address.
 """
 ERROR_REASON_NO_SIDECAR: ErrorReason.ValueType  # 58
-"""UNAVAILABLE. No sidecar is registered with the router. Clients make it; it is never sent.
+"""UNAVAILABLE. No sidecar is registered with the router. Clients make it. It is never sent.
 
 Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
 """
@@ -715,10 +731,10 @@ Send a complete PNG, JPEG, WebP or GIF file of one frame within the limits that 
 ERROR_REASON_ANSWER_UNKNOWN: ErrorReason.ValueType  # 60
 """NOT_FOUND. The session has no such answer, or it was withdrawn.
 
-Give the id of an answer of this session; answers that failed have none.
+Give the id of an answer of this session. Answers that failed have none.
 """
 ERROR_REASON_IMAGE_UNKNOWN: ErrorReason.ValueType  # 61
-"""FAILED_PRECONDITION. The receiver does not hold the bytes of images; those that came with the
+"""FAILED_PRECONDITION. The receiver does not hold the bytes of images. Those that came with the
 request are held from now on. In the metadata of the google.rpc.ErrorInfo, `sha256` has up to 16
 of the missing hashes, separated by commas, and `missing` the number of all.
 
@@ -728,12 +744,32 @@ ERROR_REASON_CALLER_UNKNOWN: ErrorReason.ValueType  # 62
 """UNAUTHENTICATED. The caller showed no bearer token or certificate that the server accepts.
 
 Give the process the token of its role (`--token-file`, or ROLLMESH_TOKEN_FILE for clients) or a
-certificate; see docs/security.md.
+certificate. See docs/security.md.
 """
 ERROR_REASON_ROLE_REFUSED: ErrorReason.ValueType  # 63
 """PERMISSION_DENIED. The caller's role may not call the method.
 
-Call as one of the roles that the message names; docs/security.md#who-may-call-what has the table.
+Call as one of the roles that the message names. docs/security.md#roles has the table.
+"""
+ERROR_REASON_POISON_REQUEST: ErrorReason.ValueType  # 64
+"""INVALID_ARGUMENT. Three engines died or fell silent after they took the request and before its
+first token, the last of them while no other suspect ran. Equal requests are refused for ten
+minutes.
+
+Do not repeat the request: change its unusual parts, such as a schema or an image. Read the
+logs of the engines that the message names. docs/availability.md#requests-that-engines-die-of has the rule.
+"""
+ERROR_REASON_ENGINE_ASLEEP: ErrorReason.ValueType  # 65
+"""FAILED_PRECONDITION. The engine sleeps, so it has no memory for new weights. The old ones stay in
+use.
+
+Call WakeUp, or WakeUpEngines of the router, and push again.
+"""
+ERROR_REASON_WEIGHTS_DROPPED: ErrorReason.ValueType  # 66
+"""UNAVAILABLE. A sleep of level 2 dropped the engine's weights, and none were pushed since.
+
+Wake the engine up and push weights. A router pushes those that it keeps by itself. Those that came
+over a transfer backend have to be pushed again.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -35,17 +35,17 @@ class _DisconnectPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Disc
     DISCONNECT_POLICY_ABORT: _DisconnectPolicy.ValueType  # 1
     """It is aborted, and nothing is committed."""
     DISCONNECT_POLICY_FINISH: _DisconnectPolicy.ValueType  # 2
-    """It is finished and committed; a retry gets the answer."""
+    """It is finished and committed. A retry gets the answer."""
 
 class DisconnectPolicy(_DisconnectPolicy, metaclass=_DisconnectPolicyEnumTypeWrapper):
-    """What happens to a generation whose client disconnects before the end of the answer."""
+    """The fate of a generation whose client disconnects before the end of the answer."""
 
 DISCONNECT_POLICY_UNSPECIFIED: DisconnectPolicy.ValueType  # 0
 """The field is not set."""
 DISCONNECT_POLICY_ABORT: DisconnectPolicy.ValueType  # 1
 """It is aborted, and nothing is committed."""
 DISCONNECT_POLICY_FINISH: DisconnectPolicy.ValueType  # 2
-"""It is finished and committed; a retry gets the answer."""
+"""It is finished and committed. A retry gets the answer."""
 Global___DisconnectPolicy: _TypeAlias = DisconnectPolicy  # noqa: Y015
 
 class _ExportMode:
@@ -85,7 +85,7 @@ class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice
     TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
     """The field is not set."""
     TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 1
-    """The tools stay in the prompt, which continues the conversation unchanged; calls stay text."""
+    """The tools stay in the prompt, which continues the conversation unchanged. Calls stay text."""
     TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 2
     """The model decides."""
     TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
@@ -99,7 +99,7 @@ class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
 TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
 """The field is not set."""
 TOOL_CHOICE_NONE: ToolChoice.ValueType  # 1
-"""The tools stay in the prompt, which continues the conversation unchanged; calls stay text."""
+"""The tools stay in the prompt, which continues the conversation unchanged. Calls stay text."""
 TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 2
 """The model decides."""
 TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
@@ -123,12 +123,13 @@ class _ToolCallParsingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolC
     "none".
     """
     TOOL_CALL_PARSING_UNKNOWN: _ToolCallParsing.ValueType  # 3
-    """The template shows no known format. Requests with tools are refused with INVALID_ARGUMENT
+    """The template shows no known format, or prints a call that its parser does not read back;
+    `tool_calls_explanation` says which. Requests with tools are refused with INVALID_ARGUMENT
     (INVALID_FIELD) until the setting `tool_parser` names a parser.
     """
 
 class ToolCallParsing(_ToolCallParsing, metaclass=_ToolCallParsingEnumTypeWrapper):
-    """What happens to tool calls in a model's answers."""
+    """Treatment of tool calls in a model's answers."""
 
 TOOL_CALL_PARSING_UNSPECIFIED: ToolCallParsing.ValueType  # 0
 """The field is not set."""
@@ -139,7 +140,8 @@ TOOL_CALL_PARSING_TEXT: ToolCallParsing.ValueType  # 2
 "none".
 """
 TOOL_CALL_PARSING_UNKNOWN: ToolCallParsing.ValueType  # 3
-"""The template shows no known format. Requests with tools are refused with INVALID_ARGUMENT
+"""The template shows no known format, or prints a call that its parser does not read back;
+`tool_calls_explanation` says which. Requests with tools are refused with INVALID_ARGUMENT
 (INVALID_FIELD) until the setting `tool_parser` names a parser.
 """
 Global___ToolCallParsing: _TypeAlias = ToolCallParsing  # noqa: Y015
@@ -168,6 +170,12 @@ class _ReasoningFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reaso
     """By the channels of Gemma 4."""
     REASONING_FORMAT_MUSE_GLIMMER: _ReasoningFormat.ValueType  # 8
     """By the channels of Muse Glimmer."""
+    REASONING_FORMAT_MINIMAX_M3: _ReasoningFormat.ValueType  # 9
+    """By <mm:think> and </mm:think>."""
+    REASONING_FORMAT_APERTUS: _ReasoningFormat.ValueType  # 10
+    """By <|inner_prefix|> and <|inner_suffix|>."""
+    REASONING_FORMAT_SOLAR_OPEN: _ReasoningFormat.ValueType  # 11
+    """By the channels of Solar Open."""
 
 class ReasoningFormat(_ReasoningFormat, metaclass=_ReasoningFormatEnumTypeWrapper):
     """How a model marks its reasoning."""
@@ -190,6 +198,12 @@ REASONING_FORMAT_GEMMA4: ReasoningFormat.ValueType  # 7
 """By the channels of Gemma 4."""
 REASONING_FORMAT_MUSE_GLIMMER: ReasoningFormat.ValueType  # 8
 """By the channels of Muse Glimmer."""
+REASONING_FORMAT_MINIMAX_M3: ReasoningFormat.ValueType  # 9
+"""By <mm:think> and </mm:think>."""
+REASONING_FORMAT_APERTUS: ReasoningFormat.ValueType  # 10
+"""By <|inner_prefix|> and <|inner_suffix|>."""
+REASONING_FORMAT_SOLAR_OPEN: ReasoningFormat.ValueType  # 11
+"""By the channels of Solar Open."""
 Global___ReasoningFormat: _TypeAlias = ReasoningFormat  # noqa: Y015
 
 class _SpecialTextPolicy:
@@ -201,19 +215,19 @@ class _SpecialTextPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spe
     SPECIAL_TEXT_POLICY_UNSPECIFIED: _SpecialTextPolicy.ValueType  # 0
     """The field is not set."""
     SPECIAL_TEXT_POLICY_PARITY: _SpecialTextPolicy.ValueType  # 1
-    """It becomes the token, as with apply_chat_template; the turn carries SPECIAL_TEXT."""
+    """It becomes the token, as with apply_chat_template. The turn carries SPECIAL_TEXT."""
     SPECIAL_TEXT_POLICY_PLAIN: _SpecialTextPolicy.ValueType  # 2
     """It stays text."""
     SPECIAL_TEXT_POLICY_REFUSE: _SpecialTextPolicy.ValueType  # 3
     """The request is refused with INVALID_ARGUMENT (INVALID_MESSAGES)."""
 
 class SpecialTextPolicy(_SpecialTextPolicy, metaclass=_SpecialTextPolicyEnumTypeWrapper):
-    """What happens to text from outside that spells a special token."""
+    """Treatment of text from outside that spells a special token."""
 
 SPECIAL_TEXT_POLICY_UNSPECIFIED: SpecialTextPolicy.ValueType  # 0
 """The field is not set."""
 SPECIAL_TEXT_POLICY_PARITY: SpecialTextPolicy.ValueType  # 1
-"""It becomes the token, as with apply_chat_template; the turn carries SPECIAL_TEXT."""
+"""It becomes the token, as with apply_chat_template. The turn carries SPECIAL_TEXT."""
 SPECIAL_TEXT_POLICY_PLAIN: SpecialTextPolicy.ValueType  # 2
 """It stays text."""
 SPECIAL_TEXT_POLICY_REFUSE: SpecialTextPolicy.ValueType  # 3
@@ -234,6 +248,8 @@ class _DeadLetterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dead
     """No record can be made of it."""
     DEAD_LETTER_REASON_DAMAGED: _DeadLetterReason.ValueType  # 3
     """Its rows in the journal cannot be read."""
+    DEAD_LETTER_REASON_FAILED: _DeadLetterReason.ValueType  # 4
+    """The collector answered with an error each of the 10 times that it was sent alone."""
 
 class DeadLetterReason(_DeadLetterReason, metaclass=_DeadLetterReasonEnumTypeWrapper):
     """Why a session was set aside."""
@@ -246,6 +262,8 @@ DEAD_LETTER_REASON_UNEXPORTABLE: DeadLetterReason.ValueType  # 2
 """No record can be made of it."""
 DEAD_LETTER_REASON_DAMAGED: DeadLetterReason.ValueType  # 3
 """Its rows in the journal cannot be read."""
+DEAD_LETTER_REASON_FAILED: DeadLetterReason.ValueType  # 4
+"""The collector answered with an error each of the 10 times that it was sent alone."""
 Global___DeadLetterReason: _TypeAlias = DeadLetterReason  # noqa: Y015
 
 @_typing.final
@@ -283,6 +301,9 @@ class CreateSessionRequest(_message.Message):
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
     EXPORT_MODE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    SAMPLING_POLICY_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, at most 128 characters. Empty means that each call opens a session."""
     group_id: _builtins.str
@@ -292,16 +313,28 @@ class CreateSessionRequest(_message.Message):
     group_size: _builtins.int
     """Number of sessions in the group. 0 means 1."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
-    """What happens to a generation whose client disconnects. Default: ABORT."""
+    """The fate of a generation whose client disconnects. Default: ABORT."""
     export_mode: Global___ExportMode.ValueType
     """Form of the export when the session is closed. Default: LEAVES."""
     model: _builtins.str
     """Name of the model that answers. INVALID_ARGUMENT (MODEL_MISMATCH) if the gateway serves another
-    one; PlaceSession names a gateway that serves it. Empty means the gateway's own.
+    one. PlaceSession names a gateway that serves it. Empty means the gateway's own.
+    """
+    sampling_policy: _sampling_pb2.SamplingPolicy.ValueType
+    """Whether an agent may sample otherwise than `sampling` says. Default: the gateway's setting
+    `sampling_policy`.
+    """
+    purpose: _session_pb2.SessionPurpose.ValueType
+    """The use of the session's tokens. Default: TRAIN."""
+    run_id: _builtins.str
+    """Id of the run that the group belongs to, at most 128 characters: groups of two runs are two groups,
+    also with one group_id. Give it wherever a later run may use a group_id again, and the same one after
+    a restart that continues the run. Without a group_id it is only recorded. Default: empty, which is a
+    run as well.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """Defaults of all turns. Parameters of a chat request win."""
+        """Sampling parameters of all turns. `sampling_policy` says whether a chat request's win over them."""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -319,10 +352,13 @@ class CreateSessionRequest(_message.Message):
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
         export_mode: Global___ExportMode.ValueType = ...,
         model: _builtins.str = ...,
+        sampling_policy: _sampling_pb2.SamplingPolicy.ValueType = ...,
+        purpose: _session_pb2.SessionPurpose.ValueType = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,6 +503,7 @@ class ChatRequest(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_MUST_FIT_FIELD_NUMBER: _builtins.int
     DEFERRED_TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -475,7 +512,7 @@ class ChatRequest(_message.Message):
     """The tools, a JSON array in OpenAI's form. Empty means none."""
     tool_choice: Global___ToolChoice.ValueType
     """How the model may use the tools. Default: AUTO with tools, NONE without. It is not part of the
-    conversation; a change begins no new root.
+    conversation. A change begins no new root.
     """
     tool_name: _builtins.str
     """Name of the tool to call. Only with NAMED."""
@@ -490,20 +527,20 @@ class ChatRequest(_message.Message):
     template_options_json: _builtins.str
     """Extra variables of the chat template, a JSON object. Empty means none."""
     choices: _builtins.int
-    """Number of answers, each a sample and a turn of its own. 0 means 1; at most the gateway's setting
+    """Number of answers, each a sample and a turn of its own. 0 means 1. The limit is the gateway's setting
     `max_choices`. With a seed, each choice gets another one.
     """
     idempotency_key: _builtins.str
     """Names the samples within the session, at most 256 characters. A repeat with the same key and body
-    gets the same answers; another body is refused with INVALID_ARGUMENT (IDEMPOTENCY_KEY_REUSED).
+    gets the same answers. Another body is refused with INVALID_ARGUMENT (IDEMPOTENCY_KEY_REUSED).
     """
     retry_count: _builtins.int
     """How often the client has tried before. Above 0, the request gets the answer of the request that
     it equals, even one in flight. At 0 and without a key it gets that answer only if the answer was
-    never completely sent and nobody waits for it; otherwise it is a sample of its own, a sibling.
+    never completely sent and nobody waits for it. Otherwise it is a sample of its own, a sibling.
     """
     disconnect_policy: Global___DisconnectPolicy.ValueType
-    """What happens to the generation if the client disconnects. Default: the session's policy."""
+    """The fate of the generation if the client disconnects. Default: the session's policy."""
     lineage: _trajectory_pb2.Lineage.ValueType
     """Lineage of the turn if the agent knows it: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. Default: what
     the tree looks like. It does not tell a retry from another request.
@@ -517,6 +554,12 @@ class ChatRequest(_message.Message):
     """Tools that the model may call, as in `tools_json`, and that the chat template does not print: the
     conversation describes them. So it goes on where it was when one is added.
     """
+    call_id: _builtins.str
+    """Id of this call, at most 64 characters, if its sender repeats a call whose connection broke. A
+    repeat with the same id gets the answer of the turn that the call began or joined. If the call
+    never arrived, the repeat is the call: it gets no answer of an equal earlier request. Each call
+    has an id of its own. Clients that give `idempotency_key` need none.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """The complete conversation, oldest message first, at least one message."""
@@ -529,7 +572,7 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """Sampling parameters; they win over the session's defaults."""
+        """Sampling parameters. They win over the session's unless its `sampling_policy` says otherwise."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -543,7 +586,7 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def returns(self) -> Global___ReturnOptions:
-        """What to return in addition to the answer."""
+        """Data to return in addition to the answer."""
 
     def __init__(
         self,
@@ -570,10 +613,11 @@ class ChatRequest(_message.Message):
         lineage: _trajectory_pb2.Lineage.ValueType = ...,
         max_tokens_must_fit: _builtins.bool = ...,
         deferred_tools_json: _builtins.str = ...,
+        call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "call_id", b"call_id", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -588,7 +632,7 @@ Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
 class ReturnOptions(_message.Message):
-    """What to return in addition to an answer."""
+    """Data to return in addition to an answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -701,7 +745,7 @@ class ChatResponse(_message.Message):
     ANSWERS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     prompt_token_ids_u32le: _builtins.bytes
-    """Ids of the prompt, unsigned 32-bit little-endian; the same for all choices. Empty unless
+    """Ids of the prompt, unsigned 32-bit little-endian, the same for all choices. Empty unless
     requested.
     """
     @_builtins.property
@@ -774,7 +818,7 @@ Global___StreamChatResponse: _TypeAlias = StreamChatResponse  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
-    """The prompt that the engine received; the same for all choices."""
+    """The prompt that the engine received, the same for all choices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -849,20 +893,35 @@ class ChatBegun(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANSWER_ID_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
     answer_id: _builtins.str
     """Id of the answer, the same as in `done` and in every replay, also after a restart. An answer that
     fails leaves its id unused.
     """
+    temperature: _builtins.float
+    """The temperature that the answer is sampled with, 0 to 2: the request's or the session's."""
+    top_p: _builtins.float
+    """The nucleus probability mass that it is sampled with, 1e-6 to 1."""
     def __init__(
         self,
         *,
         answer_id: _builtins.str = ...,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_p", b"_top_p", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_p", b"_top_p", "answer_id", b"answer_id", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___ChatBegun: _TypeAlias = ChatBegun  # noqa: Y015
 
@@ -959,6 +1018,8 @@ class ChatAnswer(_message.Message):
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why the generation ended."""
     prompt_tokens: _builtins.int
@@ -975,13 +1036,17 @@ class ChatAnswer(_message.Message):
     """When the turn was committed, milliseconds since 1970 UTC."""
     stop: _builtins.str
     """The string of `stop` that ended the answer. Empty if none did."""
+    temperature: _builtins.float
+    """The temperature that it was sampled with, 0 to 2: the request's or the session's."""
+    top_p: _builtins.float
+    """The nucleus probability mass that it was sampled with, 1e-6 to 1."""
     @_builtins.property
     def message(self) -> _chat_pb2.ChatMessage:
         """The message."""
 
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
-        """What a trainer must know about the turn."""
+        """Facts about the turn that a trainer must know."""
 
     @_builtins.property
     def tokens(self) -> Global___SampledTokens:
@@ -1001,12 +1066,21 @@ class ChatAnswer(_message.Message):
         created_unix_ms: _builtins.int = ...,
         tokens: Global___SampledTokens | None = ...,
         stop: _builtins.str = ...,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_p", b"_top_p", "message", b"message", "temperature", b"temperature", "tokens", b"tokens", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "stop", b"stop", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_p", b"_top_p", "answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "stop", b"stop", "temperature", b"temperature", "tokens", b"tokens", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___ChatAnswer: _TypeAlias = ChatAnswer  # noqa: Y015
 
@@ -1025,7 +1099,9 @@ class GetAnswerRequest(_message.Message):
     session_key: _builtins.str
     """Key of the session."""
     answer_id: _builtins.str
-    """Id of the answer, as in ChatAnswer."""
+    """Id of the answer, as in ChatAnswer. Empty only checks the key and the session, and returns an
+    empty response.
+    """
     with_messages: _builtins.bool
     """Whether to return the conversation that it answers."""
     def __init__(
@@ -1061,7 +1137,7 @@ class GetAnswerResponse(_message.Message):
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
-        """The conversation that it answers, oldest message first; sampled messages have their `answer_id`.
+        """The conversation that it answers, oldest message first. Sampled messages have their `answer_id`.
         Empty unless requested.
         """
 
@@ -1307,6 +1383,7 @@ class SessionNode(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session."""
     parent_node_id: _builtins.int
@@ -1325,11 +1402,15 @@ class SessionNode(_message.Message):
     """Why its generation ended. Only on sampled nodes."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
-        """What a trainer must know about the node."""
+        """Facts about the node that a trainer must know."""
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """The node's message, or its run of tool results. Empty unless requested."""
+
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams:
+        """Sampling parameters of the turn, as the engine received them. Only on sampled nodes."""
 
     def __init__(
         self,
@@ -1344,10 +1425,11 @@ class SessionNode(_message.Message):
         reasons: _abc.Iterable[_trajectory_pb2.FidelityReason.ValueType] | None = ...,
         finish_reason: _sampling_pb2.FinishReason.ValueType | None = ...,
         messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -1473,7 +1555,7 @@ Global___GetGatewayInfoRequest: _TypeAlias = GetGatewayInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetGatewayInfoResponse(_message.Message):
-    """What a gateway serves."""
+    """Description of a gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1488,6 +1570,8 @@ class GetGatewayInfoResponse(_message.Message):
     LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
     UNDELIVERED_SESSIONS_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_EXPLANATION_FIELD_NUMBER: _builtins.int
+    ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -1495,7 +1579,7 @@ class GetGatewayInfoResponse(_message.Message):
     max_context_tokens: _builtins.int
     """Maximum number of ids on one path."""
     tool_calls: Global___ToolCallParsing.ValueType
-    """What happens to tool calls in answers."""
+    """Treatment of tool calls in answers."""
     tool_parser: _builtins.str
     """Name of the parser of tool calls, a value of the setting `tool_parser` such as "hermes" or
     "vllm:granite". Empty unless `tool_calls` is PARSED.
@@ -1503,16 +1587,22 @@ class GetGatewayInfoResponse(_message.Message):
     reasoning_format: Global___ReasoningFormat.ValueType
     """How the model marks its reasoning."""
     special_text: Global___SpecialTextPolicy.ValueType
-    """What happens to text that spells special tokens, the setting `special_text`."""
+    """Treatment of text that spells special tokens, the setting `special_text`."""
     live_sessions: _builtins.int
     """Number of open sessions."""
     undelivered_sessions: _builtins.int
     """Number of closed sessions that wait for the collector."""
     dead_letters: _builtins.int
     """Number of sessions that were set aside. ListDeadLetters returns them."""
+    tool_calls_explanation: _builtins.str
+    """Why tool calls cannot be parsed, for people. Empty unless `tool_calls` is UNKNOWN."""
+    one_tool_call: _builtins.bool
+    """Whether the template refuses an answer of two tool calls. Answers then end before a second one,
+    as if `parallel_tool_calls` were false.
+    """
     @_builtins.property
     def template(self) -> _template_pb2.TemplateProfile:
-        """What the chat template does to a conversation."""
+        """Traits of the chat template."""
 
     def __init__(
         self,
@@ -1528,10 +1618,12 @@ class GetGatewayInfoResponse(_message.Message):
         live_sessions: _builtins.int = ...,
         undelivered_sessions: _builtins.int = ...,
         dead_letters: _builtins.int = ...,
+        tool_calls_explanation: _builtins.str = ...,
+        one_tool_call: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["template", b"template"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "one_tool_call", b"one_tool_call", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_calls_explanation", b"tool_calls_explanation", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayServiceStub(object):
-    """Turns chat requests into exact token sequences and keeps what was sampled.
+    """Turns chat requests into exact token sequences and keeps the samples.
     """
 
     def __init__(self, channel):
@@ -113,15 +113,15 @@ class GatewayServiceStub(object):
 
 
 class GatewayServiceServicer(object):
-    """Turns chat requests into exact token sequences and keeps what was sampled.
+    """Turns chat requests into exact token sequences and keeps the samples.
     """
 
     def CreateSession(self, request, context):
         """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
         while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
         `remembered_closes`).
-        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
-        (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field. FAILED_PRECONDITION
+        (SESSION_CLOSED) has the session's id in its details. RESOURCE_EXHAUSTED (STORE_FULL,
         TOO_MANY_SESSIONS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -132,7 +132,7 @@ class GatewayServiceServicer(object):
         """Returns the session that a request_id opened here. A caller that may have opened a session before,
         such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
         than it did then.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,10 +141,10 @@ class GatewayServiceServicer(object):
     def Chat(self, request, context):
         """Answers a chat request with one turn per choice. All turns are durable before the response is
         sent. If one choice fails, the call fails.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
-        (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
-        has a retry delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). UNAUTHENTICATED
+        (SESSION_KEY_WRONG). INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
+        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field. RESOURCE_EXHAUSTED (ENGINES_BUSY)
+        has a retry delay. UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,7 +170,7 @@ class GatewayServiceServicer(object):
     def GetAnswer(self, request, context):
         """Returns an answer of an open session by its id, in any gateway that serves the session, also
         after a restart.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN).
         FAILED_PRECONDITION (SESSION_CLOSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -187,11 +187,11 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Closes a session with its rewards; the collector receives its trajectories. The close is durable
+        """Closes a session with its rewards. The collector receives its trajectories. The close is durable
         before the response is sent. The session's id makes the call repeatable: as long as the close is
         remembered, a repeat returns the first response, and a repeat with another body fails with
         ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names
         the field, such as a reward of an unknown turn or trajectory, and the session stays open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -200,7 +200,7 @@ class GatewayServiceServicer(object):
 
     def GetSession(self, request, context):
         """Returns an open session's tree.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -208,12 +208,12 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RevokeSessionKey(self, request, context):
-        """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
-        turns that are running are not ended. The new key is durable before the response is sent, and a
+        """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
+        Turns that are running are not ended. The new key is durable before the response is sent, and a
         repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
         was ended, returns the same response until the next key is ended.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
-        (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+        (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,10 +221,10 @@ class GatewayServiceServicer(object):
 
     def EndSessionKey(self, request, context):
         """Ends the current key of an open session for an operator, who has none, and returns no key. From
-        then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+        then on the key opens nothing. Turns that are running are not ended. The opener of the session
         gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
-        (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+        (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,9 +240,9 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetryDeadLetter(self, request, context):
-        """Retries a dead letter: a closed session is sent again; a damaged open one is read again and
+        """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
         continues where it was.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter; DATA_LOSS (SESSION_DAMAGED) if it
+        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
         still cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -258,7 +258,7 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetGatewayInfo(self, request, context):
-        """Returns which model is served, how its answers are read, and what its template does.
+        """Returns the model, the parsers of its answers, and the traits of its template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,7 +351,7 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService(object):
-    """Turns chat requests into exact token sequences and keeps what was sampled.
+    """Turns chat requests into exact token sequences and keeps the samples.
     """
 
     @staticmethod

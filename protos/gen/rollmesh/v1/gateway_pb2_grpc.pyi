@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayServiceStub:
-    """Turns chat requests into exact token sequences and keeps what was sampled."""
+    """Turns chat requests into exact token sequences and keeps the samples."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,23 +37,23 @@ class GatewayServiceStub:
     """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
     while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
     `remembered_closes`).
-    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
-    (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field. FAILED_PRECONDITION
+    (SESSION_CLOSED) has the session's id in its details. RESOURCE_EXHAUSTED (STORE_FULL,
     TOO_MANY_SESSIONS).
     """
     FindSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.FindSessionRequest, _gateway_pb2.FindSessionResponse]
     """Returns the session that a request_id opened here. A caller that may have opened a session before,
     such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
     than it did then.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
     sent. If one choice fails, the call fails.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
-    (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
-    has a retry delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). UNAUTHENTICATED
+    (SESSION_KEY_WRONG). INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
+    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field. RESOURCE_EXHAUSTED (ENGINES_BUSY)
+    has a retry delay. UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
     """
     StreamChat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
@@ -67,7 +67,7 @@ class GatewayServiceStub:
     GetAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]
     """Returns an answer of an open session by its id, in any gateway that serves the session, also
     after a restart.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN).
     FAILED_PRECONDITION (SESSION_CLOSED).
     """
     WithdrawAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]
@@ -76,32 +76,32 @@ class GatewayServiceStub:
     Errors: those of GetAnswer.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
-    """Closes a session with its rewards; the collector receives its trajectories. The close is durable
+    """Closes a session with its rewards. The collector receives its trajectories. The close is durable
     before the response is sent. The session's id makes the call repeatable: as long as the close is
     remembered, a repeat returns the first response, and a repeat with another body fails with
     ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names
     the field, such as a reward of an unknown turn or trajectory, and the session stays open.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
     """Returns an open session's tree.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED).
     """
     RevokeSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]
-    """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
-    turns that are running are not ended. The new key is durable before the response is sent, and a
+    """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
+    Turns that are running are not ended. The new key is durable before the response is sent, and a
     repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
     was ended, returns the same response until the next key is ended.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
-    (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+    (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
     """
     EndSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]
     """Ends the current key of an open session for an operator, who has none, and returns no key. From
-    then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+    then on the key opens nothing. Turns that are running are not ended. The opener of the session
     gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
-    (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+    (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
     """
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
@@ -109,9 +109,9 @@ class GatewayServiceStub:
     stay in the journal and count neither as open nor as undelivered.
     """
     RetryDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]
-    """Retries a dead letter: a closed session is sent again; a damaged open one is read again and
+    """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
     continues where it was.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter; DATA_LOSS (SESSION_DAMAGED) if it
+    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
     still cannot be read.
     """
     DropDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]
@@ -119,34 +119,34 @@ class GatewayServiceStub:
     Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
     """
     GetGatewayInfo: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]
-    """Returns which model is served, how its answers are read, and what its template does."""
+    """Returns the model, the parsers of its answers, and the traits of its template."""
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
-    """Turns chat requests into exact token sequences and keeps what was sampled."""
+    """Turns chat requests into exact token sequences and keeps the samples."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]  # type: ignore[assignment]
     """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
     while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
     `remembered_closes`).
-    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
-    (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field. FAILED_PRECONDITION
+    (SESSION_CLOSED) has the session's id in its details. RESOURCE_EXHAUSTED (STORE_FULL,
     TOO_MANY_SESSIONS).
     """
     FindSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.FindSessionRequest, _gateway_pb2.FindSessionResponse]  # type: ignore[assignment]
     """Returns the session that a request_id opened here. A caller that may have opened a session before,
     such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
     than it did then.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the field.
     """
     Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a chat request with one turn per choice. All turns are durable before the response is
     sent. If one choice fails, the call fails.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
-    (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
-    has a retry delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). UNAUTHENTICATED
+    (SESSION_KEY_WRONG). INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
+    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field. RESOURCE_EXHAUSTED (ENGINES_BUSY)
+    has a retry delay. UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
     """
     StreamChat: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]  # type: ignore[assignment]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
@@ -160,7 +160,7 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     GetAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]  # type: ignore[assignment]
     """Returns an answer of an open session by its id, in any gateway that serves the session, also
     after a restart.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN).
     FAILED_PRECONDITION (SESSION_CLOSED).
     """
     WithdrawAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]  # type: ignore[assignment]
@@ -169,32 +169,32 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Errors: those of GetAnswer.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Closes a session with its rewards; the collector receives its trajectories. The close is durable
+    """Closes a session with its rewards. The collector receives its trajectories. The close is durable
     before the response is sent. The session's id makes the call repeatable: as long as the close is
     remembered, a repeat returns the first response, and a repeat with another body fails with
     ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names
     the field, such as a reward of an unknown turn or trajectory, and the session stays open.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
     """Returns an open session's tree.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED).
     """
     RevokeSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]  # type: ignore[assignment]
-    """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
-    turns that are running are not ended. The new key is durable before the response is sent, and a
+    """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
+    Turns that are running are not ended. The new key is durable before the response is sent, and a
     repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
     was ended, returns the same response until the next key is ended.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
-    (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+    (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
     """
     EndSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]  # type: ignore[assignment]
     """Ends the current key of an open session for an operator, who has none, and returns no key. From
-    then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+    then on the key opens nothing. Turns that are running are not ended. The opener of the session
     gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
-    (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+    (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
     """
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     """Lists dead letters, the sessions that were set aside because the collector refused them for good,
@@ -202,9 +202,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     stay in the journal and count neither as open nor as undelivered.
     """
     RetryDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]  # type: ignore[assignment]
-    """Retries a dead letter: a closed session is sent again; a damaged open one is read again and
+    """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
     continues where it was.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter; DATA_LOSS (SESSION_DAMAGED) if it
+    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
     still cannot be read.
     """
     DropDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]  # type: ignore[assignment]
@@ -212,10 +212,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
     """
     GetGatewayInfo: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]  # type: ignore[assignment]
-    """Returns which model is served, how its answers are read, and what its template does."""
+    """Returns the model, the parsers of its answers, and the traits of its template."""
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns chat requests into exact token sequences and keeps what was sampled."""
+    """Turns chat requests into exact token sequences and keeps the samples."""
 
     @_abc_1.abstractmethod
     def CreateSession(
@@ -226,8 +226,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Opens a session of the gateway's model. A repeat with the same request_id returns the same session
         while it is open, and fails with SESSION_CLOSED as long as its close is remembered (setting
         `remembered_closes`).
-        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION
-        (SESSION_CLOSED) has the session's id in its details; RESOURCE_EXHAUSTED (STORE_FULL,
+        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field. FAILED_PRECONDITION
+        (SESSION_CLOSED) has the session's id in its details. RESOURCE_EXHAUSTED (STORE_FULL,
         TOO_MANY_SESSIONS).
         """
 
@@ -240,7 +240,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the session that a request_id opened here. A caller that may have opened a session before,
         such as a trainer that was restarted, asks every gateway first: PlaceSession may name another one
         than it did then.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -251,10 +251,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.ChatResponse, _abc.Awaitable[_gateway_pb2.ChatResponse]]:
         """Answers a chat request with one turn per choice. All turns are durable before the response is
         sent. If one choice fails, the call fails.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
-        (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
-        has a retry delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). UNAUTHENTICATED
+        (SESSION_KEY_WRONG). INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
+        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field. RESOURCE_EXHAUSTED (ENGINES_BUSY)
+        has a retry delay. UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
         """
 
     @_abc_1.abstractmethod
@@ -286,7 +286,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.GetAnswerResponse, _abc.Awaitable[_gateway_pb2.GetAnswerResponse]]:
         """Returns an answer of an open session by its id, in any gateway that serves the session, also
         after a restart.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN);
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN, ANSWER_UNKNOWN).
         FAILED_PRECONDITION (SESSION_CLOSED).
         """
 
@@ -307,11 +307,11 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
-        """Closes a session with its rewards; the collector receives its trajectories. The close is durable
+        """Closes a session with its rewards. The collector receives its trajectories. The close is durable
         before the response is sent. The session's id makes the call repeatable: as long as the close is
         remembered, a repeat returns the first response, and a repeat with another body fails with
         ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). INVALID_ARGUMENT names
         the field, such as a reward of an unknown turn or trajectory, and the session stays open.
         """
 
@@ -322,7 +322,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetSessionResponse, _abc.Awaitable[_gateway_pb2.GetSessionResponse]]:
         """Returns an open session's tree.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED).
         """
 
@@ -332,12 +332,12 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.RevokeSessionKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.RevokeSessionKeyResponse, _abc.Awaitable[_gateway_pb2.RevokeSessionKeyResponse]]:
-        """Ends the key of an open session and returns the next one. From then on the old key opens nothing;
-        turns that are running are not ended. The new key is durable before the response is sent, and a
+        """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
+        Turns that are running are not ended. The new key is durable before the response is sent, and a
         repeat of the CreateSession returns it. A repeat with the same request_id, which has the key that
         was ended, returns the same response until the next key is ended.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
-        (SESSION_CLOSED); ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+        (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
         """
 
     @_abc_1.abstractmethod
@@ -347,10 +347,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.EndSessionKeyResponse, _abc.Awaitable[_gateway_pb2.EndSessionKeyResponse]]:
         """Ends the current key of an open session for an operator, who has none, and returns no key. From
-        then on the key opens nothing; turns that are running are not ended. Whoever opened the session
+        then on the key opens nothing. Turns that are running are not ended. The opener of the session
         gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); DATA_LOSS
-        (SESSION_DAMAGED); INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+        (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
         """
 
     @_abc_1.abstractmethod
@@ -370,9 +370,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.RetryDeadLetterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.RetryDeadLetterResponse, _abc.Awaitable[_gateway_pb2.RetryDeadLetterResponse]]:
-        """Retries a dead letter: a closed session is sent again; a damaged open one is read again and
+        """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
         continues where it was.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter; DATA_LOSS (SESSION_DAMAGED) if it
+        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
         still cannot be read.
         """
 
@@ -392,6 +392,6 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetGatewayInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetGatewayInfoResponse, _abc.Awaitable[_gateway_pb2.GetGatewayInfoResponse]]:
-        """Returns which model is served, how its answers are read, and what its template does."""
+        """Returns the model, the parsers of its answers, and the traits of its template."""
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -136,7 +136,7 @@ class _ExclusionReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exclu
     EXCLUSION_REASON_CIRCUIT_OPEN: _ExclusionReason.ValueType  # 5
     """Gateways lost several turns on it in a row. It is tried again after a while."""
     EXCLUSION_REASON_SLEEPING: _ExclusionReason.ValueType  # 6
-    """It sleeps."""
+    """It sleeps, or a sleep dropped its weights and none were pushed since."""
 
 class ExclusionReason(_ExclusionReason, metaclass=_ExclusionReasonEnumTypeWrapper):
     """Why an engine gets no leases. If several hold, the first of them."""
@@ -158,7 +158,7 @@ EXCLUSION_REASON_MISFIT: ExclusionReason.ValueType  # 4
 EXCLUSION_REASON_CIRCUIT_OPEN: ExclusionReason.ValueType  # 5
 """Gateways lost several turns on it in a row. It is tried again after a while."""
 EXCLUSION_REASON_SLEEPING: ExclusionReason.ValueType  # 6
-"""It sleeps."""
+"""It sleeps, or a sleep dropped its weights and none were pushed since."""
 Global___ExclusionReason: _TypeAlias = ExclusionReason  # noqa: Y015
 
 @_typing.final
@@ -318,6 +318,7 @@ class ReplicaLoad(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
     JOURNALS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DROPPED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -340,6 +341,10 @@ class ReplicaLoad(_message.Message):
     """
     sleeping: _builtins.bool
     """Whether it sleeps: its memory is given away. It is not leased until it wakes up. Engines only."""
+    weights_dropped: _builtins.bool
+    """Whether a sleep of level 2 dropped the weights, and none were pushed since. It is not leased until
+    then. Engines only.
+    """
     @_builtins.property
     def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
         """The journals that it serves. If none is given, only the one in its hello. Gateways only."""
@@ -356,10 +361,11 @@ class ReplicaLoad(_message.Message):
         paused: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
         journals: _abc.Iterable[Global___ServedJournal] | None = ...,
+        weights_dropped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -604,7 +610,6 @@ class AcquireLease(_message.Message):
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SUSPENDED_WAIT_MS_FIELD_NUMBER: _builtins.int
-    PREFIX_CRC32S_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -627,12 +632,6 @@ class AcquireLease(_message.Message):
         no other engine fits when it has waited 200 ms, or at its deadline.
         """
 
-    @_builtins.property
-    def prefix_crc32s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """CRC-32 (IEEE) of the first 256, 512, 1,024 ... ids of the prompt as little-endian bytes, the shortest
-        first, at most 32. The policy `prefix_affinity` looks for engines that were leased for them.
-        """
-
     def __init__(
         self,
         *,
@@ -642,11 +641,10 @@ class AcquireLease(_message.Message):
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         wait_ms: _builtins.int = ...,
         suspended_wait_ms: _builtins.int = ...,
-        prefix_crc32s: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "prefix_crc32s", b"prefix_crc32s", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1803,170 +1801,3 @@ class InitWeightTransfersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InitWeightTransfersResponse: _TypeAlias = InitWeightTransfersResponse  # noqa: Y015
-
-@_typing.final
-class KeptWeights(_message.Message):
-    """What a router keeps of a model. Of two different ones, that with the higher revision is later; if the
-    revisions are equal, that whose `offered`, or else `current`, has the higher push_id.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    REVISION_FIELD_NUMBER: _builtins.int
-    CURRENT_FIELD_NUMBER: _builtins.int
-    OFFERED_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model."""
-    revision: _builtins.int
-    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting."""
-    request_id: _builtins.str
-    """The request_id of the last push, so that a repeat at another router is recognised. May be empty."""
-    @_builtins.property
-    def current(self) -> _engine_pb2.UpdateWeightsHeader:
-        """The accepted weights. Not set before the first push, and after forgetting."""
-
-    @_builtins.property
-    def offered(self) -> _engine_pb2.UpdateWeightsHeader:
-        """A push whose outcome is not known yet."""
-
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        revision: _builtins.int = ...,
-        current: _engine_pb2.UpdateWeightsHeader | None = ...,
-        offered: _engine_pb2.UpdateWeightsHeader | None = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___KeptWeights: _TypeAlias = KeptWeights  # noqa: Y015
-
-@_typing.final
-class ListKeptWeightsRequest(_message.Message):
-    """Request of ListKeptWeights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListKeptWeightsRequest: _TypeAlias = ListKeptWeightsRequest  # noqa: Y015
-
-@_typing.final
-class ListKeptWeightsResponse(_message.Message):
-    """What a router keeps."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEPT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptWeights]:
-        """One for each model of which it keeps, or has forgotten, weights."""
-
-    def __init__(
-        self,
-        *,
-        kept: _abc.Iterable[Global___KeptWeights] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListKeptWeightsResponse: _TypeAlias = ListKeptWeightsResponse  # noqa: Y015
-
-@_typing.final
-class FetchWeightsRequest(_message.Message):
-    """Request of FetchWeights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    PUSH_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model."""
-    push_id: _builtins.str
-    """Id of the push."""
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        push_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "push_id", b"push_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
-
-@_typing.final
-class FetchWeightsResponse(_message.Message):
-    """Part of a file of weights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SAFETENSORS_CHUNK_FIELD_NUMBER: _builtins.int
-    safetensors_chunk: _builtins.bytes
-    """The next bytes, at most 1 MiB."""
-    def __init__(
-        self,
-        *,
-        safetensors_chunk: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
-
-@_typing.final
-class SyncWeightsRequest(_message.Message):
-    """Request of SyncWeights."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SyncWeightsRequest: _TypeAlias = SyncWeightsRequest  # noqa: Y015
-
-@_typing.final
-class SyncWeightsResponse(_message.Message):
-    """Both routers keep the same, unless there is a later change already."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SyncWeightsResponse: _TypeAlias = SyncWeightsResponse  # noqa: Y015

@@ -108,21 +108,6 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
                 _registered_method=True)
-        self.ListKeptWeights = channel.unary_unary(
-                '/rollmesh.v1.RouterService/ListKeptWeights',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsResponse.FromString,
-                _registered_method=True)
-        self.FetchWeights = channel.unary_stream(
-                '/rollmesh.v1.RouterService/FetchWeights',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.FetchWeightsRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.FetchWeightsResponse.FromString,
-                _registered_method=True)
-        self.SyncWeights = channel.unary_unary(
-                '/rollmesh.v1.RouterService/SyncWeights',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.SyncWeightsRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.SyncWeightsResponse.FromString,
-                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -261,29 +246,6 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListKeptWeights(self, request, context):
-        """Lists what the router keeps of each model, for its peers.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FetchWeights(self, request, context):
-        """Returns the file of kept weights, for a peer.
-        Errors: INVALID_ARGUMENT if the router does not keep it, any more or as bytes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SyncWeights(self, request, context):
-        """Makes the router ask its peers now what they keep, and adopt what is later. Answers when that is on
-        its disk: then both routers keep the same.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -356,21 +318,6 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.InitWeightTransfers,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.SerializeToString,
-            ),
-            'ListKeptWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListKeptWeights,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsResponse.SerializeToString,
-            ),
-            'FetchWeights': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchWeights,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.FetchWeightsRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.FetchWeightsResponse.SerializeToString,
-            ),
-            'SyncWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.SyncWeights,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.SyncWeightsRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.SyncWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -755,87 +702,6 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/InitWeightTransfers',
             rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListKeptWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/ListKeptWeights',
-            rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.ListKeptWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/FetchWeights',
-            rollmesh_dot_v1_dot_router__pb2.FetchWeightsRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.FetchWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SyncWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/SyncWeights',
-            rollmesh_dot_v1_dot_router__pb2.SyncWeightsRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.SyncWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

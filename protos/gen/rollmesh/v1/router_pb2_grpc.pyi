@@ -106,16 +106,6 @@ class RouterServiceStub:
     """
     InitWeightTransfers: _grpc.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]
     """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
-    ListKeptWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListKeptWeightsRequest, _router_pb2.ListKeptWeightsResponse]
-    """Lists what the router keeps of each model, for its peers."""
-    FetchWeights: _grpc.UnaryStreamMultiCallable[_router_pb2.FetchWeightsRequest, _router_pb2.FetchWeightsResponse]
-    """Returns the file of kept weights, for a peer.
-    Errors: INVALID_ARGUMENT if the router does not keep it, any more or as bytes.
-    """
-    SyncWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.SyncWeightsRequest, _router_pb2.SyncWeightsResponse]
-    """Makes the router ask its peers now what they keep, and adopt what is later. Answers when that is on
-    its disk: then both routers keep the same.
-    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -195,16 +185,6 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     InitWeightTransfers: _aio.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]  # type: ignore[assignment]
     """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
-    ListKeptWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.ListKeptWeightsRequest, _router_pb2.ListKeptWeightsResponse]  # type: ignore[assignment]
-    """Lists what the router keeps of each model, for its peers."""
-    FetchWeights: _aio.UnaryStreamMultiCallable[_router_pb2.FetchWeightsRequest, _router_pb2.FetchWeightsResponse]  # type: ignore[assignment]
-    """Returns the file of kept weights, for a peer.
-    Errors: INVALID_ARGUMENT if the router does not keep it, any more or as bytes.
-    """
-    SyncWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.SyncWeightsRequest, _router_pb2.SyncWeightsResponse]  # type: ignore[assignment]
-    """Makes the router ask its peers now what they keep, and adopt what is later. Answers when that is on
-    its disk: then both routers keep the same.
-    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
@@ -365,33 +345,5 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.InitWeightTransfersResponse, _abc.Awaitable[_router_pb2.InitWeightTransfersResponse]]:
         """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
-
-    @_abc_1.abstractmethod
-    def ListKeptWeights(
-        self,
-        request: _router_pb2.ListKeptWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.ListKeptWeightsResponse, _abc.Awaitable[_router_pb2.ListKeptWeightsResponse]]:
-        """Lists what the router keeps of each model, for its peers."""
-
-    @_abc_1.abstractmethod
-    def FetchWeights(
-        self,
-        request: _router_pb2.FetchWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_router_pb2.FetchWeightsResponse], _abc.AsyncIterator[_router_pb2.FetchWeightsResponse]]:
-        """Returns the file of kept weights, for a peer.
-        Errors: INVALID_ARGUMENT if the router does not keep it, any more or as bytes.
-        """
-
-    @_abc_1.abstractmethod
-    def SyncWeights(
-        self,
-        request: _router_pb2.SyncWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.SyncWeightsResponse, _abc.Awaitable[_router_pb2.SyncWeightsResponse]]:
-        """Makes the router ask its peers now what they keep, and adopt what is later. Answers when that is on
-        its disk: then both routers keep the same.
-        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,6 +19,48 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SamplingPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SamplingPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SamplingPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAMPLING_POLICY_UNSPECIFIED: _SamplingPolicy.ValueType  # 0
+    """The gateway's setting `sampling_policy`."""
+    SAMPLING_POLICY_AGENT: _SamplingPolicy.ValueType  # 1
+    """The agent's win over the session's. A turn whose distribution they change carries
+    SAMPLING_CHANGED.
+    """
+    SAMPLING_POLICY_ENFORCE: _SamplingPolicy.ValueType  # 2
+    """The session's, also where they are the defaults of SamplingParams. The agent's are ignored and
+    counted.
+    """
+    SAMPLING_POLICY_REFUSE: _SamplingPolicy.ValueType  # 3
+    """The session's. A request that asks for others is refused with INVALID_ARGUMENT
+    (INVALID_SAMPLING).
+    """
+
+class SamplingPolicy(_SamplingPolicy, metaclass=_SamplingPolicyEnumTypeWrapper):
+    """Whose sampling parameters a turn has: the session's or the agent's. `max_tokens` and
+    `stop_token_ids` are the agent's under every policy.
+    """
+
+SAMPLING_POLICY_UNSPECIFIED: SamplingPolicy.ValueType  # 0
+"""The gateway's setting `sampling_policy`."""
+SAMPLING_POLICY_AGENT: SamplingPolicy.ValueType  # 1
+"""The agent's win over the session's. A turn whose distribution they change carries
+SAMPLING_CHANGED.
+"""
+SAMPLING_POLICY_ENFORCE: SamplingPolicy.ValueType  # 2
+"""The session's, also where they are the defaults of SamplingParams. The agent's are ignored and
+counted.
+"""
+SAMPLING_POLICY_REFUSE: SamplingPolicy.ValueType  # 3
+"""The session's. A request that asks for others is refused with INVALID_ARGUMENT
+(INVALID_SAMPLING).
+"""
+Global___SamplingPolicy: _TypeAlias = SamplingPolicy  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -92,15 +134,15 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     BAD_SEQUENCES_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Softmax temperature, 0 to 2; 0 is greedy. Default 1."""
+    """Softmax temperature, 0 to 2. 0 is greedy. Default 1."""
     top_p: _builtins.float
-    """Nucleus probability mass, above 0 and up to 1. Default 1, which is off."""
+    """Nucleus probability mass, 1e-6 to 1. Default 1, which is off."""
     top_k: _builtins.int
     """Number of most likely tokens to sample from. Default 0, which is off."""
     min_p: _builtins.float
     """Minimum probability relative to the most likely token, 0 to 1. Default 0, which is off."""
     seed: _builtins.int
-    """Seed of the request's random numbers. Default: none; the sample is not reproducible."""
+    """Seed of the request's random numbers. Default: none. The sample is not reproducible."""
     max_tokens: _builtins.int
     """Maximum number of tokens to sample, at least 1. Default: the room left in the context."""
     min_tokens: _builtins.int
@@ -110,7 +152,9 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Penalty on tokens by how often they have been sampled, -2 to 2. Default 0."""
     repetition_penalty: _builtins.float
-    """Factor on the logits of tokens in the prompt or the output, above 0. Default 1, which is off."""
+    """Factor on the logits of tokens in the prompt or the output, 1e-6 to 100. Default 1, which is
+    off.
+    """
     ignore_eos: _builtins.bool
     """Whether to sample on after the model's end-of-sequence token. Default false."""
     @_builtins.property

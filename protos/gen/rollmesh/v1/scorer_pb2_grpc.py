@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ScorerServiceStub(object):
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 
@@ -44,13 +44,13 @@ class ScorerServiceStub(object):
 
 
 class ScorerServiceServicer(object):
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 
     def Score(self, request, context):
         """Scores one session. It is called at least once for each session, so it must be safe to repeat.
-        The collector retries after any error; the number of its attempts is limited.
+        The collector retries after any error. The number of its attempts is limited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,7 +73,7 @@ def add_ScorerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScorerService(object):
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ScorerServiceStub:
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 
@@ -37,23 +37,23 @@ class ScorerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ScorerServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_scorer_pb2.ScoreRequest, _scorer_pb2.ScoreResponse]
     """Scores one session. It is called at least once for each session, so it must be safe to repeat.
-    The collector retries after any error; the number of its attempts is limited.
+    The collector retries after any error. The number of its attempts is limited.
     """
 
 @_typing.type_check_only
 class ScorerServiceAsyncStub(ScorerServiceStub):
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_scorer_pb2.ScoreRequest, _scorer_pb2.ScoreResponse]  # type: ignore[assignment]
     """Scores one session. It is called at least once for each session, so it must be safe to repeat.
-    The collector retries after any error; the number of its attempts is limited.
+    The collector retries after any error. The number of its attempts is limited.
     """
 
 class ScorerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function. Anyone may implement
     another.
     """
 
@@ -64,7 +64,7 @@ class ScorerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scorer_pb2.ScoreResponse, _abc.Awaitable[_scorer_pb2.ScoreResponse]]:
         """Scores one session. It is called at least once for each session, so it must be safe to repeat.
-        The collector retries after any error; the number of its attempts is limited.
+        The collector retries after any error. The number of its attempts is limited.
         """
 
 def add_ScorerServiceServicer_to_server(servicer: ScorerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,11 +12,11 @@ Rules of all files of this package:
   - A field whose name ends in `_u32le`, `_f32le` or `_u8` holds packed numbers: unsigned 32-bit
     integers or 32-bit floats, little-endian, or one byte each.
   - A field whose name ends in `_unix_ms` is a time, and one that ends in `_ms` a duration.
-  - A `request_id` makes a call that changes something repeatable. It has at most 128 characters;
-    empty means that each call is its own. Where its comment says no more, a repeat within the last
+  - A `request_id` makes a call that changes something repeatable. It has at most 128 characters.
+    Empty means that each call is its own. Where its comment says no more, a repeat within the last
     4,096 calls of the process returns the first response, and a repeat with another body fails with
     ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-  - Text that is described as "for people" may change in any release; programs do not parse it.
+  - Text that is described as "for people" may change in any release. Programs do not parse it.
   - Errors of a call are gRPC statuses with details: see errors.proto.
 """
 
@@ -53,7 +53,7 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     CAPABILITY_SCORING: _Capability.ValueType  # 4
     """Collectors: sessions that were closed without a reward are scored by a scorer."""
     CAPABILITY_SHARED_STORE: _Capability.ValueType  # 5
-    """Collectors: the store is shared; a consumer may subscribe at any of the collectors that share it."""
+    """Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
     """An ability that depends on the release or the settings of a server."""
@@ -69,7 +69,7 @@ CAPABILITY_WEIGHT_TRANSFER: Capability.ValueType  # 3
 CAPABILITY_SCORING: Capability.ValueType  # 4
 """Collectors: sessions that were closed without a reward are scored by a scorer."""
 CAPABILITY_SHARED_STORE: Capability.ValueType  # 5
-"""Collectors: the store is shared; a consumer may subscribe at any of the collectors that share it."""
+"""Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final
@@ -109,7 +109,7 @@ class GetServerInfoResponse(_message.Message):
     """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
-        """What the server can do with its settings, in ascending order."""
+        """Abilities of the server with its settings, in ascending order."""
 
     def __init__(
         self,

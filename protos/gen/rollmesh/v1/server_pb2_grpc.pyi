@@ -12,11 +12,11 @@ Rules of all files of this package:
   - A field whose name ends in `_u32le`, `_f32le` or `_u8` holds packed numbers: unsigned 32-bit
     integers or 32-bit floats, little-endian, or one byte each.
   - A field whose name ends in `_unix_ms` is a time, and one that ends in `_ms` a duration.
-  - A `request_id` makes a call that changes something repeatable. It has at most 128 characters;
-    empty means that each call is its own. Where its comment says no more, a repeat within the last
+  - A `request_id` makes a call that changes something repeatable. It has at most 128 characters.
+    Empty means that each call is its own. Where its comment says no more, a repeat within the last
     4,096 calls of the process returns the first response, and a repeat with another body fails with
     ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
-  - Text that is described as "for people" may change in any release; programs do not parse it.
+  - Text that is described as "for people" may change in any release. Programs do not parse it.
   - Errors of a call are gRPC statuses with details: see errors.proto.
 """
 

@@ -48,6 +48,34 @@ SESSION_OUTCOME_ABORTED: SessionOutcome.ValueType  # 3
 """The runner ended it, because of a time limit or a cancellation."""
 Global___SessionOutcome: _TypeAlias = SessionOutcome  # noqa: Y015
 
+class _SessionPurpose:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionPurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionPurpose.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_PURPOSE_UNSPECIFIED: _SessionPurpose.ValueType  # 0
+    """The same as TRAIN."""
+    SESSION_PURPOSE_TRAIN: _SessionPurpose.ValueType  # 1
+    """A trainer trains on it."""
+    SESSION_PURPOSE_EVAL: _SessionPurpose.ValueType  # 2
+    """It measures a policy."""
+    SESSION_PURPOSE_OTHER: _SessionPurpose.ValueType  # 3
+    """Anything else, such as a smoke test."""
+
+class SessionPurpose(_SessionPurpose, metaclass=_SessionPurposeEnumTypeWrapper):
+    """The use of a session's tokens. Consumers of the collector get sessions to train on by default."""
+
+SESSION_PURPOSE_UNSPECIFIED: SessionPurpose.ValueType  # 0
+"""The same as TRAIN."""
+SESSION_PURPOSE_TRAIN: SessionPurpose.ValueType  # 1
+"""A trainer trains on it."""
+SESSION_PURPOSE_EVAL: SessionPurpose.ValueType  # 2
+"""It measures a policy."""
+SESSION_PURPOSE_OTHER: SessionPurpose.ValueType  # 3
+"""Anything else, such as a smoke test."""
+Global___SessionPurpose: _TypeAlias = SessionPurpose  # noqa: Y015
+
 @_typing.final
 class SessionRewards(_message.Message):
     """Rewards of one session. Rewards that are not set keep their values."""
@@ -200,6 +228,9 @@ class SessionRecord(_message.Message):
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -228,9 +259,17 @@ class SessionRecord(_message.Message):
     """
     model: _builtins.str
     """Name of the model that answered, as the gateway has it."""
+    purpose: Global___SessionPurpose.ValueType
+    """The use of its tokens. Default: TRAIN."""
+    abandoned: _builtins.str
+    """For a seat that was abandoned by AbandonSeat: the reason. The record then stands for the seat, with
+    the outcome FAILED and without trajectories. Empty for a session.
+    """
+    run_id: _builtins.str
+    """Id of the run, see CreateSession. A group is the sessions with one run_id and one group_id."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Metadata from CreateSession and CloseSession, for the trainer; rollmesh does not read it."""
+        """Metadata from CreateSession and CloseSession, for the trainer. The services do not read it."""
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]:
@@ -265,10 +304,13 @@ class SessionRecord(_message.Message):
         reward_timeout_ms: _builtins.int | None = ...,
         model: _builtins.str = ...,
         images: _abc.Iterable[Global___SessionImage] | None = ...,
+        purpose: Global___SessionPurpose.ValueType = ...,
+        abandoned: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import chat_pb2 as rollmesh_dot_v1_dot_chat__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmesh/v1/template.proto\x12\x0brollmesh.v1\x1a\x16rollmesh/v1/chat.proto\"\xd5\x01\n\x0fTemplateProfile\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.rollmesh.v1.TemplateKind\x12.\n\x08\x66indings\x18\x03 \x03(\x0e\x32\x1c.rollmesh.v1.TemplateFinding\x12\x31\n\x0erefused_orders\x18\x04 \x03(\x0b\x32\x19.rollmesh.v1.RefusedOrder\x12&\n\x0bimage_roles\x18\x05 \x03(\x0e\x32\x11.rollmesh.v1.Role\"\x82\x01\n\x0cRefusedOrder\x12(\n\x05place\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.MessagePlace\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12\x12\n\nwith_tools\x18\x03 \x01(\x08\x12\x13\n\x0b\x65xplanation\x18\x04 \x01(\t*\x8e\x01\n\x0cTemplateKind\x12\x1d\n\x19TEMPLATE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19TEMPLATE_KIND_APPEND_ONLY\x10\x01\x12$\n TEMPLATE_KIND_APPEND_ONLY_EXCEPT\x10\x02\x12\x1a\n\x16TEMPLATE_KIND_REWRITES\x10\x03*\xea\x04\n\x0fTemplateFinding\x12 \n\x1cTEMPLATE_FINDING_UNSPECIFIED\x10\x00\x12$\n TEMPLATE_FINDING_DROPS_REASONING\x10\x01\x12%\n!TEMPLATE_FINDING_REWRITES_ANSWERS\x10\x02\x12#\n\x1fTEMPLATE_FINDING_REWRITES_CALLS\x10\x03\x12\'\n#TEMPLATE_FINDING_MOVES_LATER_SYSTEM\x10\x04\x12\'\n#TEMPLATE_FINDING_TEXT_AFTER_RESULTS\x10\x05\x12!\n\x1dTEMPLATE_FINDING_MOVES_SYSTEM\x10\x06\x12#\n\x1fTEMPLATE_FINDING_SYSTEM_IN_USER\x10\x07\x12\"\n\x1eTEMPLATE_FINDING_REPEATS_TOOLS\x10\x08\x12#\n\x1fTEMPLATE_FINDING_STRIPS_ANSWERS\x10\t\x12 \n\x1cTEMPLATE_FINDING_HEADERS_END\x10\n\x12\"\n\x1eTEMPLATE_FINDING_IGNORES_TOOLS\x10\x0b\x12$\n TEMPLATE_FINDING_PRINTS_CALL_IDS\x10\x0c\x12 \n\x1cTEMPLATE_FINDING_PRINTS_DATE\x10\r\x12\'\n#TEMPLATE_FINDING_JOINS_FIRST_SYSTEM\x10\x0e\x12)\n%TEMPLATE_FINDING_LATER_SYSTEM_AS_USER\x10\x0f*\xcd\x01\n\x0cMessagePlace\x12\x1d\n\x19MESSAGE_PLACE_UNSPECIFIED\x10\x00\x12\x17\n\x13MESSAGE_PLACE_START\x10\x01\x12\x1e\n\x1aMESSAGE_PLACE_FIRST_SYSTEM\x10\x02\x12\x18\n\x14MESSAGE_PLACE_SYSTEM\x10\x03\x12\x16\n\x12MESSAGE_PLACE_USER\x10\x04\x12\x1b\n\x17MESSAGE_PLACE_ASSISTANT\x10\x05\x12\x16\n\x12MESSAGE_PLACE_TOOL\x10\x06\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmesh/v1/template.proto\x12\x0brollmesh.v1\x1a\x16rollmesh/v1/chat.proto\"\xd5\x01\n\x0fTemplateProfile\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.rollmesh.v1.TemplateKind\x12.\n\x08\x66indings\x18\x03 \x03(\x0e\x32\x1c.rollmesh.v1.TemplateFinding\x12\x31\n\x0erefused_orders\x18\x04 \x03(\x0b\x32\x19.rollmesh.v1.RefusedOrder\x12&\n\x0bimage_roles\x18\x05 \x03(\x0e\x32\x11.rollmesh.v1.Role\"\x99\x01\n\x0cRefusedOrder\x12(\n\x05place\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.MessagePlace\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12\x12\n\nwith_tools\x18\x03 \x01(\x08\x12\x13\n\x0b\x65xplanation\x18\x04 \x01(\t\x12\x15\n\rbehind_system\x18\x05 \x01(\x08*\x8e\x01\n\x0cTemplateKind\x12\x1d\n\x19TEMPLATE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19TEMPLATE_KIND_APPEND_ONLY\x10\x01\x12$\n TEMPLATE_KIND_APPEND_ONLY_EXCEPT\x10\x02\x12\x1a\n\x16TEMPLATE_KIND_REWRITES\x10\x03*\xea\x04\n\x0fTemplateFinding\x12 \n\x1cTEMPLATE_FINDING_UNSPECIFIED\x10\x00\x12$\n TEMPLATE_FINDING_DROPS_REASONING\x10\x01\x12%\n!TEMPLATE_FINDING_REWRITES_ANSWERS\x10\x02\x12#\n\x1fTEMPLATE_FINDING_REWRITES_CALLS\x10\x03\x12\'\n#TEMPLATE_FINDING_MOVES_LATER_SYSTEM\x10\x04\x12\'\n#TEMPLATE_FINDING_TEXT_AFTER_RESULTS\x10\x05\x12!\n\x1dTEMPLATE_FINDING_MOVES_SYSTEM\x10\x06\x12#\n\x1fTEMPLATE_FINDING_SYSTEM_IN_USER\x10\x07\x12\"\n\x1eTEMPLATE_FINDING_REPEATS_TOOLS\x10\x08\x12#\n\x1fTEMPLATE_FINDING_STRIPS_ANSWERS\x10\t\x12 \n\x1cTEMPLATE_FINDING_HEADERS_END\x10\n\x12\"\n\x1eTEMPLATE_FINDING_IGNORES_TOOLS\x10\x0b\x12$\n TEMPLATE_FINDING_PRINTS_CALL_IDS\x10\x0c\x12 \n\x1cTEMPLATE_FINDING_PRINTS_DATE\x10\r\x12\'\n#TEMPLATE_FINDING_JOINS_FIRST_SYSTEM\x10\x0e\x12)\n%TEMPLATE_FINDING_LATER_SYSTEM_AS_USER\x10\x0f*\xcd\x01\n\x0cMessagePlace\x12\x1d\n\x19MESSAGE_PLACE_UNSPECIFIED\x10\x00\x12\x17\n\x13MESSAGE_PLACE_START\x10\x01\x12\x1e\n\x1aMESSAGE_PLACE_FIRST_SYSTEM\x10\x02\x12\x18\n\x14MESSAGE_PLACE_SYSTEM\x10\x03\x12\x16\n\x12MESSAGE_PLACE_USER\x10\x04\x12\x1b\n\x17MESSAGE_PLACE_ASSISTANT\x10\x05\x12\x16\n\x12MESSAGE_PLACE_TOOL\x10\x06\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.template_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_TEMPLATEKIND']._serialized_start=417
-  _globals['_TEMPLATEKIND']._serialized_end=559
-  _globals['_TEMPLATEFINDING']._serialized_start=562
-  _globals['_TEMPLATEFINDING']._serialized_end=1180
-  _globals['_MESSAGEPLACE']._serialized_start=1183
-  _globals['_MESSAGEPLACE']._serialized_end=1388
+  _globals['_TEMPLATEKIND']._serialized_start=440
+  _globals['_TEMPLATEKIND']._serialized_end=582
+  _globals['_TEMPLATEFINDING']._serialized_start=585
+  _globals['_TEMPLATEFINDING']._serialized_end=1203
+  _globals['_MESSAGEPLACE']._serialized_start=1206
+  _globals['_MESSAGEPLACE']._serialized_end=1411
   _globals['_TEMPLATEPROFILE']._serialized_start=68
   _globals['_TEMPLATEPROFILE']._serialized_end=281
   _globals['_REFUSEDORDER']._serialized_start=284
-  _globals['_REFUSEDORDER']._serialized_end=414
+  _globals['_REFUSEDORDER']._serialized_end=437
 # @@protoc_insertion_point(module_scope)

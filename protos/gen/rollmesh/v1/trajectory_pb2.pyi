@@ -36,13 +36,15 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     sampled tokens were kept.
     """
     FIDELITY_REASON_TEMPLATE_REWRITE: _FidelityReason.ValueType  # 3
-    """The turn's prompt differs from what the chat template renders for the conversation now: the
+    """The turn's prompt differs from the chat template's render of the conversation now: the
     template prints earlier messages differently once others follow, or the sampled text would be
     tokenized differently. With the gateway's setting `history=rewrite` the turn is the first one
     after the template's own render instead.
     """
     FIDELITY_REASON_TOOLS_CHANGED: _FidelityReason.ValueType  # 4
-    """Tools or template options changed within the session, which began a new root."""
+    """Tools or template options of a conversation changed, which began a new root: another root of the
+    session had an answer to the same first messages. The first answer under the new root carries it.
+    """
     FIDELITY_REASON_LENGTH_CUT: _FidelityReason.ValueType  # 5
     """A length limit ended a turn. The tokens that close the turn for the next one are not trained."""
     FIDELITY_REASON_MIGRATED: _FidelityReason.ValueType  # 6
@@ -53,7 +55,7 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_MIXED_VERSIONS: _FidelityReason.ValueType  # 7
     """More than one policy version sampled the tokens."""
     FIDELITY_REASON_RETRY_REPLAY: _FidelityReason.ValueType  # 8
-    """The turn was sent to the agent more than once; it was sampled once."""
+    """The turn was sent to the agent more than once. It was sampled once."""
     FIDELITY_REASON_MALFORMED_TOOL_CALL: _FidelityReason.ValueType  # 9
     """A tool call could not be parsed and reached the agent as text."""
     FIDELITY_REASON_AUXILIARY: _FidelityReason.ValueType  # 10
@@ -70,7 +72,7 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     """The turn was sampled from another distribution than the model's own, so a ratio to a trainer's
     log-probabilities is an importance ratio only if the trainer masks the same tokens. Under a
     constraint each log-probability is renormalised over the allowed tokens: 0.0 where one was left,
-    and never below what the model alone gives. With allowed_token_ids, logit_bias or bad_sequences
+    and never below the model's own. With allowed_token_ids, logit_bias or bad_sequences
     each is that of the model alone, which would have sampled the token less often.
     """
     FIDELITY_REASON_SPECIAL_TEXT: _FidelityReason.ValueType  # 15
@@ -79,9 +81,26 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     or opened another. The ids are those that the engine received and sampled. The turn that added
     the text carries the reason.
     """
+    FIDELITY_REASON_SAMPLING_CHANGED: _FidelityReason.ValueType  # 16
+    """The request's sampling parameters gave the turn another distribution than those of its session:
+    temperature, top_p, top_k, min_p, penalties, min_tokens, ignore_eos, allowed_token_ids,
+    logit_bias, bad words. A session without parameters has the defaults of SamplingParams. The
+    log-probabilities are those of the model at temperature 1, whatever the parameters were.
+    `sampling` of the segment or node has the parameters.
+    """
+    FIDELITY_REASON_RESTARTED: _FidelityReason.ValueType  # 17
+    """Tokens that an engine had sampled for the turn were discarded and the turn was sampled anew: the
+    engine was lost or interrupted, and the turn could not be continued from them (a seed, a presence
+    or frequency penalty, a constraint, a bad sequence of several tokens, tokens that cannot be
+    trusted). Also on the turn that repeats a request which failed after tokens arrived, whatever
+    the error was: ENGINE_LOST, GENERATION_ABORTED, DEADLINE, or a client that left. Each failed turn
+    marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
+    so such turns are shorter than those of the undisturbed distribution. The log-probabilities are
+    those of the tokens as they were sampled.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
-    """What a trainer must know about a trajectory or a part of it. A trajectory that is the plain output
+    """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
     of one policy version carries EXACT and nothing else.
     """
 
@@ -94,13 +113,15 @@ FIDELITY_REASON_LENIENT_ECHO: FidelityReason.ValueType  # 2
 sampled tokens were kept.
 """
 FIDELITY_REASON_TEMPLATE_REWRITE: FidelityReason.ValueType  # 3
-"""The turn's prompt differs from what the chat template renders for the conversation now: the
+"""The turn's prompt differs from the chat template's render of the conversation now: the
 template prints earlier messages differently once others follow, or the sampled text would be
 tokenized differently. With the gateway's setting `history=rewrite` the turn is the first one
 after the template's own render instead.
 """
 FIDELITY_REASON_TOOLS_CHANGED: FidelityReason.ValueType  # 4
-"""Tools or template options changed within the session, which began a new root."""
+"""Tools or template options of a conversation changed, which began a new root: another root of the
+session had an answer to the same first messages. The first answer under the new root carries it.
+"""
 FIDELITY_REASON_LENGTH_CUT: FidelityReason.ValueType  # 5
 """A length limit ended a turn. The tokens that close the turn for the next one are not trained."""
 FIDELITY_REASON_MIGRATED: FidelityReason.ValueType  # 6
@@ -111,7 +132,7 @@ the same distribution as without the interruption.
 FIDELITY_REASON_MIXED_VERSIONS: FidelityReason.ValueType  # 7
 """More than one policy version sampled the tokens."""
 FIDELITY_REASON_RETRY_REPLAY: FidelityReason.ValueType  # 8
-"""The turn was sent to the agent more than once; it was sampled once."""
+"""The turn was sent to the agent more than once. It was sampled once."""
 FIDELITY_REASON_MALFORMED_TOOL_CALL: FidelityReason.ValueType  # 9
 """A tool call could not be parsed and reached the agent as text."""
 FIDELITY_REASON_AUXILIARY: FidelityReason.ValueType  # 10
@@ -128,7 +149,7 @@ FIDELITY_REASON_CONSTRAINED: FidelityReason.ValueType  # 14
 """The turn was sampled from another distribution than the model's own, so a ratio to a trainer's
 log-probabilities is an importance ratio only if the trainer masks the same tokens. Under a
 constraint each log-probability is renormalised over the allowed tokens: 0.0 where one was left,
-and never below what the model alone gives. With allowed_token_ids, logit_bias or bad_sequences
+and never below the model's own. With allowed_token_ids, logit_bias or bad_sequences
 each is that of the model alone, which would have sampled the token less often.
 """
 FIDELITY_REASON_SPECIAL_TEXT: FidelityReason.ValueType  # 15
@@ -136,6 +157,23 @@ FIDELITY_REASON_SPECIAL_TEXT: FidelityReason.ValueType  # 15
 token in the turn's prompt, as with apply_chat_template. Text from outside may have closed a turn
 or opened another. The ids are those that the engine received and sampled. The turn that added
 the text carries the reason.
+"""
+FIDELITY_REASON_SAMPLING_CHANGED: FidelityReason.ValueType  # 16
+"""The request's sampling parameters gave the turn another distribution than those of its session:
+temperature, top_p, top_k, min_p, penalties, min_tokens, ignore_eos, allowed_token_ids,
+logit_bias, bad words. A session without parameters has the defaults of SamplingParams. The
+log-probabilities are those of the model at temperature 1, whatever the parameters were.
+`sampling` of the segment or node has the parameters.
+"""
+FIDELITY_REASON_RESTARTED: FidelityReason.ValueType  # 17
+"""Tokens that an engine had sampled for the turn were discarded and the turn was sampled anew: the
+engine was lost or interrupted, and the turn could not be continued from them (a seed, a presence
+or frequency penalty, a constraint, a bad sequence of several tokens, tokens that cannot be
+trusted). Also on the turn that repeats a request which failed after tokens arrived, whatever
+the error was: ENGINE_LOST, GENERATION_ABORTED, DEADLINE, or a client that left. Each failed turn
+marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
+so such turns are shorter than those of the undisturbed distribution. The log-probabilities are
+those of the tokens as they were sampled.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 
@@ -148,13 +186,13 @@ class _LineageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lineage.Value
     LINEAGE_UNSPECIFIED: _Lineage.ValueType  # 0
     """The field is not set."""
     LINEAGE_MAIN: _Lineage.ValueType  # 1
-    """The agent's main conversation."""
+    """The agent's main conversation. A final answer that is asked without tools belongs to it."""
     LINEAGE_SIBLING: _Lineage.ValueType  # 2
     """Another sample of a prompt that was answered before."""
     LINEAGE_BRANCH: _Lineage.ValueType  # 3
     """A conversation that leaves the path of another one at an earlier node."""
     LINEAGE_ROOT: _Lineage.ValueType  # 4
-    """A conversation with a root of its own."""
+    """A conversation with a root of its own, or one that shares only the system message."""
     LINEAGE_AUXILIARY: _Lineage.ValueType  # 5
     """A call beside the agent's work, such as a title, a summary or a probe. It is kept and not trained."""
     LINEAGE_SUB_AGENT: _Lineage.ValueType  # 6
@@ -168,13 +206,13 @@ class Lineage(_Lineage, metaclass=_LineageEnumTypeWrapper):
 LINEAGE_UNSPECIFIED: Lineage.ValueType  # 0
 """The field is not set."""
 LINEAGE_MAIN: Lineage.ValueType  # 1
-"""The agent's main conversation."""
+"""The agent's main conversation. A final answer that is asked without tools belongs to it."""
 LINEAGE_SIBLING: Lineage.ValueType  # 2
 """Another sample of a prompt that was answered before."""
 LINEAGE_BRANCH: Lineage.ValueType  # 3
 """A conversation that leaves the path of another one at an earlier node."""
 LINEAGE_ROOT: Lineage.ValueType  # 4
-"""A conversation with a root of its own."""
+"""A conversation with a root of its own, or one that shares only the system message."""
 LINEAGE_AUXILIARY: Lineage.ValueType  # 5
 """A call beside the agent's work, such as a title, a summary or a probe. It is kept and not trained."""
 LINEAGE_SUB_AGENT: Lineage.ValueType  # 6
@@ -233,6 +271,7 @@ class TrajectorySegment(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Index of the first token."""
     end: _builtins.int
@@ -261,6 +300,14 @@ class TrajectorySegment(_message.Message):
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained here, or what else a trainer must know about them."""
 
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams:
+        """Sampling parameters of the turn, as the engine received them: those of the request over those of
+        the session. `max_tokens` is at most the rest of the context. `stop_token_ids` include the ends of
+        the model, `bad_sequences` the bad words. An unset field has the default of SamplingParams. Only
+        on sampled segments.
+        """
+
     def __init__(
         self,
         *,
@@ -275,10 +322,11 @@ class TrajectorySegment(_message.Message):
         engine_id: _builtins.str = ...,
         prompt_crc32: _builtins.int | None = ...,
         reward: _builtins.float | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -363,7 +411,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.VersionSpan]:
-        """The policy version of every sampled token, by index into the tokens; ascending, no overlap."""
+        """The policy version of every sampled token, by index into the tokens, ascending, no overlap."""
 
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectorySegment]:
@@ -371,7 +419,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
-        """Reasons of the trajectory, at least one; EXACT stands alone."""
+        """Reasons of the trajectory, at least one. EXACT stands alone."""
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:
@@ -425,6 +473,7 @@ class TrajectoryNode(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session. Ids ascend in the order of the nodes."""
     parent_index: _builtins.int
@@ -459,6 +508,14 @@ class TrajectoryNode(_message.Message):
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained, or what else a trainer must know about the node."""
 
+    @_builtins.property
+    def sampling(self) -> _sampling_pb2.SamplingParams:
+        """Sampling parameters of the turn, as the engine received them: those of the request over those of
+        the session. `max_tokens` is at most the rest of the context. `stop_token_ids` include the ends of
+        the model, `bad_sequences` the bad words. An unset field has the default of SamplingParams. Only
+        on sampled nodes.
+        """
+
     def __init__(
         self,
         *,
@@ -476,10 +533,11 @@ class TrajectoryNode(_message.Message):
         engine_id: _builtins.str = ...,
         prompt_crc32: _builtins.int | None = ...,
         reward: _builtins.float | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -521,11 +579,11 @@ class TrajectoryTree(_message.Message):
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.VersionSpan]:
-        """The policy version of every sampled token, by index into the tokens; ascending, no overlap."""
+        """The policy version of every sampled token, by index into the tokens, ascending, no overlap."""
 
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
-        """Reasons of the tree, at least one; EXACT stands alone."""
+        """Reasons of the tree, at least one. EXACT stands alone."""
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:

@@ -1,13 +1,21 @@
 """The collector: stores sessions durably, forms groups, and delivers both to trainers.
 
-Layers; each imports only the ones below it:
+A session changes form three times here: the record that arrives, its head and arrays in the store,
+and the delivery that a trainer receives. Its modules:
 
-    __main__
-    service | commands    a process; command-line tools
-    servicer | export     RPCs; files of stored sessions
-    streams | scoring     subscriptions and maintenance; scoring before delivery
-    storage               SQLite or PostgreSQL, behind one Protocol
-    delivery              pure decisions, no I/O
+    log       pure decisions: units, groups, filters, consumers' settings
+    store     tables and transactions, over `sqlite` or `postgres`
+    streams   which units each stream of a consumer gets, deadlines and retention
+    service   the RPCs and the process
 
-Outside itself it may import `mesh`, `runtime` and `v1`.
+Read first: `log`, `streams`.
+
+`scoring` calls a scorer before delivery, `commands` and `export` are command-line tools. Other
+packages and tests import only the names below. It may import `mesh`, `runtime` and `v1`.
 """
+
+from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector.service import CollectorService, open_store
+from rollmesh.collector.store import Store
+
+__all__ = ["CollectorConfig", "CollectorService", "Store", "open_store"]

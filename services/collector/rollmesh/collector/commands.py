@@ -2,15 +2,16 @@
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from google.protobuf import json_format, message as protobuf_message
+from google.protobuf import message as protobuf_message
 
-from rollmesh.collector.export import export
-from rollmesh.mesh.directories.members import CollectorDirectory
+from rollmesh.collector.export import decoder, export, plain, summary_of
+from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoCollectorError, RollmeshError
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 60.0
 _PROBE_S = 5.0
 _LAST_MS = 2**63 - 1
+_SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
+"""The flags that select sessions, by the names of `summary_of`."""
 _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 
 
 def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a tool; returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
+    """Runs a tool and returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
     parser.add_argument(
         "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know collectors"
@@ -65,7 +68,7 @@ def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
 async def _connected(
     work: "Callable[[Stub, argparse.Namespace], Awaitable[None]]", options: argparse.Namespace
 ) -> None:
-    """Runs a tool at a collector that answers; any does, as they have one store."""
+    """Runs a tool at a collector that answers. Any does, as they have one store."""
     collectors = CollectorDirectory(options.router, options.collector)
     try:
         await _find(collectors)
@@ -95,15 +98,25 @@ async def _probe(channel: "grpc.aio.Channel") -> None:
 
 async def _export(stub: "Stub", options: argparse.Namespace) -> None:
     request = pb.ReadSessionsRequest(session_id=options.session)
-    sessions, rows = await export(_sessions(stub, request), options.to)
+    chosen = _chosen(_sessions(stub, request), options)
+    sessions, rows = await export(chosen, options.to, decoder(options.tokenizer))
     _say(f"{sessions} sessions, {rows} trajectories: {options.to}")
 
 
 async def _inspect(stub: "Stub", options: argparse.Namespace) -> None:
+    selection = _selection(options)
+    if selection and (options.session or not options.sessions):
+        flag = f"--{next(iter(selection)).replace('_', '-')}"
+        raise ConfigError(f"{flag} selects sessions; give --sessions, without --session")
     if options.session:
         request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
         async for session in _sessions(stub, request):
             _show(session)
+        return
+    if options.sessions:
+        request = pb.ReadSessionsRequest(without_arrays=True)
+        async for session in _chosen(_sessions(stub, request), options):
+            _say(json.dumps(summary_of(session), ensure_ascii=False))
         return
     _show(await stub.GetStats(pb.GetStatsRequest(), timeout=_TIMEOUT_S))
     if options.consumers:
@@ -186,9 +199,25 @@ async def _sessions(
             yield response.session
 
 
+async def _chosen(
+    sessions: AsyncIterator[session_pb2.SessionRecord], options: argparse.Namespace
+) -> AsyncIterator[session_pb2.SessionRecord]:
+    """Yields the sessions that the flags select."""
+    async for session in sessions:
+        shown = summary_of(session)
+        if all(shown[name] == value for name, value in _selection(options).items()):
+            yield session
+
+
+def _selection(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the selection flags that are given."""
+    given = {name: getattr(options, name) for name in _SELECTED}
+    return {name: value for name, value in given.items() if value}
+
+
 def _show(message: protobuf_message.Message) -> None:
     """Prints a message as one line of JSON."""
-    _say(json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None))
+    _say(json.dumps(plain(message), ensure_ascii=False))
 
 
 def _say(text: str, *, error: bool = False) -> None:
@@ -199,11 +228,26 @@ def _export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes stored sessions to a file, one row for each trajectory."
     parser.add_argument("--to", type=Path, required=True, help="FILE.jsonl or FILE.parquet")
     parser.add_argument("--session", default="", help="only the session of this id")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of the model; adds `text` and `sampled_texts`"
+    )
+    _selection_flags(parser)
+
+
+def _selection_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-id", default="", help="only sessions of this run")
+    parser.add_argument("--group-id", default="", help="only sessions of this group")
+    parser.add_argument("--model", default="", help="only sessions of this model")
+    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED"), ("TRAIN", "EVAL", "OTHER")
+    parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
+    parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
 
 
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prints what is stored, and the units of each consumer, as lines of JSON."
     parser.add_argument("--session", default="", help="this session instead, without its arrays")
+    parser.add_argument("--sessions", action="store_true", help="a line for each session instead")
+    _selection_flags(parser)
     parser.add_argument("--consumers", action="store_true", help="also the settings of consumers")
     parser.add_argument("--groups", action="store_true", help="also groups that wait for sessions")
     parser.add_argument("--filtered", default="", help="also what this consumer did not get")

@@ -3,19 +3,27 @@
 Rows name images by hash. Their files are in a directory beside it, each once.
 """
 
+import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import util
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from rollmesh.collector.delivery import records
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from rollmesh.collector import log
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.runtime.config import ConfigError
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
+_NOT_IN_ROWS = {"trajectories", "abandoned"}
+"""Of a session's summary: an abandoned seat has no rows."""
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
@@ -25,13 +33,16 @@ class _Writer(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
 
 
-def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
+def rows_of(
+    session: session_pb2.SessionRecord, decode: "Decoder | None" = None
+) -> Iterator[dict[str, Any]]:
     """Yields a row for each trajectory of a session, or a single row for its tree.
 
-    Array columns are lists of equal length. A tree has `nodes` and no trajectory columns.
+    Array columns are lists of equal length. A tree has `nodes` and no trajectory columns. `text`
+    and `sampled_texts` are set if `decode` is given.
     """
     for one in session.trajectories:
-        yield _row(session, one) | {
+        yield _row(session, one, decode) | {
             "trajectory_id": one.trajectory_id,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
             "prompt_tokens": one.prompt_tokens,
@@ -41,7 +52,7 @@ def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
     if session.HasField("tree"):
         nothing = dict.fromkeys(("trajectory_id", "lineage", "prompt_tokens", "trajectory_reward"))
         yield (
-            _row(session, session.tree)
+            _row(session, session.tree, decode)
             | nothing
             | {
                 "nodes": [
@@ -60,45 +71,126 @@ def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
         )
 
 
-def _row(session: session_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
-    token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
+def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
+    """Returns what identifies a session and its outcome, by the names of the rows."""
+    purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
     return {
         "session_id": session.session_id,
+        "run_id": session.run_id,
         "group_id": session.group_id,
         "sample_index": session.sample_index,
         "group_size": session.group_size,
         "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
-        "reasons": [
-            name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
-        ],
-        "turns": records.turns_of(one),
-        "token_ids": token_ids.tolist(),
-        "logprobs": logprobs.tolist(),
-        "loss_mask": loss_mask.tolist(),
-        "policy_versions": _versions(one, len(token_ids)),
+        "purpose": name_of(session_pb2.SessionPurpose.DESCRIPTOR, purpose),
+        "model": session.model,
+        "superseded": session.superseded,
+        "abandoned": session.abandoned,
         "session_reward": session.reward if session.HasField("reward") else None,
-        "turn_rewards": [
-            {"node_id": run.node_id, "end": run.end, "reward": run.reward}
-            for run in records.runs_of(one)
-            if run.HasField("reward")
-        ],
-        "images": [
-            {"sha256": image.sha256, "start": image.start, "tokens": image.tokens}
-            for image in one.images
-        ],
+        "trajectories": len(session.trajectories),
         "metadata": json.dumps(dict(session.metadata), sort_keys=True),
         "opened_unix_ms": session.opened_unix_ms,
         "closed_unix_ms": session.closed_unix_ms,
     }
 
 
-async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path) -> tuple[int, int]:
+def plain(message: Message) -> dict[str, Any]:
+    """Returns a message as plain values: numbers as numbers, enums by their short names."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif field.is_repeated:
+            found[field.name] = [_plain_value(field, one) for one in value]
+        else:
+            found[field.name] = _plain_value(field, value)
+    return found
+
+
+def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        return name_of(field.enum_type, value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+Decoder: TypeAlias = Callable[[list[int]], str]
+
+
+def decoder(model: Path | None) -> Decoder | None:
+    """Returns a function from ids to text with special tokens, or None without a model.
+
+    Raises:
+        ConfigError: The package tokenizers or the model's tokenizer is missing.
+    """
+    if model is None:
+        return None
+    file = model / "tokenizer.json"
+    if util.find_spec("tokenizers") is None:
+        raise ConfigError("tokenizer: needs the package tokenizers; run: pip install tokenizers")
+    if not file.is_file():
+        raise ConfigError(f"tokenizer: there is no {file}; give the folder of the model")
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only for texts
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _texts(one: log.Row, row: dict[str, Any], decode: Decoder) -> dict[str, Any]:
+    ids = row["token_ids"]
+    runs = [run for run in log.runs_of(one) if run.sampled]
+    return {
+        "text": decode(ids),
+        "sampled_texts": [decode(ids[run.start : run.end]) for run in runs],
+    }
+
+
+def _row(
+    session: session_pb2.SessionRecord, one: log.Row, decode: Decoder | None
+) -> dict[str, Any]:
+    token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
+    row = {
+        **{name: value for name, value in summary_of(session).items() if name not in _NOT_IN_ROWS},
+        "reasons": [
+            name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
+        ],
+        "turns": log.turns_of(one),
+        "token_ids": token_ids.tolist(),
+        "logprobs": logprobs.tolist(),
+        "loss_mask": loss_mask.tolist(),
+        "policy_versions": _versions(one, len(token_ids)),
+        "turn_rewards": [
+            {"node_id": run.node_id, "end": run.end, "reward": run.reward}
+            for run in log.runs_of(one)
+            if run.HasField("reward")
+        ],
+        "turn_sampling": [
+            {"node_id": run.node_id, "end": run.end, "sampling": _sampling_json(run.sampling)}
+            for run in log.runs_of(one)
+            if run.HasField("sampling")
+        ],
+        "images": [
+            {"sha256": image.sha256, "start": image.start, "tokens": image.tokens}
+            for image in one.images
+        ],
+    }
+    return row | (_texts(one, row, decode) if decode else {"text": None, "sampled_texts": None})
+
+
+def _sampling_json(sampling: sampling_pb2.SamplingParams) -> str:
+    return json_format.MessageToJson(sampling, preserving_proto_field_name=True, indent=None)
+
+
+async def export(
+    sessions: AsyncIterator[session_pb2.SessionRecord], path: Path, decode: Decoder | None = None
+) -> tuple[int, int]:
     """Writes sessions to a file, which appears only once it is complete.
 
     Args:
         sessions: Sessions with their arrays.
         path: Target file, ending in .jsonl or .parquet. Images go to the directory PATH.images, in
             files named by their hash.
+        decode: Decodes token ids. None writes no texts.
 
     Returns:
         The number of sessions and rows.
@@ -113,7 +205,7 @@ async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path)
             async for session in sessions:
                 count += 1
                 _write_images(session, path.with_name(path.name + ".images"))
-                for row in rows_of(session):
+                for row in rows_of(session, decode):
                     rows += 1
                     writer.write(row)
         part.replace(path)
@@ -137,7 +229,7 @@ def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
         part.replace(path)
 
 
-def _versions(one: records.Row, count: int) -> list[int]:
+def _versions(one: log.Row, count: int) -> list[int]:
     """Returns the policy version that sampled each token; -1 if it was not sampled."""
     versions = [-1] * count
     for span in one.version_spans:
@@ -195,13 +287,17 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
         [("node_id", arrow.uint32()), ("end", arrow.uint32()), ("reward", arrow.float64())]
     )
     text, whole, real = arrow.string(), arrow.uint32(), arrow.float64()
+    sampled = arrow.struct([("node_id", whole), ("end", whole), ("sampling", text)])
     parts = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
     node = arrow.struct([(name, whole) for name in parts])
     schema = arrow.schema(
         {
-            **dict.fromkeys(("session_id", "group_id"), text),
+            **dict.fromkeys(("session_id", "run_id", "group_id"), text),
             **dict.fromkeys(("sample_index", "group_size"), whole),
-            **dict.fromkeys(("outcome", "trajectory_id", "lineage"), text),
+            **dict.fromkeys(("outcome", "purpose", "model"), text),
+            "superseded": arrow.bool_(),
+            **dict.fromkeys(("trajectory_id", "lineage", "text"), text),
+            "sampled_texts": arrow.list_(text),
             "reasons": arrow.list_(text),
             **dict.fromkeys(("turns", "prompt_tokens"), whole),
             "token_ids": arrow.list_(whole),
@@ -210,6 +306,7 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
             "policy_versions": arrow.list_(arrow.int64()),
             **dict.fromkeys(("session_reward", "trajectory_reward"), real),
             "turn_rewards": arrow.list_(turn),
+            "turn_sampling": arrow.list_(sampled),
             "nodes": arrow.list_(node),
             "images": arrow.list_(
                 arrow.struct([("sha256", text), ("start", whole), ("tokens", whole)])

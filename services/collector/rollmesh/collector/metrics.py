@@ -1,11 +1,12 @@
 """Collector metrics besides those of the RPCs."""
 
-from prometheus_client import Counter, Gauge
+from collections.abc import Callable
 
-from rollmesh.collector.delivery.consumer import Consumer
-from rollmesh.collector.delivery.filters import Verdict
+from prometheus_client import Counter, Gauge, Summary
+
+from rollmesh.collector.log import Verdict
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import collector_pb2 as pb
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 SESSIONS = Counter(
     "rollmesh_collector_sessions_total", "Sessions received: stored, or repeats.", ["kind"]
@@ -23,10 +24,18 @@ FILTERED = Counter(
     "What filters removed: units, or trajectories of units.",
     ["consumer", "reason", "what"],
 )
+ABANDONED_SEATS = Counter(
+    "rollmesh_collector_abandoned_seats_total", "Seats of groups that no session took."
+)
 REWARDS = Counter(
     "rollmesh_collector_late_rewards_total",
     "Rewards set after their session.",
     ["kind"],
+)
+SESSION_REWARDS = Summary(
+    "rollmesh_collector_session_rewards",
+    "Rewards of sessions as they were stored, or set later.",
+    ["model", "purpose"],
 )
 SCORES = Counter(
     "rollmesh_collector_scores_total",
@@ -50,10 +59,10 @@ REGISTERED = Gauge("rollmesh_collector_registered", "1 while the collector is re
 LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", ["consumer"])
 
 
-def watch(consumer: Consumer) -> None:
+def watch(name: str, ready: Callable[[], int], leased: Callable[[], int]) -> None:
     """Makes the gauges report a consumer's state whenever they are read."""
-    READY.labels(consumer.name).set_function(lambda: consumer.ready)
-    LEASED.labels(consumer.name).set_function(lambda: consumer.leased)
+    READY.labels(name).set_function(ready)
+    LEASED.labels(name).set_function(leased)
 
 
 def forget(name: str) -> None:
@@ -67,10 +76,17 @@ def count_filtered(consumer: str, verdict: Verdict) -> None:
     for part in verdict.removed:
         name = reason_name(part.reason)
         FILTERED.labels(consumer, name, "trajectory").inc(part.count)
-    if not verdict.delivers:
+    if verdict.reason:
         FILTERED.labels(consumer, reason_name(verdict.reason), "unit").inc()
 
 
 def reason_name(reason: pb.FilterReason.ValueType) -> str:
     """Returns the name of a reason as used in metrics and logs, such as "policy_lag"."""
     return name_of(pb.FilterReason.DESCRIPTOR, reason).lower()
+
+
+def observe_reward(session: session_pb2.SessionRecord, reward: float) -> None:
+    """Observes the reward of a session."""
+    purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
+    name = name_of(session_pb2.SessionPurpose.DESCRIPTOR, purpose).lower()
+    SESSION_REWARDS.labels(session.model, name).observe(reward)

@@ -1,41 +1,98 @@
-"""The collector as a service."""
+"""The collector as a service: its RPCs, its store, and its place in the mesh."""
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 
 from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.scoring.remote import RemoteScorer
-from rollmesh.collector.scoring.scoring import Scoring
-from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Store
-from rollmesh.collector.streams.maintenance import maintain
-from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.mesh.routers.membership import Membership
+from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created
+from rollmesh.collector.scoring import RemoteScorer, Scoring, wants_score
+from rollmesh.collector.sqlite import open_sqlite
+from rollmesh.collector.store import Store
+from rollmesh.collector.streams import Consumer, Subscriptions, check_count, maintain
+from rollmesh.mesh.routers import Membership
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.records import check_name, check_session
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    InvalidFieldError,
+    SessionDamagedError,
+    SessionUnknownError,
+    StoreAwayError,
+    StoreError,
+    StoreFullError,
+)
+from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.tasks import first_of
-from rollmesh.v1 import collector_pb2_grpc, router_pb2, server_pb2
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.tasks import finish, first_of
+from rollmesh.v1 import (
+    collector_pb2 as pb,
+    collector_pb2_grpc,
+    router_pb2,
+    server_pb2,
+    session_pb2,
+)
+
+_Result = TypeVar("_Result")
+_READ_PAGE = 100
+_MAX_REASON_CHARS = 4096
+_MAX_METADATA = 65_536
+_MAX_SESSIONS = 4096
+"""Of one message."""
+_MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 
 
-class CollectorService:
-    """One collector process."""
+def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
+    """Opens the store of a collector.
+
+    Raises:
+        ConfigError: The package for its database is missing.
+        StoreError: It cannot be opened, or was written by another version.
+    """
+    retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
+    if config.store == "sqlite":
+        return open_sqlite(config.data_dir, retention)
+    try:  # not needed by the SQLite store
+        from rollmesh.collector.postgres import open_postgres  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "store: a PostgreSQL store needs the psycopg package: pip install 'rollmesh[collector]'"
+        ) from error
+    return open_postgres(config.store, retention)
+
+
+class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
+    """One collector process, which serves the RPCs of a collector."""
 
     names = ("rollmesh.v1.CollectorService",)
 
     def __init__(self, config: CollectorConfig) -> None:
-        """Takes the settings; `running` opens the store."""
+        """Takes the settings. `running` opens the store."""
         self._config = config
-        self._servicer = CollectorServicer()
-        self._store: Store | None = None
+        self._repeats = Repeats()
+        self._duplicates = 0
+        self._subscriptions: Subscriptions | None = None
+        self._scoring: Scoring | None = None
         self._membership: Membership | None = None
+
+    @property
+    def subscriptions(self) -> Subscriptions:
+        """The open streams. Set before any RPC is served."""
+        assert self._subscriptions is not None
+        return self._subscriptions
+
+    @property
+    def store(self) -> Store:
+        """The session store."""
+        return self.subscriptions.store
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -47,21 +104,20 @@ class CollectorService:
         return frozenset(one for one, is_there in found.items() if is_there)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
-        collector_pb2_grpc.add_CollectorServiceServicer_to_server(self._servicer, server)
+        """Registers the RPCs."""
+        collector_pb2_grpc.add_CollectorServiceServicer_to_server(self, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the store and runs the stream readers, maintenance and scoring."""
-        async with self._open_store() as store, asyncio.TaskGroup() as tasks:
-            self._store = store
+        config = self._config
+        async with open_store(config) as store, asyncio.TaskGroup() as tasks:
             subscriptions = Subscriptions(store, tasks)
-            await subscriptions.restore()
-            config = self._config
+            await subscriptions.refresh()
             work = maintain(store, subscriptions, config.tick_ms, config.consumer_ttl_ms)
             maintenance = tasks.create_task(work)
-            async with self._scoring(subscriptions):
-                self._servicer.subscriptions = subscriptions
+            async with self._scorer(subscriptions):
+                self._subscriptions = subscriptions
                 async with self._registered(address, store.store_id):
                     yield
             maintenance.cancel()
@@ -84,17 +140,16 @@ class CollectorService:
             yield
 
     @asynccontextmanager
-    async def _scoring(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
+    async def _scorer(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
         """Scores sessions that arrive without a reward, if a scorer is configured."""
         config = self._config
         if not config.scorer:
             yield
             return
-        scoring = Scoring(subscriptions.store, subscriptions.announce, config.scorer_tries)
-        self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
+        self._scoring = Scoring(subscriptions.store, subscriptions.announce, config.scorer_tries)
         async with open_channel(config.scorer) as channel, asyncio.TaskGroup() as tasks:
             scorer = RemoteScorer(channel, config.scorer_timeout_ms / 1000)
-            running = tasks.create_task(scoring.run(scorer, config.scorer_concurrency))
+            running = tasks.create_task(self._scoring.run(scorer, config.scorer_concurrency))
             yield
             running.cancel()
 
@@ -104,40 +159,249 @@ class CollectorService:
             await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Leaves the router and ends the consumers' streams; the consumers go on elsewhere."""
+        """Leaves the router and ends the consumers' streams. The consumers go on elsewhere."""
         if self._membership is not None:
             await self._membership.leave()
-        self._servicer.subscriptions.end_streams()
+        self.subscriptions.end_streams()
 
     async def failed(self) -> str:
         """Returns once the store is lost for good, or the router refuses the collector."""
-        assert self._store is not None
-        waits: list[Coroutine[Any, Any, str]] = [self._store.lost()]
+        waits: list[Coroutine[Any, Any, str]] = [self.store.lost()]
         if self._membership is not None:
             waits.append(self._membership.wait_refused())
         return await first_of(waits)
 
-    @asynccontextmanager
-    async def _open_store(self) -> AsyncIterator[Store]:
-        config = self._config
-        retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
-        if config.store == "sqlite":
-            async with open_store(config.data_dir, retention) as store:
-                yield store
-        else:
-            async with _postgres_store(config.store, retention) as shared:
-                yield shared
+    async def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs work to completion even if the caller is cancelled.
 
+        The consumers' state must reflect everything the store has committed.
+        """
+        return await finish(self.subscriptions.tasks, work)
 
-@asynccontextmanager
-async def _postgres_store(url: str, retention: Retention) -> AsyncIterator[Store]:
-    try:  # not needed by the SQLite store
-        from rollmesh.collector.storage.postgres.store import (  # noqa: PLC0415
-            open_store as open_postgres,
+    async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
+        check_count("sessions", request.sessions, _MAX_SESSIONS)
+        if not request.sessions:
+            raise InvalidFieldError("sessions", "is empty; send at least one")
+        await asyncio.to_thread(_check_sessions, request.sessions)
+        duplicates = await self._finish(self._ingest(request.sessions))
+        await faults.reach("collector-before-ack")
+        return pb.IngestResponse(duplicates=duplicates)
+
+    async def AbandonSeat(
+        self, request: pb.AbandonSeatRequest, context: Context
+    ) -> pb.AbandonSeatResponse:
+        check_name("group_id", request.group_id)
+        if request.run_id:
+            check_name("run_id", request.run_id)
+        if not 0 < len(request.reason) <= _MAX_REASON_CHARS:
+            raise InvalidFieldError("reason", f"give 1 to {_MAX_REASON_CHARS} characters")
+        if request.sample_index >= request.group_size:
+            raise InvalidFieldError(
+                "sample_index",
+                f"is {request.sample_index}; give one below group_size, {request.group_size}",
+            )
+        if sum(len(key) + len(value) for key, value in request.metadata.items()) > _MAX_METADATA:
+            raise InvalidFieldError("metadata", f"is longer than {_MAX_METADATA} characters")
+        seat = abandoned_seat(request, clock.unix_ms())
+        (duplicate,) = await self._finish(self._ingest([seat]))
+        if not duplicate:
+            metrics.ABANDONED_SEATS.inc()
+        return pb.AbandonSeatResponse(duplicate=duplicate)
+
+    async def CreateConsumer(
+        self, request: pb.CreateConsumerRequest, context: Context
+    ) -> pb.CreateConsumerResponse:
+        consumer = created(request.consumer)
+        start = request.start if request.HasField("start") else None
+        if start:
+            _check_position("start", start)
+
+        async def create() -> pb.CreateConsumerResponse:
+            made = await self._finish(self.subscriptions.create(consumer, start))
+            standing = await self.store.standing(made.name)
+            return pb.CreateConsumerResponse(consumer=made, stored_units=standing.open)
+
+        return await self._repeats.once(request, create)
+
+    async def GetConsumer(
+        self, request: pb.GetConsumerRequest, context: Context
+    ) -> pb.GetConsumerResponse:
+        return pb.GetConsumerResponse(consumer=await self.store.consumer(request.consumer))
+
+    async def ListConsumers(
+        self, request: pb.ListConsumersRequest, context: Context
+    ) -> pb.ListConsumersResponse:
+        size = _page_size(request)
+        consumers, token = await self.store.consumers(size, request.page_token)
+        return pb.ListConsumersResponse(consumers=consumers, next_page_token=token)
+
+    async def UpdateConsumer(
+        self, request: pb.UpdateConsumerRequest, context: Context
+    ) -> pb.UpdateConsumerResponse:
+        async def update() -> pb.UpdateConsumerResponse:
+            changed = await self._finish(self.subscriptions.update(request.consumer))
+            return pb.UpdateConsumerResponse(consumer=changed)
+
+        return await self._repeats.once(request, update)
+
+    async def DeleteConsumer(
+        self, request: pb.DeleteConsumerRequest, context: Context
+    ) -> pb.DeleteConsumerResponse:
+        async def delete() -> pb.DeleteConsumerResponse:
+            await self._finish(self.subscriptions.delete(request.consumer))
+            return pb.DeleteConsumerResponse()
+
+        return await self._repeats.once(request, delete)
+
+    async def Subscribe(
+        self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: Context
+    ) -> AsyncIterator[pb.SubscribeResponse]:
+        async for response in self.subscriptions.stream(request_iterator):
+            yield response
+
+    async def SetRewards(
+        self, request: pb.SetRewardsRequest, context: Context
+    ) -> pb.SetRewardsResponse:
+        check_name("request_id", request.request_id)
+        duplicate = await self._finish(self._set_rewards(request))
+        metrics.REWARDS.labels("repeat" if duplicate else "set").inc()
+        return pb.SetRewardsResponse(duplicate=duplicate)
+
+    async def Seek(self, request: pb.SeekRequest, context: Context) -> pb.SeekResponse:
+        _check_position("position", request.position)
+
+        async def seek() -> pb.SeekResponse:
+            work = self.subscriptions.seek(request.consumer, request.position)
+            sought = await self._finish(work)
+            return pb.SeekResponse(again=sought.again, skipped=sought.skipped)
+
+        return await self._repeats.once(request, seek)
+
+    async def ListFiltered(
+        self, request: pb.ListFilteredRequest, context: Context
+    ) -> pb.ListFilteredResponse:
+        size = _page_size(request)
+        entries, token = await self.store.filtered(request.consumer, size, request.page_token)
+        return pb.ListFilteredResponse(entries=entries, next_page_token=token)
+
+    async def ListOpenGroups(
+        self, request: pb.ListOpenGroupsRequest, context: Context
+    ) -> pb.ListOpenGroupsResponse:
+        size = _page_size(request)
+        groups, token = await self.store.open_groups(size, request.page_token)
+        return pb.ListOpenGroupsResponse(groups=groups, next_page_token=token)
+
+    async def ReadSessions(
+        self, request: pb.ReadSessionsRequest, context: Context
+    ) -> AsyncIterator[pb.ReadSessionsResponse]:
+        arrays = not request.without_arrays
+        if request.session_id:
+            session = await self.store.session(request.session_id, arrays=arrays)
+            yield pb.ReadSessionsResponse(session=session)
+            return
+        page = await self.store.sessions_after(0, _READ_PAGE)
+        while page:
+            for _, session_id in page:
+                try:
+                    session = await self.store.session(session_id, arrays=arrays)
+                except SessionUnknownError:  # removed since the page was read
+                    continue
+                except SessionDamagedError:
+                    yield pb.ReadSessionsResponse(damaged_session_id=session_id)
+                    continue
+                yield pb.ReadSessionsResponse(session=session)
+            page = await self.store.sessions_after(page[-1][0], _READ_PAGE)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        counts = await self.store.counts()
+        consumers = [await self._stats(consumer) for consumer in self.subscriptions.consumers]
+        return pb.GetStatsResponse(
+            sessions=counts.sessions,
+            trajectories=counts.trajectories,
+            complete_groups=counts.complete_groups,
+            open_groups=counts.open_groups,
+            duplicates=self._duplicates,
+            consumers=[stats for stats in consumers if stats is not None],
+            waiting_for_rewards=counts.waiting_for_rewards,
+            reward_timeouts=counts.reward_timeouts,
+            stored_bytes=counts.stored_bytes,
+            removed_sessions=counts.removed_sessions,
         )
-    except ImportError as error:
-        raise ConfigError(
-            "store: a PostgreSQL store needs the psycopg package: pip install 'rollmesh[collector]'"
-        ) from error
-    async with open_postgres(url, retention) as store:
-        yield store
+
+    async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
+        try:
+            standing = await self.store.standing(consumer.name)
+        except ConsumerUnknownError:  # deleted since
+            return None
+        return pb.ConsumerStats(
+            consumer=consumer.name,
+            acknowledged=standing.acknowledged,
+            leased=consumer.leased,
+            ready=max(standing.open - consumer.leased, 0),
+            streams=consumer.streams,
+            filtered=standing.filtered,
+        )
+
+    async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
+        """Stores sessions and returns for each whether it was a repeat."""
+        await faults.reach("collector-mid-ingest")
+        scored = [self._scoring is not None and wants_score(session) for session in sessions]
+        arrivals = [
+            Arrival(session, self._config.scorer_hold_ms if held else None)
+            for session, held in zip(sessions, scored, strict=True)
+        ]
+        try:
+            if self._scoring:
+                self._scoring.check_room(sum(scored))
+            duplicates = await self.store.ingest(arrivals, clock.steady_unix_ms())
+        except (StoreFullError, StoreError, StoreAwayError) as error:
+            metrics.STORE_ERRORS.labels(error.reason).inc()
+            raise
+        repeats = sum(duplicates)
+        self._duplicates += repeats
+        metrics.SESSIONS.labels("repeat").inc(repeats)
+        metrics.SESSIONS.labels("stored").inc(len(duplicates) - repeats)
+        if not all(duplicates):
+            self.subscriptions.announce()
+        for session, held, duplicate in zip(sessions, scored, duplicates, strict=True):
+            if self._scoring and held and not duplicate:
+                self._scoring.add(session.session_id)
+            if session.HasField("reward") and not duplicate:
+                metrics.observe_reward(session, session.reward)
+        return duplicates
+
+    async def _set_rewards(self, request: pb.SetRewardsRequest) -> bool:
+        """Stores rewards and returns whether the request was a repeat."""
+        if not request.HasField("rewards"):
+            raise InvalidFieldError("rewards", "is missing; give at least one reward")
+        duplicate = await self.store.set_rewards(
+            request.session_id, request.rewards, request.request_id, clock.steady_unix_ms()
+        )
+        if not duplicate:
+            self.subscriptions.announce()
+            if request.rewards.HasField("reward"):
+                session = await self.store.session(request.session_id, arrays=False)
+                metrics.observe_reward(session, request.rewards.reward)
+        return duplicate
+
+
+def _check_sessions(records: Sequence[session_pb2.SessionRecord]) -> None:
+    for at, record in enumerate(records):
+        check_session(record, f"sessions[{at}]")
+
+
+def _check_position(field: str, position: pb.Position) -> None:
+    """Checks that a position is set."""
+    place = position.WhichOneof("place")
+    if place is None or (place == "end" and position.end == pb.LOG_END_UNSPECIFIED):
+        raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
+
+
+def _page_size(
+    request: pb.ListConsumersRequest | pb.ListFilteredRequest | pb.ListOpenGroupsRequest,
+) -> int:
+    """Validates and returns the page size of a request."""
+    size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
+    if not 0 < size <= _MAX_PAGE:
+        raise InvalidFieldError("page_size", f"is {size}; give 1 to {_MAX_PAGE}")
+    return size

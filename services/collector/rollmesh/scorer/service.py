@@ -7,10 +7,25 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.scorer.config import ScorerConfig
-from rollmesh.scorer.servicer import ScorerServicer
 from rollmesh.scorer.workers import Workers
-from rollmesh.v1 import scorer_pb2_grpc, server_pb2
+from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, server_pb2
+
+# The RPC of the scorer.
+
+
+class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
+    """Gives each session to a worker."""
+
+    def __init__(self, workers: Workers) -> None:
+        """Takes the workers, which the service starts and stops."""
+        self._workers = workers
+
+    async def Score(
+        self, request: scorer_pb2.ScoreRequest, context: Context
+    ) -> scorer_pb2.ScoreResponse:
+        return scorer_pb2.ScoreResponse(rewards=await self._workers.score(request.session))
 
 
 class ScorerService:

@@ -1,4 +1,6 @@
 """The engine: token-level generation over one model replica.
 
-May import `mesh`, `runtime` and `v1`; only `engine.vllm` imports vLLM and torch.
+Read first: `servicer`, `generations`, `control`, `backend`, `scripted`.
+
+May import `mesh`, `runtime` and `v1`. Only `engine.vllm` imports vLLM and torch.
 """

@@ -8,7 +8,7 @@ from rollmesh.engine.service import EngineService
 from rollmesh.runtime.process.main import run_service
 
 if __name__ == "__main__":
-    # vLLM reads these from the environment; what the user set wins.
+    # vLLM reads these from the environment. The user's values win.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

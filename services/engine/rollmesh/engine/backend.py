@@ -4,146 +4,74 @@ Two backends implement it: `vllm` and `scripted`. Both pass the same conformance
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
-_GROWTH = 8
-"""An answer that is collected has at most an eighth of what was sent before in one chunk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Checked sampling parameters."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
-    allowed_token_ids: tuple[int, ...] = ()
-    """Ids that may be sampled; empty means all."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of an id and the number added to its logit."""
-    bad_sequences: tuple[tuple[int, ...], ...] = ()
-    """The last id of a sequence is never sampled directly after the other ids of the sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A checked constraint on the sampled text."""
-
-    structural_tag: str
-    """An xgrammar structural tag, as JSON."""
-    strict: bool
-    """Whether to refuse a schema that cannot be fully enforced."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptImage:
-    """An image and the ids of a prompt that stand for it."""
-
-    sha256: str
-    """SHA-256 of the bytes, hexadecimal."""
-    offset: int
-    """Index of its first id."""
-    length: int
-    """Number of its ids."""
-    data: bytes
-    """The bytes of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One generation request."""
+    """A checked generation request."""
 
-    request_id: str
+    generate: engine_pb2.GenerateRequest
+    """The request. Its sampling has all defaults, and `max_tokens` fits the context."""
     token_ids: TokenIds
     """The prompt, uint32 [P], P at least 1."""
-    sampling: Sampling
     max_chunk_tokens: int
-    """Maximum number of tokens per streamed chunk; 0 requests one final chunk."""
-    constraint: Constraint | None = None
-    top_logprobs: int = 0
-    """Number of most likely ids to return at each position (T)."""
-    min_chunk_tokens: int = 0
-    """Number of tokens to collect before a chunk is streamed, unless it is the last one; a long
-    answer collects more."""
-    sampled_tokens: int = 0
-    """Number of ids at the end of the prompt that another engine sampled for this request."""
-    images: tuple[PromptImage, ...] = ()
-    """Images in the order of the prompt."""
-    banned_token_ids: tuple[int, ...] = ()
-    """Ids that are no text, and are never sampled."""
-
-    def collects(self, sent: int) -> int:
-        """Returns the number of tokens to collect after `sent` tokens were streamed.
-
-        It grows with the answer, so that a long one is not a hundred messages. What the death of
-        the engine costs stays a small part of the answer.
-        """
-        if not self.min_chunk_tokens:
-            return 0
-        return max(self.min_chunk_tokens, min(sent // _GROWTH, self.max_chunk_tokens))
+    """Maximum number of tokens of a message; 0 requests a single message."""
+    collect_ms: int = 0
+    """Time for which tokens are collected for a message, unless it is the first or the last one,
+    milliseconds."""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes of its images by hash."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens sampled since the last chunk, by one policy version; no token is repeated."""
+def message(
+    token_ids: TokenIds,
+    logprobs: Logprobs,
+    top_ids: TokenIds,
+    top_logprobs: Logprobs,
+    policy_version: int,
+) -> engine_pb2.StreamGenerateResponse:
+    """Returns the message with K tokens of one policy version.
 
-    token_ids: TokenIds
-    """uint32 [K]."""
-    logprobs: Logprobs
-    """float32 [K], in nats, at temperature 1 and without truncation, as a trainer computes them
-    from the model's logits. Under a constraint they are renormalised over the allowed tokens.
-    Penalties, biases, allowed ids and bad ids do not affect them."""
-    top_ids: TokenIds
-    """The most likely ids at each position, in descending order; uint32 [K, T]."""
-    top_logprobs: Logprobs
-    """Their log-probabilities, float32 [K, T]."""
-    policy_version: int
-    """Version of the weights that sampled the tokens."""
-    finish: engine_pb2.GenerateFinish | None = None
-    """How the generation ended; only in the last chunk, which may have no tokens. The servicer adds
-    what it says about the prompt."""
+    Args:
+        token_ids: uint32 [K].
+        logprobs: float32 [K], in nats, at temperature 1 and without truncation, as a trainer
+            computes them from the model's logits. Under a constraint they are renormalised over the
+            allowed tokens. Penalties, biases, allowed ids and bad ids do not affect them.
+        top_ids: The most likely ids at each position, in descending order, uint32 [K, T].
+        top_logprobs: Their log-probabilities, float32 [K, T].
+        policy_version: Version of the weights that sampled the tokens.
+    """
+    return engine_pb2.StreamGenerateResponse(
+        token_ids_u32le=pack_ids(token_ids),
+        logprobs_f32le=pack_logprobs(logprobs),
+        top_ids_u32le=pack_ids(top_ids),
+        top_logprobs_f32le=pack_logprobs(top_logprobs),
+        policy_version=policy_version if len(token_ids) else None,
+    )
 
-    @classmethod
-    def empty(cls, request: GenerateInput, policy_version: int) -> Self:
-        """Returns a chunk without tokens."""
-        ids, logprobs = np.empty(0, np.uint32), np.empty(0, np.float32)
-        shape = 0, request.top_logprobs
-        return cls(ids, logprobs, ids.reshape(shape), logprobs.reshape(shape), policy_version)
 
-    @classmethod
-    def aborted(cls, request: GenerateInput, policy_version: int) -> Self:
-        """Returns the only chunk of a request that was aborted before anything was sampled."""
-        finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_ABORT)
-        return replace(cls.empty(request, policy_version), finish=finish)
+def aborted() -> engine_pb2.StreamGenerateResponse:
+    """Returns the only message of a request that was aborted before anything was sampled."""
+    finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_ABORT)
+    return engine_pb2.StreamGenerateResponse(finish=finish)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load and state of a backend."""
+    """The load of a backend."""
 
     policy_version: int
     running: int
     waiting: int
-    paused: bool
-    sleeping: bool
     stuck_ms: int = 0
     """Time for which the model has not finished a step although requests need one, milliseconds."""
 
@@ -172,11 +100,11 @@ class Backend(Protocol):
     name: str
     """Name of the backend."""
     weight_transfer: str
-    """Name of vLLM's weight transfer backend; empty if there is none."""
+    """Name of vLLM's weight transfer backend. Empty if there is none."""
     limits: ModelLimits
     """Known once `start` has returned."""
     died: asyncio.Event
-    """Set when the model's process dies; nothing can be generated after that."""
+    """Set when the model's process dies. Nothing can be generated after that."""
 
     async def start(self) -> None:
         """Loads the model and warms it up."""
@@ -187,11 +115,16 @@ class Backend(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Sets `died` when the model's process dies; runs until then."""
+        """Sets `died` when the model's process dies. Runs until then."""
         ...
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
-        """Yields chunks, the last with the finish; closing the iterator aborts the request.
+    def generate(
+        self, request: GenerateInput
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        """Yields messages, the last with the finish. Closing the iterator aborts the request.
+
+        No token is repeated. The last message may have no tokens. Its fields about the
+        prompt are added later.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
@@ -203,8 +136,10 @@ class Backend(Protocol):
         """Aborts requests: each yields the tokens sampled so far and finishes with ABORT."""
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; new requests wait until `resume`."""
+    # `control` makes the calls from here to `wake_up` one at a time.
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        """Stops sampling. New requests wait until `resume`, also if the call is cancelled."""
         ...
 
     async def resume(self) -> None:
@@ -220,23 +155,35 @@ class Backend(Protocol):
         """
         ...
 
-    async def update_weights(
-        self, source: Path | Transfer, policy_version: int, mode: PauseMode
-    ) -> int:
-        """Loads new weights from a safetensors file, a directory of such files, or the trainer.
-
-        Returns:
-            Duration of the sampling pause, milliseconds.
+    async def check_weights(self, source: Path | Transfer) -> None:
+        """Checks a safetensors file, a directory of such files, or a transfer before its update.
 
         Raises:
-            InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
+            InvalidWeightsError: The weights do not fit the model.
+            WeightTransferError: The transfer cannot begin.
+        """
+        ...
+
+    async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
+        """Loads weights while sampling is paused, and says them to be of a version.
+
+        Raises:
+            InvalidWeightsError: The weights do not fit the model. The old ones stay in use.
             WeightTransferError: The transfer failed before anything was loaded.
             EngineDeadError: The weights were loaded only in part, or a transfer took too long.
         """
         ...
 
+    def check_sleep(self) -> None:
+        """Checks that the backend can sleep.
+
+        Raises:
+            InvalidFieldError: It was started without a sleep mode.
+        """
+        ...
+
     async def sleep(self, level: int) -> None:
-        """Frees accelerator memory; running requests are aborted."""
+        """Frees accelerator memory. Running requests are aborted."""
         ...
 
     async def wake_up(self) -> None:
@@ -244,9 +191,33 @@ class Backend(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Drops cached prefixes; returns whether it succeeded."""
+        """Drops cached prefixes. Returns whether it succeeded."""
         ...
 
     def load(self) -> Load:
-        """Returns the load and state."""
+        """Returns the load."""
         ...
+
+
+# The files of a checkpoint that a request names.
+
+_MOST_FILES = 4096
+
+
+def weight_files(source: Path) -> list[Path]:
+    """Returns the safetensors files of a directory, or the file itself.
+
+    Links are followed, because caches of models consist of them. Only safetensors are read.
+
+    Raises:
+        OSError: There are too many, or one is a pipe or a device, on which reading would wait.
+    """
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if len(files) > _MOST_FILES:
+        raise OSError(
+            f"{source} has {len(files)} safetensors files; at most {_MOST_FILES} are read"
+        )
+    for path in files:
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path} is no regular file")
+    return files

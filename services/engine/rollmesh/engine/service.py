@@ -12,8 +12,8 @@ from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
-from rollmesh.mesh.routers.membership import Membership
-from rollmesh.mesh.routers.reachable import own_id
+from rollmesh.mesh.routers import Membership, own_id
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 
@@ -44,11 +44,12 @@ class EngineService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Starts the backend and registers with the router; undoes both on exit."""
+        """Starts the backend and registers with the router. Undoes both on exit."""
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._backend.stop)
             await self._backend.start()
             self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
-            stack.push_async_callback(self._backend.stop)
+            stack.push_async_callback(self._servicer.generations.images.close)
             if self._config.router:
                 self._membership = Membership(self._config.router, self._hello(address), self._load)
                 membership = await stack.enter_async_context(self._membership)
@@ -65,12 +66,13 @@ class EngineService:
             await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Leaves the router."""
+        """Leaves the router, and ends the streams of gateways with their last generations."""
         if self._membership is not None:
             await self._membership.leave()
+        self._servicer.generations.leave()
 
     async def failed(self) -> str:
-        """Waits until the model's process dies or the router refuses the engine; returns why."""
+        """Waits until the model's process dies or the router refuses the engine. Returns why."""
         async with asyncio.TaskGroup() as group:
             died = group.create_task(self._backend.died.wait())
             waits: list[asyncio.Task[Any]] = [died]
@@ -102,19 +104,22 @@ class EngineService:
         )
 
     def _load(self) -> router_pb2.ReplicaLoad:
-        load = self._backend.load()
+        load, state = self._backend.load(), self._servicer.control.state
+        dropped = not state.has_weights
         return router_pb2.ReplicaLoad(
             policy_version=load.policy_version,
             running=load.running,
             waiting=load.waiting,
-            paused=load.paused,
-            sleeping=load.sleeping,
-            push_id=self._servicer.weights.push_id,
+            paused=self._servicer.control.paused,
+            sleeping=state.asleep,
+            # Once it is awake, the router brings the weights of the push again.
+            push_id="" if dropped and not state.asleep else self._servicer.weights.push_id,
+            weights_dropped=dropped,
         )
 
 
 def _tokenizer_of(config: EngineConfig) -> str:
-    """Returns the digest of the model's tokenizer; empty if it has none.
+    """Returns the digest of the model's tokenizer. Empty if it has none.
 
     A scripted engine has none, because its ids have no text.
     """
@@ -130,10 +135,12 @@ def make_backend(config: EngineConfig) -> Backend:
     """Returns the configured backend.
 
     Raises:
-        ConfigError: vLLM has no such option.
+        ConfigError: vLLM is not installed, or has no such option.
     """
     if config.backend == "scripted":
         return ScriptedBackend(config)
+    if problem := config.missing_package():
+        raise ConfigError(problem)
     # Imported here: importing vLLM takes seconds, and the scripted backend does not need it.
     from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmesh.chat.conversation import ChatModel, Conversation
-    from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+    from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 
 __all__ = [
     "ChatModel",
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    own = "conversation" if name in {"ChatModel", "Conversation"} else "parsing.events"
+    own = "conversation" if name in {"ChatModel", "Conversation"} else "parsing.parser"
     return getattr(import_module(f"{__name__}.{own}"), name)

@@ -2,17 +2,26 @@
 
 The rules are those that real clients need. Arguments compare as JSON values and their numbers as
 doubles; call ids count only if the template prints them; absent fields equal empty ones. An echo
-of a sampled message may also be stripped of whitespace, lack its reasoning, carry the agent's name,
-and contain repaired arguments.
+of a sampled message may also be stripped of blank text, lack its reasoning or have it inlined, lack
+the text beside its calls, carry the agent's name, and contain repaired arguments.
 """
 
 import hashlib
+import html
 import json
+import re
 
 from rollmesh.chat.json_values import comparable, rounded
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
 
 _DIGEST_BYTES = 16
+_MARK_CHARS = 64
+_OPENING = re.compile(r"[<\[\u25c1]\S{1,63}")
+_CLOSING = re.compile(r"[<\[\u25c1]\S{0,62}[>\]\u25b7]")
+"""What templates and agents print around reasoning, such as `<think>` or `[/THINK]`."""
+_FOLD = re.compile(
+    r"<details\b[^>]{0,256}>\s*(?:<summary>[^<]{0,256}</summary>\s*)?(.*?)</details>(.*)", re.DOTALL
+)
 
 
 def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
@@ -32,37 +41,110 @@ def spelling_key(group: MessageGroup) -> bytes:
 
 
 def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
-    """Returns a digest that is also equal for an echo that was stripped or given a name."""
+    """Returns a digest that is also equal for an echo that lost blank text or was given a name."""
     fields = [_plain(message, call_ids=call_ids, lenient=True) for message in group]
     return _digest([field for one in fields for field in one])
 
 
-def is_mended_echo(sampled: Message, echo: Message) -> bool:
-    """Returns whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
+class ChangedEcho:
+    """An echo that differs from what was sampled by more than blank text and names.
 
-    Holds when calls agree in number, order, id and name, and each pair of arguments is equal as
-    JSON, or nearly (15 digits of a number), or was not JSON when it was sampled.
+    It is compared with many sampled messages, so it is read once.
     """
-    if len(sampled.tool_calls) != len(echo.tool_calls) or not sampled.tool_calls:
-        return False
-    if sampled.content.strip() != echo.content.strip():
-        return False
-    return all(
-        ours.id == theirs.id
-        and ours.name == theirs.name
-        and _is_mended(ours.arguments, theirs.arguments)
-        for ours, theirs in zip(sampled.tool_calls, echo.tool_calls, strict=True)
-    )
+
+    def __init__(self, echo: Message) -> None:
+        """Takes the echo."""
+        self._content = _even(echo.content)
+        self._unfolded = _unfolded(self._content)
+        self._pictured = bool(echo.images)
+        self._calls = [(call.id, call.name) for call in echo.tool_calls]
+        self._has_ids = bool(echo.tool_calls) and all(call.id for call in echo.tool_calls)
+        self._values = [argument_value(call.arguments) for call in echo.tool_calls]
+        self._rounded = [_rounded(call.arguments) for call in echo.tool_calls]
+
+    def changes(self, sampled: Message) -> int | None:
+        """Returns how many changes make a sampled message this echo; None if it is no echo of it.
+
+        Calls must agree in number, order, id and name, and each pair of arguments must be equal as
+        JSON, or nearly (15 digits of a number), or must not have been JSON when it was sampled,
+        which is a change. The content may begin with the reasoning, in marks or folded. The text
+        beside calls may be missing if each call has an id, which is a change too.
+        """
+        if self._pictured or len(sampled.tool_calls) != len(self._calls):
+            return None
+        if self._calls != [(call.id, call.name) for call in sampled.tool_calls]:
+            return None
+        changes = self._text_changes(sampled)
+        if changes is None:
+            return None
+        for at, call in enumerate(sampled.tool_calls):
+            if not self._is_equal(at, call.arguments):
+                if argument_value(call.arguments)[0] != "raw":
+                    return None
+                changes += 1
+        return changes
+
+    def _text_changes(self, sampled: Message) -> int | None:
+        """Returns 0 if the content is that of a sampled message, 1 if it lacks it, or None.
+
+        It may inline the reasoning.
+        """
+        if self._has_ids and not self._content:
+            return int(bool(sampled.content.strip()))
+        if self._calls and self._content == _even(sampled.content):
+            return 0
+        content, thought = self._unfolded or self._content, sampled.reasoning
+        thought = _unquoted(thought) if self._unfolded else thought
+        begin = thought.lstrip()[:_MARK_CHARS].partition("\n")[0].rstrip()
+        if not begin or content.find(begin, 0, 2 * _MARK_CHARS) < 0:
+            return None
+        text, thought = _even(sampled.content), _even(thought)
+        opening, found, rest = content.partition(thought)
+        closing = rest.removesuffix(text)
+        lacks_text = bool(text) and closing == rest
+        if not found or (lacks_text and not self._has_ids):
+            return None
+        opening, closing = opening.strip(), closing.strip()
+        opens = _OPENING.fullmatch(opening) is not None
+        closes = _CLOSING.fullmatch(closing) is not None
+        if (opens or closes) and (opens or not opening) and (closes or not closing):
+            return int(lacks_text)
+        return None
+
+    def _is_equal(self, at: int, sampled: str) -> bool:
+        if self._values[at] == argument_value(sampled):
+            return True
+        rough = _rounded(sampled)
+        return rough is not None and rough == self._rounded[at]
 
 
-def _is_mended(sampled: str, echo: str) -> bool:
-    kind, value = argument_value(sampled)
-    if kind == "raw" or argument_value(echo) == (kind, value):
-        return True
+def _even(text: str) -> str:
+    """Returns a text without blank lines, and without blanks around it and at the ends of lines."""
+    return "\n".join(line for line in map(str.rstrip, text.strip().split("\n")) if line)
+
+
+def _unfolded(content: str) -> str | None:
+    """Returns a content with its folded reasoning, unquoted, in plain marks; None if it has none.
+
+    Front ends quote the lines of the reasoning that do not begin with a quote's mark.
+    """
+    found = _FOLD.match(content)
+    if found is None:
+        return None
+    thought, text = found.groups()
+    thought = html.unescape(thought) if thought.startswith("&gt;") else thought
+    return _even(f"<think>\n{_unquoted(thought)}\n</think>\n{text}")
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"^> ?", "", text, flags=re.MULTILINE)
+
+
+def _rounded(arguments: str) -> str | None:
     try:
-        return rounded(sampled) == rounded(echo)
+        return rounded(arguments)
     except ValueError:
-        return False
+        return None
 
 
 def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
@@ -98,7 +180,7 @@ def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
     if not isinstance(options, dict):
         raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
     key = _digest([_dump(tools), _dump(options)])
-    return RenderContext(tools_json if tools else b"", options_json if options else b"", key)
+    return RenderContext(tools_json if tools else b"", options_json if options else b"", key=key)
 
 
 def fingerprint(context: RenderContext, messages_digest: bytes, settings: object) -> bytes:
@@ -115,7 +197,7 @@ def fingerprint(context: RenderContext, messages_digest: bytes, settings: object
 
 def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
     """Returns the fields of a message that are compared; each message is self-delimiting."""
-    content = message.content.strip() if lenient else message.content
+    content = _even(message.content) if lenient else message.content
     name = "" if lenient else message.name
     fields = [message.role, content, name, f"{len(message.tool_calls)}{_places(message)}"]
     for call in message.tool_calls:

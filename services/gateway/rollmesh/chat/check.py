@@ -4,14 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollmesh.chat.images.rules import load_rule
+from rollmesh.chat.images import load_rule
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.loading import load_model, printer
 from rollmesh.chat.templates.profile import REWRITING, TemplateProfile
+from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelFilesError
 
 
@@ -37,10 +37,12 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
     if profile.refused:
         lines += ["", "Requests with these orders of roles are refused:"]
         lines += sorted(f"  - {order}: {order.why}" for order in profile.refused)
+    if format_.one_call:
+        lines += ["", "The template allows one tool call: an answer ends before a second."]
     if format_.tools == UNKNOWN:
         lines += [
             "",
-            "The template shows no known tool-call format, so requests with tools are refused.",
+            f"Requests with tools are refused: {format_.why}.",
             f"Set tool_parser to one of: {known_parsers()}",
         ]
     return "\n".join(lines)
@@ -60,7 +62,14 @@ def main() -> int:
     except (TemplateRefusedError, TemplateRenderError) as error:
         print(f"refused: {error}")
         return 1
-    format_ = choose(template.source, tool_parser="auto", reasoning_parser="auto", shown=())
+    format_ = choose(
+        template.source,
+        printer(template),
+        tokenizer,
+        tool_parser="auto",
+        reasoning_parser="auto",
+        shown=(),
+    )
     print(report(found, format_))
     return 0
 

@@ -2,20 +2,22 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.images.held import HeldImages
-from rollmesh.chat.images.placing import Placeholder, PlacementError, locate
-from rollmesh.chat.images.rules import (
+from rollmesh.chat.images import (
+    HeldImages,
     ImageRefusedError,
     ImageRule,
+    Placeholder,
+    PlacementError,
     load_reserved_ids,
     load_rule,
+    locate,
     reserved_texts,
 )
 from rollmesh.chat.messages import (
@@ -27,19 +29,17 @@ from rollmesh.chat.messages import (
     new_call_id,
 )
 from rollmesh.chat.openai import read_messages, write_message
-from rollmesh.chat.parsing.answer import Answer
-from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.detection import check_readable, choose
-from rollmesh.chat.parsing.events import ParserEvent
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.parsing.parser import ParserEvent
+from rollmesh.chat.templates.continuation import Continuation, Seen
 from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.templates.path import Seen
+from rollmesh.chat.templates.loading import load_model, printer
 from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
@@ -80,16 +80,21 @@ class ChatModel:
         """
         template, tokenizer = load_model(Path(path))
         format_ = choose(
-            template.source, tool_parser=tool_parser, reasoning_parser=reasoning_parser, shown=()
+            template.source,
+            printer(template),
+            tokenizer,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+            shown=(),
         )
         if format_.tools.startswith(VLLM):
             if tool_parser != "auto":
                 raise ConfigError(f"tool_parser: {tool_parser} needs the gateway")
-            format_ = choose(
-                template.source, tool_parser="none", reasoning_parser=reasoning_parser, shown=()
-            )
-            format_ = AnswerFormat(
-                UNKNOWN, format_.reasoning, reasoning_tags=format_.reasoning_tags
+            format_ = replace(
+                format_,
+                tools=UNKNOWN,
+                shown=(),
+                why=f"the model's calls are read by {format_.tools}, which needs the gateway",
             )
         rule, reserved = load_rule(Path(path)), load_reserved_ids(Path(path))
         return cls(tokenizer, Continuation(template, tokenizer, rule), format_, rule, reserved)
@@ -128,10 +133,11 @@ class Conversation:
         Raises:
             InvalidFieldError: There are tools, and the format of their calls is not known.
         """
-        if tools:
-            check_readable(model.format)
         self._model = model
-        self._context = make_context(_dump(tools), _dump(template_options))
+        context = make_context(_dump(tools), _dump(template_options))
+        if tools:
+            check_readable(model.format, context.tools_json)
+        self._context = replace(context, now=clock.unix_ms() // 1000)
         reserved = reserved_texts(model.reserved_ids, model.tokenizer)
         self._special_text = SpecialText(model.tokenizer, special_text, reserved)
         self.images = HeldImages()
@@ -220,8 +226,9 @@ class Conversation:
         turn = self._begun()
         events = [*turn.answer.end_text(), *turn.answer.finish()]
         self._answer, self.malformed = turn.answer.message(), turn.answer.malformed
-        sampled = np.array(turn.sampled, np.uint32)
-        ended = bool(turn.sampled) and turn.sampled[-1] in self._model.continuation.closing_ids
+        # Where the template allows one call, what follows it is no part of the answer.
+        sampled = np.array(turn.sampled[: turn.answer.stopped_at], np.uint32)
+        ended = bool(len(sampled)) and int(sampled[-1]) in self._model.continuation.closing_ids
         ids = np.concatenate([turn.opening, sampled])
         self._held += [*turn.held, _HeldGroup((self._answer,), ids, sampled, ended)]
         end = 0
@@ -268,13 +275,14 @@ class _Turn:
 
 def _new_answer(model: ChatModel, context: RenderContext, *, inside: bool) -> Answer:
     format_ = model.format
-    splitter = ReasoningSplitter(inside=inside, tags=format_.reasoning_tags)
+    parser = format_.parser(context, inside_reasoning=inside)
     return Answer(
         IncrementalDecoder(model.tokenizer, format_.delimiters),
         (),
-        parser=format_.parser(context, inside_reasoning=inside),
-        reasoning=splitter if format_.reasoning else None,
+        parser=parser,
+        reasoning=format_.splitter(parser, inside=inside),
         new_call_id=new_call_id,
+        one_call=format_.one_call,
     )
 
 

@@ -106,5 +106,7 @@ class RenderContext:
     """The tools: a JSON array as the agent sent it; empty means none."""
     options_json: bytes = b""
     """Extra variables of the template: a JSON object; empty means none."""
+    now: int = 0
+    """The time that the template prints, unix seconds; 0 is the time of the render."""
     key: bytes = field(default=b"", compare=False)
-    """Digest of the two as JSON values."""
+    """Digest of tools and options as JSON values."""

@@ -1,17 +1,27 @@
 """The gateway: turns agents' chat requests into exact token sequences.
 
-Layers, each of which imports only those below it:
+Modules, each of which imports only those below it:
 
     __main__
-    service | commands    the process; command-line tools
+    service | commands    the process, and command-line tools
     servicer              RPCs
-    sessions              session lifecycle, from creation to close
-    turns                 one turn: prompt, lease, generation, commit
-    storage               the journal, and the outbox to the collector
+    tenancy               the journals that a gateway serves
+    registry              the sessions of one journal: opening, turns, replies, closing
+    turn                  one turn: prompt, lease, generation, commit
+    prompt                the prompt of a turn
+    deps                  the dependencies of turns
+    outbox                closed sessions on their way to the collector
+    postgres              journals in a database that gateways share
+    journal               open sessions in a journal, and a journal in a file
     export                the record of a closed session
-    protocol              reads requests, writes responses
+    responses, requests   the messages of the contract
     metrics
-    conversation          the state of a session: its tree and its turns
+    session               the state of a session, its turns and its limits
+    conversation          messages and images of requests
+    lineage               the lineage of each branch
+    tree                  the conversation tree of a session
+
+Read first: `turn`, `prompt`, `session`.
 
 Outside itself it may import `chat`, `mesh`, `runtime` and `v1`.
 """

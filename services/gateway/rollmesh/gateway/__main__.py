@@ -3,7 +3,7 @@
 import os
 import sys
 
-from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelFilesError
 from rollmesh.gateway.commands import DEAD_LETTERS, REVOKE_KEY, run_dead_letters, run_revoke_key
 from rollmesh.gateway.config import GatewayConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
-from rollmesh.mesh.directories.gateways import GatewayDirectory
+from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.backoff import Backoff
@@ -35,7 +35,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 
 
 def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
+    """Runs the tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
     _add_addresses(parser)
     parser.add_argument("work", nargs="?", default="list", choices=("list", "retry", "drop"))
@@ -49,7 +49,7 @@ def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def run_revoke_key(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the tool; returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
+    """Runs the tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(
         prog=f"rollmesh gateway {REVOKE_KEY}",
         description="Ends the keys of open sessions. Agents that have them get 401; whoever opened "
@@ -76,7 +76,7 @@ def _run(
     options: argparse.Namespace,
     environ: Mapping[str, str],
 ) -> int:
-    """Runs a tool's work, which returns what failed; returns the exit code."""
+    """Runs a tool's work, which returns the failures, and returns the exit code."""
     try:
         identity.present_files(options, environ)
     except ConfigError as error:
@@ -92,7 +92,7 @@ def _run(
 
 
 async def _revoked(options: argparse.Namespace) -> list[str]:
-    """Ends the key of each session; returns what gateways said of those whose key is not ended."""
+    """Ends the key of each session and returns the errors of the sessions that keep theirs."""
     failed = []
     async with aclosing(GatewayDirectory(options.router, options.gateway)) as gateways:
         for session_id in options.session_ids:
@@ -125,7 +125,7 @@ async def _end_key(gateways: GatewayDirectory, session_id: str) -> None:
 
 
 async def _connected(options: argparse.Namespace) -> list[str]:
-    """Does the work; returns what gateways said that could not do theirs."""
+    """Does the work and returns the errors of the gateways that failed."""
     async with aclosing(GatewayDirectory(options.router, options.gateway)) as gateways:
         if options.session_ids:
             for session_id in options.session_ids:
@@ -149,7 +149,7 @@ async def _connected(options: argparse.Namespace) -> list[str]:
 
 
 async def _work_through(stub: "Stub", work: str) -> int:
-    """Shows, retries or drops all dead letters of one gateway; returns their number."""
+    """Shows, retries or drops all dead letters of one gateway and returns their number."""
     with typed_errors():
         letters = [letter async for letter in _letters(stub)]
         for letter in letters:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.mesh.generations.images import MOST_IMAGES
+from rollmesh.mesh.images import MOST_IMAGES
 from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
@@ -39,7 +39,8 @@ class GatewayConfig(ServerConfig):
     tool_parser: str = "auto"
     """Tool-call parser: auto (detected from the chat template), a parser's name, or vllm:NAME."""
     tool_parser_timeout_ms: Annotated[int, Bounds(1)] = 60_000
-    """Timeout of a vLLM tool parser, including its startup, milliseconds."""
+    """Timeout of a vLLM tool parser, including its startup, milliseconds. One answer may take a
+    quarter of it."""
     reasoning_parser: str = "auto"
     """Reasoning parser: think (answers begin with <think>), none, or auto."""
     special_text: Annotated[str, OneOf(("parity", "plain", "refuse"))] = "parity"
@@ -50,6 +51,11 @@ class GatewayConfig(ServerConfig):
     history: Annotated[str, OneOf(("keep", "rewrite"))] = "keep"
     """How sampled turns are handled if the chat template later renders them differently: keep
     (keep the sampled tokens) or rewrite (continue from the rendered text on a new branch)."""
+    sampling_policy: Annotated[str, OneOf(("agent", "enforce", "refuse"))] = "agent"
+    """Whose sampling parameters count in sessions that do not say so themselves: agent (the
+    agent's; a turn whose distribution they change carries SAMPLING_CHANGED), enforce (the
+    session's; the agent's are ignored and counted), or refuse (the session's; a request that asks
+    for others fails with a 400 that names the parameter). Limits and stops are the agent's."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
     """Maximum number of token ids in one path, prompt and answer together; 0 uses the model's
     max_position_embeddings."""

@@ -1,8 +1,8 @@
-"""Prometheus metrics of a gateway, in addition to those of its RPCs."""
+"""Prometheus metrics of a gateway, in addition to the metrics of its RPCs."""
 
 from prometheus_client import Counter, Gauge
 
-from rollmesh.gateway.conversation.nodes import Node
+from rollmesh.gateway.tree import Node
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
@@ -14,16 +14,26 @@ TURNS = Counter(
 TOKENS = Counter(
     "rollmesh_gateway_tokens_total", "Tokens of committed turns: prompt, cached, sampled.", ["kind"]
 )
+_PROMPT, _CACHED, _SAMPLED = (TOKENS.labels(kind) for kind in ("prompt", "cached", "sampled"))
 REASONS = Counter(
     "rollmesh_gateway_fidelity_reasons_total",
     "Committed turns whose tokens are not simply what the policy sampled, by reason.",
     ["reason"],
+)
+IGNORED_SAMPLING = Counter(
+    "rollmesh_gateway_ignored_sampling_total",
+    "Turns whose request has a sampling parameter that the session overrides, by parameter.",
+    ["parameter"],
 )
 REPLAYED_ANSWERS = Counter(
     "rollmesh_gateway_replayed_answers_total", "Requests answered by a turn that was committed."
 )
 ENGINE_LOSSES = Counter(
     "rollmesh_gateway_engine_losses_total", "Generations cut because their engine went away."
+)
+POISON = Counter(
+    "rollmesh_gateway_poison_requests_total",
+    "Turns refused because several engines died or fell silent before their first token.",
 )
 MIGRATIONS = Counter(
     "rollmesh_gateway_migrations_total",
@@ -42,6 +52,10 @@ OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turn
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."
 )
+RETRIED = Gauge(
+    "rollmesh_gateway_retried_sessions",
+    "Closed sessions that the collector did not take and that are sent again alone.",
+)
 JOURNALS = Gauge("rollmesh_gateway_journals", "Journals that the gateway serves.")
 TAKEOVERS = Counter(
     "rollmesh_gateway_journal_takeovers_total",
@@ -49,7 +63,7 @@ TAKEOVERS = Counter(
 )
 DEAD_LETTERS = Gauge(
     "rollmesh_gateway_dead_letters",
-    "Sessions set aside: refused by the collector, without a record, or damaged in the journal.",
+    "Sessions set aside: refused or failed by the collector, without a record, or damaged.",
 )
 
 
@@ -58,8 +72,8 @@ def committed(node: Node) -> None:
     sample = node.sample
     assert sample is not None
     TURNS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, sample.finish).lower()).inc()
-    TOKENS.labels("prompt").inc(sample.prompt_tokens)
-    TOKENS.labels("cached").inc(sample.cached_tokens)
-    TOKENS.labels("sampled").inc(len(sample.token_ids))
+    _PROMPT.inc(sample.prompt_tokens)
+    _CACHED.inc(sample.cached_tokens)
+    _SAMPLED.inc(len(sample.token_ids))
     for reason in node.reasons:
         REASONS.labels(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason).lower()).inc()

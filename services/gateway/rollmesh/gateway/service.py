@@ -5,46 +5,38 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import grpc
 
-from rollmesh.chat.images.rules import load_reserved_ids, load_rule, reserved_texts
+from rollmesh.chat.images import load_reserved_ids, load_rule, reserved_texts
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM
 from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import context_of, load_model, vocabulary_of
+from rollmesh.chat.templates.loading import context_of, load_model, printer, vocabulary_of
 from rollmesh.chat.templates.profile import MOVING
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelFilesError
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.conversation.images import ImagePolicy
-from rollmesh.gateway.conversation.limits import SessionLimits
-from rollmesh.gateway.protocol.info import (
+from rollmesh.gateway.conversation import ImagePolicy
+from rollmesh.gateway.deps import Deps, FairExecutor, Workers
+from rollmesh.gateway.journal import Journal, Journals, ModelFiles, open_sqlite
+from rollmesh.gateway.responses import (
     write_reasoning,
     write_special_text,
     write_template,
     write_tool_calls,
 )
 from rollmesh.gateway.servicer import GatewayServicer
-from rollmesh.gateway.sessions.gateway import Gateway
-from rollmesh.gateway.sessions.tenancy import Tenancy
-from rollmesh.gateway.storage.model_files import ModelFiles
-from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.gateway.storage.sqlite import open_sqlite
-from rollmesh.gateway.storage.transaction import Journal, Journals
-from rollmesh.gateway.turns.fairness import FairExecutor
-from rollmesh.gateway.turns.prepare import Workers
-from rollmesh.gateway.turns.prompt import new_tree
-from rollmesh.gateway.turns.turns import TurnRunner
-from rollmesh.mesh.directories.members import CollectorDirectory
-from rollmesh.mesh.generations.engines import EngineClients
-from rollmesh.mesh.leasing.leases import LeaseClient
-from rollmesh.mesh.routers.membership import Membership
-from rollmesh.mesh.routers.reachable import own_id
+from rollmesh.gateway.session import SessionLimits
+from rollmesh.gateway.tenancy import Gateway, Tenancy
+from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.mesh.engines import EngineClients
+from rollmesh.mesh.failover import Failover
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.routers import Membership, own_id
 from rollmesh.runtime.codec.images import ImageLimits
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tasks import first_of
@@ -76,6 +68,8 @@ class GatewayService:
         self._reserved_ids = load_reserved_ids(config.model_path)
         self._format = choose(
             template.source,
+            printer(template),
+            self._tokenizer,
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
             shown=self._shown(),
@@ -89,6 +83,12 @@ class GatewayService:
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         tool_calls = write_tool_calls(self._format)
         self._parses_tool_calls = tool_calls == gateway_pb2.TOOL_CALL_PARSING_PARSED
+        self._images = ImagePolicy(
+            rule,
+            self._continuation.profile.image_roles,
+            ImageLimits(config.max_image_bytes, config.max_image_pixels),
+            config.max_conversation_images,
+        )
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
                 gateway_id=self._gateway_id,
@@ -97,16 +97,13 @@ class GatewayService:
                 template=write_template(self._continuation.profile, template.sha256),
                 tool_calls=tool_calls,
                 tool_parser=self._format.tools if self._parses_tool_calls else "",
+                tool_calls_explanation=self._format.why,
+                one_tool_call=self._format.one_call,
                 reasoning_format=write_reasoning(self._format),
                 special_text=write_special_text(config.special_text),
             ),
             config,
-            ImagePolicy(
-                rule,
-                self._continuation.profile.image_roles,
-                ImageLimits(config.max_image_bytes, config.max_image_pixels),
-                config.max_conversation_images,
-            ),
+            self._images,
         )
         self._collectors = CollectorDirectory(config.router, config.collector)
         self._membership: Membership | None = None
@@ -122,32 +119,27 @@ class GatewayService:
         }
         return frozenset(one for one, is_there in found.items() if is_there)
 
+    @property
+    def servicer(self) -> GatewayServicer:
+        """The RPCs, for callers in this process."""
+        return self._servicer
+
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self._servicer, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the journal, rebuilds the sessions and joins the mesh; exits in reverse order."""
+        """Opens the journal, rebuilds the sessions and joins the mesh. Exits in reverse order."""
         config = self._config
         self._log_formats()
         async with AsyncExitStack() as stack:
             first, shared = await stack.enter_async_context(self._open_journals())
             stack.push_async_callback(self._collectors.aclose)
+            stack.push_async_callback(self._images.close)
             leases = await stack.enter_async_context(self._lease_client())
             async with asyncio.TaskGroup() as tasks:
-                gateway = Gateway(
-                    new_tree=partial(new_tree, self._continuation),
-                    new_outbox=self._new_outbox,
-                    runner=self._runner(stack, leases),
-                    tasks=tasks,
-                    model=config.model,
-                    forgotten=leases.forget,
-                    max_sessions=config.max_sessions,
-                    max_undelivered=config.max_undelivered_sessions,
-                    session_idle_ms=config.session_idle_ms,
-                    is_shared=shared is not None,
-                )
+                gateway = Gateway(self._deps(stack, leases), self._collectors, tasks)
                 await gateway.hold(first)
                 self._servicer.begin(gateway)
                 _watch(gateway)
@@ -180,7 +172,7 @@ class GatewayService:
                 yield journal, None
             return
         try:  # not needed by the journal in a file
-            from rollmesh.gateway.storage.postgres import (  # noqa: PLC0415
+            from rollmesh.gateway.postgres import (  # noqa: PLC0415
                 ServedModel,
                 open_postgres,
             )
@@ -192,15 +184,8 @@ class GatewayService:
         async with open_postgres(config.journal, model, config.journal_lease_ms) as journals:
             yield await journals.take() or await journals.create(), journals
 
-    def _new_outbox(self, journal: Journal) -> Outbox:
-        return Outbox(
-            journal,
-            self._collectors,
-            remembered=self._config.remembered_closes,
-        )
-
-    def _runner(self, stack: AsyncExitStack, leases: LeaseClient) -> TurnRunner:
-        """Returns the turn runner; the stack shuts down its threads and closes its channels."""
+    def _deps(self, stack: AsyncExitStack, leases: LeaseClient) -> Deps:
+        """Returns the dependencies of turns. The stack ends threads and closes channels."""
         config = self._config
         executor, long_executor = (
             stack.enter_context(ThreadPoolExecutor(config.workers, name))
@@ -209,23 +194,22 @@ class GatewayService:
         engines = EngineClients(config.stall_timeout_ms)
         leases.on_silent = engines.suspect
         stack.push_async_callback(engines.close)
-        return TurnRunner(
-            vllm_parser=self._vllm_parser(stack),
+        reserved = reserved_texts(self._reserved_ids, self._tokenizer)
+        return Deps(
+            config=config,
             tokenizer=self._tokenizer,
             continuation=self._continuation,
             answer_format=self._format,
-            leases=leases,
-            engines=engines,
-            model=config.model,
+            special_text=SpecialText(self._tokenizer, config.special_text, reserved),
+            vllm_parser=self._vllm_parser(stack),
             workers=Workers(executor, FairExecutor(long_executor, config.workers)),
-            max_context_tokens=self._max_context_tokens,
-            special_text=SpecialText(
-                self._tokenizer,
-                config.special_text,
-                reserved_texts(self._reserved_ids, self._tokenizer),
+            leases=leases,
+            failover=Failover(
+                leases,
+                engines,
+                on_loss=metrics.ENGINE_LOSSES.inc,
+                on_migration=metrics.MIGRATIONS.inc,
             ),
-            banned_ids=self._reserved_ids,
-            vocabulary_tokens=self._vocabulary_tokens,
             limits=SessionLimits(
                 config.max_session_nodes,
                 config.max_session_tokens,
@@ -234,9 +218,9 @@ class GatewayService:
                 config.max_session_images,
                 config.max_session_image_bytes,
             ),
-            rewrite_history=config.history == "rewrite",
-            lease_timeout_ms=config.lease_timeout_ms,
-            turn_timeout_ms=config.turn_timeout_ms,
+            max_context_tokens=self._max_context_tokens,
+            vocabulary_tokens=self._vocabulary_tokens,
+            banned_ids=self._reserved_ids,
         )
 
     async def ready(self) -> None:
@@ -316,6 +300,7 @@ def _watch(gateway: Gateway) -> None:
     metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
     metrics.DEAD_LETTERS.set_function(lambda: gateway.count_dead_letters)
     metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
+    metrics.RETRIED.set_function(lambda: sum(one.outbox.retried for one in gateway.registries))
     metrics.JOURNALS.set_function(lambda: len(gateway.registries))
 
 

@@ -1,45 +1,35 @@
 """GatewayService: validates fields, calls the gateway and writes the responses."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from functools import partial
 
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.conversation.choices import gathered, merged
-from rollmesh.gateway.conversation.images import ImagePolicy
-from rollmesh.gateway.conversation.session import (
-    Answered,
-    PromptIds,
-    Reading,
-    Session,
-    Turn,
-    TurnRequest,
-)
-from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.protocol.responses import (
-    write_answers,
-    write_event,
-    write_nodes,
-    write_stored,
-)
-from rollmesh.gateway.sessions.gateway import Gateway
-from rollmesh.gateway.sessions.registry import Registry
+from rollmesh.gateway.conversation import ImagePolicy, RequestImages, given_images
+from rollmesh.gateway.registry import ChatCall, Registry
+from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway.responses import write_nodes, write_stored
+from rollmesh.gateway.session import Session, TurnRequest
+from rollmesh.gateway.tenancy import Gateway
+from rollmesh.gateway.turn import count_tokens
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.sampling_ranges import check_ranges
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidMessagesError,
+    InvalidSamplingError,
     ModelMismatchError,
 )
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, sampling_pb2, session_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _LARGE_BYTES, _MANY_MESSAGES = 256 * 1024, 512
 """A request of this many bytes or messages is read in a thread."""
-_READ_AT_A_TIME = 2
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -55,15 +45,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._info = info
         self._images = ImagePolicy() if images is None else images
         self._max_choices = config.max_choices
+        self._sampling_policy = sampling_pb2.SamplingPolicy.Value(
+            f"SAMPLING_POLICY_{config.sampling_policy.upper()}"
+        )
         self._max_messages = config.max_session_nodes
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
-        self._large_requests = asyncio.Semaphore(_READ_AT_A_TIME)
         self._repeats = Repeats()
 
     @property
     def gateway(self) -> Gateway:
-        """The gateway; set before the service has started."""
+        """The gateway, which is set before the service has started."""
         assert self._gateway is not None
         return self._gateway
 
@@ -74,7 +66,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CreateSession(
         self, request: gateway_pb2.CreateSessionRequest, context: Context
     ) -> gateway_pb2.CreateSessionResponse:
-        for field in ("request_id", "group_id"):
+        for field in ("request_id", "group_id", "run_id"):
             if len(getattr(request, field)) > _MAX_ID_CHARS:
                 raise InvalidFieldError(field, f"is longer than {_MAX_ID_CHARS} characters")
         if request.sample_index >= (request.group_size or 1):
@@ -85,11 +77,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError(
                 "export_mode", f"is {request.export_mode}; give one of ExportMode"
             )
+        if request.purpose not in session_pb2.SessionPurpose.values():
+            raise InvalidFieldError("purpose", f"is {request.purpose}; give one of SessionPurpose")
         if request.model not in {"", self._info.model}:
             raise ModelMismatchError(
                 "model", f"is {request.model!r}; this gateway serves {self._info.model!r}"
             )
         _check_metadata(request.metadata)
+        if request.sampling_policy not in sampling_pb2.SamplingPolicy.values():
+            raise InvalidFieldError(
+                "sampling_policy", f"is {request.sampling_policy}; give one of SamplingPolicy"
+            )
+        request.sampling_policy = request.sampling_policy or self._sampling_policy
+        check_ranges(request.sampling)
+        if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens:
+            raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
         spec, key = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
             session_id=spec.session_id, session_key=key, model=spec.model
@@ -106,102 +108,94 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> gateway_pb2.ChatResponse:
-        registry, session = self._session(request)
-        turns: list[Turn] = []
-        is_complete = False
+        registry, session = self._session(request.session_id, request.session_key)
+        call, size = ChatCall(registry, session), request.ByteSize()
+        is_complete = is_over = False
 
         def replied(_: Context) -> None:
-            sent = is_complete and not context.cancelled()
-            for turn in turns:
-                registry.replies.replied(session, turn, sent=sent)
+            nonlocal is_over
+            is_over = True
+            call.leave(sent=is_complete and not context.cancelled())
 
         context.add_done_callback(replied)  # type: ignore[arg-type]  # a wrong stub
-
-        async def answer(choice: TurnRequest) -> Answered:
-            turn, answered = await registry.replies.chat(session, choice)
-            turns.append(turn)
-            return answered
-
-        size = request.ByteSize()  # it takes as long as writing the request
         try:
-            choices = await self._read(request, size, session, stream=False)
-            answers = await gathered([answer(choice) for choice in choices])
+            choices = await self._read(request, size, registry, session, stream=False)
+            response = await call.answers(choices)
             is_complete = True
-            return write_answers(answers)
+            return response
         finally:
+            if is_over or not is_complete:
+                call.leave(sent=False)
             self._freed_memory.served(size)
 
     async def StreamChat(
         self, request: gateway_pb2.StreamChatRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.StreamChatResponse]:
-        registry, session = self._session(request.chat)
-        request_bytes = request.ByteSize()
+        registry, session = self._session(request.chat.session_id, request.chat.session_key)
+        call, size = ChatCall(registry, session), request.ByteSize()
         try:
-            choices = await self._read(request.chat, request_bytes, session, stream=True)
-            answers = [registry.replies.stream_chat(session, choice) for choice in choices]
-            is_told, sizes = False, dict[int, int]()
-            async with aclosing(merged(answers)) as events:
-                async for index, event in events:
-                    if isinstance(event, Reading):
-                        sizes[index] = event.prompt_tokens
-                        continue
-                    if isinstance(event, PromptIds) and is_told:  # every choice starts with it
-                        continue
-                    is_told |= isinstance(event, PromptIds)
-                    response = write_event(event, index)
-                    if index in sizes and response.HasField("delta"):
-                        response.delta.prompt_tokens = sizes.pop(index)
+            choices = await self._read(request.chat, size, registry, session, stream=True)
+            async with aclosing(call.stream(choices)) as responses:
+                async for response in responses:
                     yield response
         finally:
-            self._freed_memory.served(request_bytes)
+            call.leave(sent=False)
+            self._freed_memory.served(size)
 
     async def CountTokens(
         self, request: gateway_pb2.CountTokensRequest, context: Context
     ) -> gateway_pb2.CountTokensResponse:
-        registry, session = self._session(request.chat)
+        registry, session = self._session(request.chat.session_id, request.chat.session_key)
         request_bytes = request.ByteSize()
         try:
-            choice, *_ = await self._read(request.chat, request_bytes, session, stream=False)
-            size = await registry.replies.count_tokens(session, choice)
+            choice, *_ = await self._read(
+                request.chat, request_bytes, registry, session, stream=False, samples=False
+            )
+            session.used_ms = clock.monotonic_ms()
+            tokens, is_lower_bound = await count_tokens(registry.deps, session, choice)
         finally:
             self._freed_memory.served(request_bytes)
-        return gateway_pb2.CountTokensResponse(
-            prompt_tokens=size.tokens, is_lower_bound=size.is_lower_bound
-        )
+        return gateway_pb2.CountTokensResponse(prompt_tokens=tokens, is_lower_bound=is_lower_bound)
 
     async def GetAnswer(
         self, request: gateway_pb2.GetAnswerRequest, context: Context
     ) -> gateway_pb2.GetAnswerResponse:
-        registry = self._registry(request.session_id, request.session_key)
-        session = registry.session(request.session_id)
-        answered = registry.replies.answered(session, request.answer_id)
+        _, session = self._session(request.session_id, request.session_key)
+        if not request.answer_id:
+            return gateway_pb2.GetAnswerResponse()
+        session.used_ms = clock.monotonic_ms()
+        answered = session.find_answer(request.answer_id)
         return write_stored(answered, request.session_id, with_messages=request.with_messages)
 
     async def WithdrawAnswer(
         self, request: gateway_pb2.WithdrawAnswerRequest, context: Context
     ) -> gateway_pb2.WithdrawAnswerResponse:
-        registry = self._registry(request.session_id, request.session_key)
-        session = registry.session(request.session_id)
-        await registry.replies.withdraw(session, request.answer_id)
+        registry, session = self._session(request.session_id, request.session_key)
+        session.used_ms = clock.monotonic_ms()
+        await registry.withdraw(session, request.answer_id)
         return gateway_pb2.WithdrawAnswerResponse()
 
-    def _session(self, request: gateway_pb2.ChatRequest) -> tuple[Registry, Session]:
-        registry = self._registry(request.session_id, request.session_key)
-        return registry, registry.session(request.session_id)
-
-    def _registry(self, session_id: str, key: str) -> Registry:
-        """Returns the registry of a session, whose key is checked."""
-        registry = self.gateway.of(session_id)
+    def _session(self, session_id: str, key: str) -> tuple[Registry, Session]:
+        """Returns an open session, whose key is checked, and its registry."""
+        assert self._gateway is not None
+        registry = self._gateway.of(session_id)
         registry.keys.check(session_id, key)
-        return registry
+        return registry, registry.session(session_id)
 
     async def _read(
-        self, request: gateway_pb2.ChatRequest, size: int, session: Session, *, stream: bool
+        self,
+        request: gateway_pb2.ChatRequest,
+        size: int,
+        registry: Registry,
+        session: Session,
+        *,
+        stream: bool,
+        samples: bool = True,
     ) -> list[TurnRequest]:
         """Reads a request of `size` bytes.
 
-        A large one is read in a thread, and one with images, which are decoded: neither blocks
-        others.
+        A large one is read in a thread. Images are decoded in processes before. In both, sessions
+        take turns.
         """
         count = len(request.messages)
         if count > self._max_messages:
@@ -211,19 +205,22 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "the gateway",
             )
 
-        def read() -> list[TurnRequest]:
-            return read_choices(request, session, self._max_choices, self._images, stream=stream)
-
+        images = RequestImages(self._images, session.images)
+        read = partial(read_choices, request, session, self._max_choices, images)
+        read = partial(read, stream=stream, samples=samples)
         is_small = count < _MANY_MESSAGES and size < _LARGE_BYTES
-        if is_small and not (self._images.rule is not None and _has_images(request)):
-            return read()
-        async with self._large_requests:
-            return await asyncio.to_thread(read)
+        run = partial(registry.deps.workers.run_long, session.spec.session_id)
+        if self._images.rule is not None:
+            find = partial(given_images, request, self._images)
+            given = find() if is_small else await run(find)
+            images.decoded = await self._images.decode(given, session.spec.session_id)
+        return read() if is_small else await run(read)
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context
     ) -> gateway_pb2.CloseSessionResponse:
-        registry = self._registry(request.session_id, request.session_key)
+        registry = self.gateway.of(request.session_id)
+        registry.keys.check(request.session_id, request.session_key)
         request.ClearField("session_key")  # the request is stored, and keys are not
         if request.outcome == session_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
@@ -241,7 +238,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
         registry = self.gateway.of(session_id)
         registry.keys.next_revision(session_id, request.session_key, repeat)
-        registry.session(session_id)  # only who has a key learns whether the session is open
+        registry.session(session_id)  # only the holder of a key learns whether the session is open
         key = await registry.keys.revoke(session_id, request.session_key, repeat)
         return gateway_pb2.RevokeSessionKeyResponse(session_key=key)
 
@@ -258,8 +255,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:
-        registry = self._registry(request.session_id, request.session_key)
-        session = registry.session(request.session_id)
+        _, session = self._session(request.session_id, request.session_key)
         nodes = list(write_nodes(session.tree, with_messages=request.with_messages))
         return gateway_pb2.GetSessionResponse(
             session_id=request.session_id,
@@ -293,20 +289,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def RetryDeadLetter(
         self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
     ) -> gateway_pb2.RetryDeadLetterResponse:
-        letters = self.gateway.of(request.session_id).dead_letters
-        await self._repeats.once(request, lambda: letters.retry(request.session_id))
+        registry = self.gateway.of(request.session_id)
+        await self._repeats.once(request, lambda: registry.retry_dead_letter(request.session_id))
         return gateway_pb2.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
         self, request: gateway_pb2.DropDeadLetterRequest, context: Context
     ) -> gateway_pb2.DropDeadLetterResponse:
-        letters = self.gateway.of(request.session_id).dead_letters
-        await self._repeats.once(request, lambda: letters.drop(request.session_id))
+        outbox = self.gateway.of(request.session_id).outbox
+        await self._repeats.once(request, lambda: outbox.drop(request.session_id))
         return gateway_pb2.DropDeadLetterResponse()
-
-
-def _has_images(request: gateway_pb2.ChatRequest) -> bool:
-    return any(part.HasField("image") for one in request.messages for part in one.content)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

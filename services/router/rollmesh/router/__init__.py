@@ -1,6 +1,21 @@
-"""The router: membership, least-active sticky leases, control fan-out.
+"""The router: membership of the mesh, leases of engines, control of engines, and their weights.
 
-May import `runtime` and `v1`.
+Modules, each of which imports only those below it:
+
+    __main__
+    service | commands    the process; `forget-weights`
+    servicer              RPCs, and control calls to all engines of a model
+    dispatch | weights    streams of leases; pushes, and updates of late engines
+    peers                 weights held equal between routers
+    models                the models, their engines and kept weights
+    metrics | kept        kept weights on disk
+    config
+    leases                streams, sessions, the queue: every step of a lease
+    engines | membership  which engine a turn gets; members, and which gateway a session gets
+
+Read first: `leases`, `engines`.
+
+Outside itself it may import `mesh`, `runtime` and `v1`.
 """
 
 import rollmesh.runtime  # noqa: F401 - before gRPC

@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 
-from rollmesh.mesh.routers.calls import Routers
+from rollmesh.mesh.routers import Routers
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError
@@ -15,11 +15,11 @@ from rollmesh.v1 import router_pb2
 FORGET = "forget-weights"
 _TIMEOUT_S = 60.0
 _REPEATED_S = 10.0
-"""Time within which the call is repeated; somebody waits who may have mistyped an address."""
+"""Time within which the call is repeated. The caller may have mistyped an address."""
 
 
 def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the command; returns the exit code: 0, 1 after an error, 2 for a bad flag."""
+    """Runs the command and returns the exit code: 0, 1 after an error, 2 for a bad flag."""
     parser = argparse.ArgumentParser(
         prog=f"rollmesh router {FORGET}",
         description="Makes a router forget the pushed weights, so that the next push may have any "

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.router.leasing.policies import POLICIES
-from rollmesh.runtime.config import ROUTER_PORT, Bounds, OneOf
+from rollmesh.router.engines import IMBALANCE_MARGIN
+from rollmesh.router.leases import QUEUE_LIMIT
+from rollmesh.runtime.config import ROUTER_PORT, Bounds
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
 
@@ -14,18 +15,18 @@ class RouterConfig(ServerConfig):
     """Settings of a router."""
 
     port: Port = ROUTER_PORT
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 takes a free one."""
     data_dir: Path = Path("var/router")
     """Folder where accepted weights are kept, by model, for engines that join later."""
     peers: str = ""
-    """host:port of the other routers, separated by commas; all of them keep the same weights. The
+    """host:port of the other routers, separated by commas. All of them keep the same weights. The
     router's own address may be among them (`advertise`, or `host` and `port`), so that all routers
     can be given the same list."""
     control_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a control call to one engine, milliseconds."""
     gather_ms: Annotated[int, Bounds(0)] = 2_000
     """Time after its start in which engines register again, milliseconds. Control calls wait for
-    its end, so that they reach all of them; so does a push of a model that is not registered."""
+    its end, so that they reach all of them. So does a push of a model that is not registered."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
     missed_reports: Annotated[int, Bounds(2)] = 5
@@ -34,17 +35,11 @@ class RouterConfig(ServerConfig):
     max_version_step: Annotated[int, Bounds(1)] = 1_000_000
     """Largest step of the policy version from one push to the next. A larger step is refused as a
     mistake, because no lower version could be pushed after it."""
-    policy: Annotated[str, OneOf(tuple(POLICIES))] = "least_active_sticky"
-    """How an engine is picked for a turn."""
-    queue_limit: Annotated[int, Bounds(0)] = 16_384
-    """Maximum number of requests that wait for a lease; further ones are refused."""
-    generate_timeout_ms: Annotated[int, Bounds(1)] = 600_000
-    """Longest generation of a client that calls the router like an engine, milliseconds."""
-    stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
-    """Silence of an engine in such a generation after which it is probed, milliseconds. As at a
-    gateway."""
-    image_cache_bytes: Annotated[int, Bounds(0)] = 512 * 1024 * 1024
-    """Images of such clients that the router holds, so that each is sent to it once, bytes."""
+    imbalance_margin: Annotated[int, Bounds(0)] = IMBALANCE_MARGIN
+    """Sessions leave an engine, and siblings of a group do not join it, if it has more than 1.5
+    times the mean number of sessions and at least this many more than the mean."""
+    queue_limit: Annotated[int, Bounds(0)] = QUEUE_LIMIT
+    """Maximum number of requests that wait for a lease. Further ones are refused."""
     circuit_losses: Annotated[int, Bounds(1)] = 3
     """Turns that gateways lose in a row on an engine before it gets no leases for a while."""
     circuit_first_ms: Annotated[int, Bounds(1)] = 1_000

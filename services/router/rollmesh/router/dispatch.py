@@ -1,4 +1,4 @@
-"""The `Dispatch` streams: what gateways ask, and what the lease table answers, now or later."""
+"""The `Dispatch` streams: requests of gateways, and the lease table's answers, at once or later."""
 
 import asyncio
 import logging
@@ -8,10 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.router import metrics
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.fleet import Fleet
-from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leasing.streams import EndedWait
+from rollmesh.router.engines import Engine, Fleet
+from rollmesh.router.leases import EndedWait, LeaseTable
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -39,20 +37,18 @@ class Outbox:
     def __init__(self) -> None:
         """Starts empty."""
         self.error: Exception | None = None
-        """Why the stream has ended; None if the gateway ended it."""
+        """Why the stream has ended, or None if the gateway ended it."""
         self._responses: deque[router_pb2.DispatchResponse] = deque()
         self._changed = asyncio.Event()
         self._ended = False
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the gateway has left too much unread."""
-        return len(self._responses) >= _MAX_UNREAD
-
-    def send(self, response: router_pb2.DispatchResponse) -> None:
-        """Adds a response."""
+    def send(self, response: router_pb2.DispatchResponse) -> bool:
+        """Adds a response, or returns False if the gateway has left too many unread."""
+        if len(self._responses) >= _MAX_UNREAD:
+            return False
         self._responses.append(response)
         self._changed.set()
+        return True
 
     def end(self) -> None:
         """Ends the stream after the responses that are there."""
@@ -66,7 +62,7 @@ class Outbox:
         self.end()
 
     async def next(self) -> router_pb2.DispatchResponse | None:
-        """Waits for the next response; returns None at the end."""
+        """Waits for the next response. Returns None at the end."""
         while not self._responses:
             if self._ended:
                 return None
@@ -79,13 +75,12 @@ class Dispatch:
     """All `Dispatch` streams of a router, and the timer of its lease table."""
 
     def __init__(self, table: LeaseTable, router_id: str) -> None:
-        """Takes the table and the router's id; listens to the changes of the table's engines."""
+        """Takes the table and the router's id. Listens to the changes of the table's engines."""
         self._table = table
         self._welcome = router_pb2.DispatchWelcome(router_id=router_id)
         self._outboxes: dict[str, Outbox] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due_ms: int | None = None
-        self._soon = False
         self._tasks: asyncio.TaskGroup
         table.fleet.on_change = self._changed
         table.fleet.on_circuit = _log_circuit
@@ -106,14 +101,14 @@ class Dispatch:
         hello: router_pb2.DispatchHello,
         requests: AsyncIterator[router_pb2.DispatchRequest],
     ) -> AsyncGenerator[router_pb2.DispatchResponse, None]:
-        """Serves one stream; yields its responses.
+        """Serves one stream and yields its responses.
 
         Args:
             hello: The first message.
             requests: The later messages.
 
         Raises:
-            InvalidFieldError: A message says nothing, or a hello comes again.
+            InvalidFieldError: A message is empty, or a second hello.
             OverloadedError: The gateway does not read its responses.
             SupersededError: A later stream of the same process is open, or was opened.
         """
@@ -142,9 +137,9 @@ class Dispatch:
             self._close(stream_id)
 
     def warn_of_silence(self, engine: Engine) -> None:
-        """Tells the gateways with leases on an engine that it does not report any more.
+        """Warns the gateways with leases on an engine that it has stopped reporting.
 
-        The address of one that has not registered since this router started is empty.
+        Its address is empty if it has not registered since this router started.
         """
         news = router_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
         for stream_id in {lease.stream_id for lease in engine.held}:
@@ -152,8 +147,9 @@ class Dispatch:
 
     def _offered(self, model: str) -> None:
         """Tells gateways which policy versions the engines of their model may have."""
-        for stream_id in self._table.streams.of_model(model):
-            self._send(stream_id, self._news(model))
+        for stream_id, stream in self._table.streams.items():
+            if stream.hello.model in {"", model}:
+                self._send(stream_id, self._news(model))
 
     def _news(self, model: str) -> router_pb2.DispatchResponse:
         newest = self._table.fleet.newest_version(model)
@@ -161,10 +157,11 @@ class Dispatch:
         return router_pb2.DispatchResponse(offered=offered)
 
     def end_streams(self, gateway_id: str) -> None:
-        """Ends the streams of a gateway that does not report any more; its leases are free."""
+        """Ends the streams of a gateway that has stopped reporting, which frees its leases."""
         error = DeadlineError("the gateway does not report to the router; connect again")
-        for stream_id in self._table.streams.of_gateway(gateway_id):
-            self._end(stream_id, error)
+        for stream_id, stream in tuple(self._table.streams.items()):
+            if stream.hello.gateway_id == gateway_id:
+                self._end(stream_id, error)
 
     def end(self, error: RollmeshError) -> None:
         """Ends all streams with an error."""
@@ -174,7 +171,7 @@ class Dispatch:
     async def _read(
         self, stream_id: str, outbox: Outbox, requests: AsyncIterator[router_pb2.DispatchRequest]
     ) -> None:
-        """Takes requests until the gateway ends the stream; the writer raises any error."""
+        """Takes requests until the gateway ends the stream. The writer raises any error."""
         try:
             async for request in requests:
                 if stream_id not in self._outboxes:
@@ -207,17 +204,7 @@ class Dispatch:
     def _acquire(self, stream_id: str, acquire: router_pb2.AcquireLease, now_ms: int) -> None:
         response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
         try:
-            grant = self._table.acquire(
-                stream_id,
-                acquire.lease_id,
-                acquire.session_id,
-                group_id=acquire.group_id,
-                excluded=acquire.excluded_engine_ids,
-                prefixes=acquire.prefix_crc32s,
-                wait_ms=acquire.wait_ms,
-                suspended_ms=acquire.suspended_wait_ms,
-                now_ms=now_ms,
-            )
+            grant = self._table.acquire(stream_id, acquire, now_ms=now_ms)
         except RollmeshError as error:
             if acquire.wait_ms and isinstance(error, EnginesBusyError):
                 metrics.QUEUE_REFUSALS.labels("full").inc()
@@ -280,14 +267,10 @@ class Dispatch:
 
     def _send(self, stream_id: str, response: router_pb2.DispatchResponse) -> None:
         outbox = self._outboxes.get(stream_id)
-        if outbox is None:
-            return
-        if outbox.is_full:
-            _log.warning("a gateway does not read its leases", extra=fields(stream=stream_id))
+        if outbox is not None and not outbox.send(response):
+            _log.warning("gateway does not read its responses", extra=fields(stream=stream_id))
             unread = f"{_MAX_UNREAD} responses are unread; read them"
             self._end(stream_id, OverloadedError(unread, retry_delay_ms=_RETRY_MS))
-        else:
-            outbox.send(response)
 
     def _end(self, stream_id: str, error: RollmeshError) -> None:
         """Ends a stream with an error."""
@@ -296,20 +279,14 @@ class Dispatch:
         outbox.discard(error)
 
     def _close(self, stream_id: str) -> None:
-        """Frees what a stream holds."""
+        """Closes a stream and frees its leases."""
         if self._outboxes.pop(stream_id, None) is not None:
             self._table.close_stream(stream_id)
             self._changed()
 
     def _changed(self) -> None:
-        """Has a step made soon: engines change in the middle of other steps, and many at a time."""
-        if not self._soon:
-            self._soon = True
-            asyncio.get_running_loop().call_soon(self._step_soon)
-
-    def _step_soon(self) -> None:
-        self._soon = False
-        self._step(clock.monotonic_ms())
+        """Schedules a step: engines change in the middle of other steps, and many at once."""
+        self._set_timer(0, 0)
 
     def _set_timer(self, due_ms: int | None, now_ms: int) -> None:
         if due_ms == self._due_ms:
@@ -328,9 +305,10 @@ class Dispatch:
 
 def _log_circuit(engine: Engine) -> None:
     """Logs and counts a change of a circuit."""
-    state = engine.circuit.state.value
+    name = router_pb2.CircuitState.Name(engine.circuit.state)
+    state = name.removeprefix("CIRCUIT_STATE_").lower().replace("_", "-")
     metrics.CIRCUITS.labels(state).inc()
-    _log.warning("circuit of an engine", extra=fields(engine=engine.engine_id, state=state))
+    _log.warning("engine circuit changed", extra=fields(engine=engine.engine_id, state=state))
 
 
 def warn_of_misfits(fleet: Fleet) -> None:

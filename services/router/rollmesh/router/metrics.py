@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leases import LeaseTable
 
 LEASE_REQUESTS = Counter(
     "rollmesh_router_lease_requests_total",
@@ -13,7 +13,7 @@ GRANTED = LEASE_REQUESTS.labels("granted")
 QUEUE = Gauge("rollmesh_router_queue_length", "Requests that wait for a lease.")
 WAITED_SECONDS = Histogram(
     "rollmesh_router_queue_seconds",
-    "How long requests waited in the queue; those that were answered at once are not counted.",
+    "Time that requests waited in the queue, without requests that were answered at once.",
     buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
 )
 QUEUE_REFUSALS = Counter(
@@ -32,14 +32,6 @@ CIRCUITS = Counter(
 )
 FAULTS = Counter(
     "rollmesh_router_engine_faults_total", "Gateways' reports of impossible answers of engines."
-)
-GENERATION_LOSSES = Counter(
-    "rollmesh_router_engine_losses_total",
-    "Generations of the router's own clients that were cut because their engine went away.",
-)
-GENERATION_MIGRATIONS = Counter(
-    "rollmesh_router_migrations_total",
-    "Generations of the router's own clients that another engine continued.",
 )
 ENGINES = Gauge("rollmesh_router_engines", "Registered engines.")
 LEASES = Gauge("rollmesh_router_leases", "Held leases.")

@@ -1,47 +1,36 @@
 """The router as a service."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
+from rollmesh.internal.v1 import peers_pb2_grpc
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.generations.servicer import GenerationServicer
-from rollmesh.router.leasing.circuit import CircuitLimits
-from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leasing.policies import POLICIES
-from rollmesh.router.leaving import Leaving
-from rollmesh.router.membership.members import Members
+from rollmesh.router.engines import CircuitLimits
+from rollmesh.router.leases import LeaseTable
 from rollmesh.router.servicer import RouterServicer
-from rollmesh.router.weights.models import Models
-from rollmesh.v1 import engine_pb2_grpc, router_pb2_grpc, server_pb2
+from rollmesh.v1 import router_pb2_grpc, server_pb2
 
 
 class RouterService:
-    """One router process; its state is what its members report."""
+    """One router process."""
 
-    names = ("rollmesh.v1.RouterService", "rollmesh.v1.EngineService")
+    names = ("rollmesh.v1.RouterService", "rollmesh.internal.v1.PeerService")
 
     def __init__(self, config: RouterConfig) -> None:
         """Starts without members."""
         self.table = LeaseTable(
-            policy=POLICIES[config.policy],
+            imbalance_margin=config.imbalance_margin,
             queue_limit=config.queue_limit,
             circuits=CircuitLimits(
                 config.circuit_losses, config.circuit_first_ms, config.circuit_longest_ms
             ),
         )
         metrics.watch(self.table)
-        members = Members(config.missed_reports)
-        models = Models(self.table.fleet, members, config.data_dir, config.gather_ms)
-        self._leaving = Leaving()
-        self._servicer = RouterServicer(self.table, members, models, config, self._leaving)
-        self._generations = GenerationServicer(
-            models, config, f"router-{uuid.uuid4().hex}", self._leaving
-        )
+        self._servicer = RouterServicer(config, self.table)
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -49,9 +38,9 @@ class RouterService:
         return frozenset()
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer."""
+        """Adds the servicers."""
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, server)
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self._generations, server)
+        peers_pb2_grpc.add_PeerServiceServicer_to_server(self._servicer.peers, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
@@ -60,16 +49,15 @@ class RouterService:
         Raises:
             StoreError: The folder for weights cannot be read or written.
         """
-        async with self._servicer.running(), self._generations.running(address):
+        async with self._servicer.running():
             yield
 
     async def ready(self) -> None:
         """Returns at once: members may register at any time."""
 
     async def drain(self) -> None:
-        """Ends the streams of members, once no generation, push or control call needs them."""
-        self._generations.drain()
-        self._leaving.ask()
+        """Ends the streams of members once no push or control call needs them."""
+        self._servicer.drain()
 
     async def failed(self) -> str:
         """Waits forever: a router can only fail together with its process."""

@@ -2,39 +2,36 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.control import Control
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
-from rollmesh.router.leasing.circuit import CircuitState
-from rollmesh.router.leasing.engines import Engine
-from rollmesh.router.leasing.leases import LeaseTable
-from rollmesh.router.leaving import Leaving
-from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
-from rollmesh.router.membership.members import Member, Members
-from rollmesh.router.weights.models import Models
-from rollmesh.router.weights.pushes import Pushes
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
+from rollmesh.router.membership import Members
+from rollmesh.router.models import Models, call_engine
+from rollmesh.router.weights import Pushes
 from rollmesh.runtime.access.guard import caller_roles
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RoleRefusedError
-from rollmesh.runtime.rpc.addresses import check_address
-from rollmesh.runtime.rpc.channels import drained_on_refusal
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    PrefixCacheInUseError,
+    RoleRefusedError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.rpc.channels import check_address, drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats, Write
+from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
 from rollmesh.runtime.telemetry.metrics import count_refused
-from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 
 _Answer = TypeVar("_Answer")
 _MAX_ID_CHARS = 128
 _MAX_INTERVAL_MS = 60_000
-_CIRCUITS = {
-    CircuitState.CLOSED: router_pb2.CIRCUIT_STATE_CLOSED,
-    CircuitState.OPEN: router_pb2.CIRCUIT_STATE_OPEN,
-    CircuitState.HALF_OPEN: router_pb2.CIRCUIT_STATE_HALF_OPEN,
-}
+_RETRY_MS = 500
 _NEEDED = {
     router_pb2.REPLICA_KIND_ENGINE: "model",
     router_pb2.REPLICA_KIND_GATEWAY: "model",
@@ -44,28 +41,27 @@ _NEEDED = {
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Serves one router."""
+    """Serves one router. Its state is what its members report.
 
-    def __init__(
-        self,
-        table: LeaseTable,
-        members: Members,
-        models: Models,
-        config: RouterConfig,
-        leaving: Leaving,
-    ) -> None:
-        """Takes the state, the settings, and when the streams of members end."""
+    Control calls go to all engines of a model in parallel and return a result per engine. Engines
+    are told the request id of the call, so a repeat at another router does nothing again.
+    """
+
+    def __init__(self, config: RouterConfig, table: LeaseTable) -> None:
+        """Takes the settings and the lease table."""
         self._table = table
-        self._members = members
-        self._models = models
-        self._control = Control(models, config.control_timeout_ms / 1000)
-        self._pushes = Pushes(models, config)
+        self._timeout_s = config.control_timeout_ms / 1000
+        self._members = Members(config.missed_reports)
+        self._models = Models(table.fleet, self._members, config)
+        self._pushes = Pushes(self._models, config)
+        self.peers = self._pushes.peers
+        """Serves the other routers."""
         self._router_id = uuid.uuid4().hex
         self._dispatch = Dispatch(table, self._router_id)
-        self._gateways = GatewayTable()
         self._repeats = Repeats()
-        self._leaving = leaving
-        leaving.on_over.append(self._end_streams)
+        self._writes = 0
+        """Number of running pushes and control calls, which need the members."""
+        self._drains = self._ended = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -81,6 +77,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             finally:
                 watch.cancel()
 
+    def drain(self) -> None:
+        """Ends the streams of members once no push or control call needs them."""
+        self._drains = True
+        if not self._writes and not self._ended:
+            self._ended = True
+            self._members.end(_shutting_down())
+            self._dispatch.end(_shutting_down())
+
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[router_pb2.RegisterResponse]:
@@ -88,7 +92,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._check_open()
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
-        gateway = self._add_gateway(member)
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
             async with self._members.reporting(member):
@@ -96,8 +99,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     if not message.HasField("load"):
                         raise InvalidFieldError("load", "is missing; after the hello, send loads")
                     self._members.reported(member, message.load)
-                    if gateway is not None:
-                        self._gateways.reported(gateway)
                     if engine is not None:
                         _take_load(engine, message.load)
                         self._table.fleet.changed(engine)
@@ -105,15 +106,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         except DeadlineError:  # it fell silent
             if engine is not None:
                 self._dispatch.warn_of_silence(engine)
-            if gateway is not None:
-                self._dispatch.end_streams(gateway.hello.replica_id)
+            if member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY:
+                self._dispatch.end_streams(member.hello.replica_id)
             raise
         finally:
             self._members.leave(member)
-            if gateway is not None:
-                self._gateways.remove(gateway)
             if engine is not None:
-                self._remove_engine(engine)
+                self._pushes.gone(engine)
+                if self._table.engines.get(engine.engine_id) is engine:
+                    self._table.remove_engine(engine.engine_id)
 
     async def Dispatch(
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
@@ -129,14 +130,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def PlaceSession(
         self, request: router_pb2.PlaceSessionRequest, context: Context
     ) -> router_pb2.PlaceSessionResponse:
-        gateway = self._gateways.place(request.model, self._models.names())
+        gateway = self._members.place(request.model, self._models.names())
         return router_pb2.PlaceSessionResponse(gateway=gateway)
 
     async def ListGateways(
         self, request: router_pb2.ListGatewaysRequest, context: Context
     ) -> router_pb2.ListGatewaysResponse:
         return router_pb2.ListGatewaysResponse(
-            gateways=self._gateways.gateways(), models=sorted(self._models.names())
+            gateways=[one.as_gateway() for one in self._members.gateways()],
+            models=sorted(self._models.names()),
         )
 
     async def ListReplicas(
@@ -153,7 +155,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)
                 replica.fenced = self._table.fleet.fenced(engine)
-                replica.circuit = _CIRCUITS[engine.circuit.state]
+                replica.circuit = engine.circuit.state
                 if exclusion := self._table.fleet.exclusion(engine):
                     replica.exclusion.CopyFrom(exclusion)
         return response
@@ -162,26 +164,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.PauseEnginesRequest, context: Context
     ) -> router_pb2.PauseEnginesResponse:
         check_pause_mode(request.mode, "mode")
-        asked = engine_pb2.PauseRequest(
-            mode=request.mode, model=request.model, request_id=request.request_id
-        )
-
-        async def pause() -> router_pb2.PauseEnginesResponse:
-            results = await self._control.pause(asked)
-            return router_pb2.PauseEnginesResponse(results=results)
-
-        return await self._write(request, pause)
+        asked = engine_pb2.PauseRequest(mode=request.mode)
+        return await self._control(request, "Pause", asked, router_pb2.PauseEnginesResponse)
 
     async def ResumeEngines(
         self, request: router_pb2.ResumeEnginesRequest, context: Context
     ) -> router_pb2.ResumeEnginesResponse:
-        asked = engine_pb2.ResumeRequest(model=request.model, request_id=request.request_id)
-
-        async def resume() -> router_pb2.ResumeEnginesResponse:
-            results = await self._control.resume(asked)
-            return router_pb2.ResumeEnginesResponse(results=results)
-
-        return await self._write(request, resume)
+        asked = engine_pb2.ResumeRequest()
+        return await self._control(request, "Resume", asked, router_pb2.ResumeEnginesResponse)
 
     async def SleepEngines(
         self, request: router_pb2.SleepEnginesRequest, context: Context
@@ -189,55 +179,62 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         level = request.level if request.HasField("level") else None
         if level not in {None, 1, 2}:
             raise InvalidFieldError("level", f"is {level}; give 1 or 2")
-        asked = engine_pb2.SleepRequest(
-            level=level, model=request.model, request_id=request.request_id
-        )
-
-        async def sleep() -> router_pb2.SleepEnginesResponse:
-            results = await self._control.sleep(asked)
-            return router_pb2.SleepEnginesResponse(results=results)
-
-        return await self._write(request, sleep)
+        asked = engine_pb2.SleepRequest(level=level)
+        return await self._control(request, "Sleep", asked, router_pb2.SleepEnginesResponse)
 
     async def WakeUpEngines(
         self, request: router_pb2.WakeUpEnginesRequest, context: Context
     ) -> router_pb2.WakeUpEnginesResponse:
-        asked = engine_pb2.WakeUpRequest(model=request.model, request_id=request.request_id)
-
-        async def wake_up() -> router_pb2.WakeUpEnginesResponse:
-            results = await self._control.wake_up(asked)
-            return router_pb2.WakeUpEnginesResponse(results=results)
-
-        return await self._write(request, wake_up)
+        asked = engine_pb2.WakeUpRequest()
+        return await self._control(request, "WakeUp", asked, router_pb2.WakeUpEnginesResponse)
 
     async def ResetPrefixCaches(
         self, request: router_pb2.ResetPrefixCachesRequest, context: Context
     ) -> router_pb2.ResetPrefixCachesResponse:
-        asked = engine_pb2.ResetPrefixCacheRequest(
-            model=request.model, request_id=request.request_id
-        )
+        def check(response: engine_pb2.ResetPrefixCacheResponse) -> None:
+            if not response.reset:
+                raise PrefixCacheInUseError("running generations use the prefix cache")
 
-        async def reset() -> router_pb2.ResetPrefixCachesResponse:
-            results = await self._control.reset_prefix_caches(asked)
-            return router_pb2.ResetPrefixCachesResponse(results=results)
-
-        return await self._write(request, reset)
+        asked = engine_pb2.ResetPrefixCacheRequest()
+        answer = router_pb2.ResetPrefixCachesResponse
+        return await self._control(request, "ResetPrefixCache", asked, answer, check)
 
     async def AbortGenerations(
         self, request: router_pb2.AbortGenerationsRequest, context: Context
     ) -> router_pb2.AbortGenerationsResponse:
-        asked = engine_pb2.AbortRequest(
-            request_ids=request.request_ids,
-            all=request.all,
-            model=request.model,
-            request_id=request.request_id,
+        if not (request.all or request.request_ids):
+            raise InvalidFieldError("request_ids", "is empty; name generations, or give `all`")
+        aborted: list[str] = []
+
+        def note(response: engine_pb2.AbortResponse) -> None:
+            aborted.extend(response.request_ids)
+
+        def answer(results: list[router_pb2.EngineResult]) -> router_pb2.AbortGenerationsResponse:
+            return router_pb2.AbortGenerationsResponse(results=results, request_ids=sorted(aborted))
+
+        asked = engine_pb2.AbortRequest(request_ids=request.request_ids, all=request.all)
+        return await self._control(request, "Abort", asked, answer, note)
+
+    async def InitWeightTransfers(
+        self, request: router_pb2.InitWeightTransfersRequest, context: Context
+    ) -> router_pb2.InitWeightTransfersResponse:
+        asked = engine_pb2.InitWeightTransferRequest(
+            backend=request.backend, init_json=request.init_json
         )
+        by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
 
-        async def abort() -> router_pb2.AbortGenerationsResponse:
-            results, aborted = await self._control.abort(asked)
-            return router_pb2.AbortGenerationsResponse(results=results, request_ids=aborted)
+        async def join() -> router_pb2.InitWeightTransfersResponse:
+            model = await self._models.named(request.model)
+            known = {engine.engine_id for engine in self._models.engines(model)}
+            if missing := by_engine.keys() - known:
+                raise InvalidFieldError(
+                    "engines.engine_id",
+                    f"{', '.join(sorted(missing))}: not registered; call ListReplicas",
+                )
+            results = await self._fan_out(request, "InitWeightTransfer", asked, by_engine)
+            return router_pb2.InitWeightTransfersResponse(results=results)
 
-        return await self._write(request, abort)
+        return await self._write(request, join)
 
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
@@ -256,24 +253,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             return await self._write(first.header, push)
 
-    async def ListKeptWeights(
-        self, request: router_pb2.ListKeptWeightsRequest, context: Context
-    ) -> router_pb2.ListKeptWeightsResponse:
-        return router_pb2.ListKeptWeightsResponse(kept=self._pushes.all_kept())
-
-    async def FetchWeights(
-        self, request: router_pb2.FetchWeightsRequest, context: Context
-    ) -> AsyncIterator[router_pb2.FetchWeightsResponse]:
-        async with aclosing(self._pushes.fetch(request.model, request.push_id)) as chunks:
-            async for chunk in chunks:
-                yield router_pb2.FetchWeightsResponse(safetensors_chunk=chunk)
-
-    async def SyncWeights(
-        self, request: router_pb2.SyncWeightsRequest, context: Context
-    ) -> router_pb2.SyncWeightsResponse:
-        await self._pushes.sync()
-        return router_pb2.SyncWeightsResponse()
-
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:
@@ -283,46 +262,71 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
         return await self._write(request, forget)
 
-    async def InitWeightTransfers(
-        self, request: router_pb2.InitWeightTransfersRequest, context: Context
-    ) -> router_pb2.InitWeightTransfersResponse:
-        by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
-        init = engine_pb2.InitWeightTransferRequest(
-            backend=request.backend,
-            init_json=request.init_json,
-            model=request.model,
-            request_id=request.request_id,
-        )
+    async def _control(
+        self,
+        request: Any,
+        method: str,
+        asked: Any,
+        answer: Callable[..., _Answer],
+        check: Callable[[Any], None] | None = None,
+    ) -> _Answer:
+        """Makes a control call at all engines of a model, once for each request id.
 
-        async def join() -> router_pb2.InitWeightTransfersResponse:
-            results = await self._control.init_transfers(init, by_engine)
-            return router_pb2.InitWeightTransfersResponse(results=results)
+        Args:
+            request: The request, with a model and a request id.
+            method: Method of the engines.
+            asked: Request of the engines, without model and request id.
+            answer: Makes the answer of `results`, one per engine.
+            check: Called with the response of an engine. An error is the engine's result.
 
-        return await self._write(request, join)
+        Raises:
+            InvalidFieldError: The mesh does not have the model.
+        """
 
-    async def _write(self, request: Write, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Executes a write once; the streams of members stay open until it has ended."""
-        with self._leaving.needed():
+        async def call() -> _Answer:
+            return answer(results=await self._fan_out(request, method, asked, check=check))
+
+        return await self._write(request, call)
+
+    async def _fan_out(
+        self,
+        request: Any,
+        method: str,
+        asked: Any,
+        init_json: Mapping[str, str] | None = None,
+        check: Callable[[Any], None] | None = None,
+    ) -> list[router_pb2.EngineResult]:
+        asked.model = await self._models.named(request.model)
+        asked.request_id = request.request_id
+
+        async def call_one(engine: Engine) -> router_pb2.EngineResult:
+            sent = type(asked)()
+            sent.CopyFrom(asked)
+            if init_json and (own := init_json.get(engine.engine_id)):
+                sent.init_json = own
+
+            async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
+                response = await getattr(stub, method)(sent, timeout=self._timeout_s)
+                if check is not None:
+                    check(response)
+
+            return await call_engine(engine, call)
+
+        return await asyncio.gather(*map(call_one, self._models.engines(asked.model)))
+
+    async def _write(self, request: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Executes a write once. The streams of members stay open until it has ended."""
+        self._writes += 1
+        try:
             return await self._repeats.once(request, work)
+        finally:
+            self._writes -= 1
+            if self._drains:
+                self.drain()
 
     def _check_open(self) -> None:
-        if self._leaving.is_over:
-            raise self._leaving.error()
-
-    def _end_streams(self) -> None:
-        """Ends the streams of members: this router needs them no longer."""
-        error = self._leaving.error()
-        self._members.end(error)
-        self._dispatch.end(error)
-
-    def _add_gateway(self, member: Member) -> RegisteredGateway | None:
-        is_gateway = member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY
-        return self._gateways.add(member) if is_gateway else None
-
-    def _remove_engine(self, engine: Engine) -> None:
-        self._pushes.gone(engine)
-        if self._table.engines.get(engine.engine_id) is engine:
-            self._table.remove_engine(engine.engine_id)
+        if self._ended:
+            raise _shutting_down()
 
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
@@ -340,6 +344,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         warn_of_misfits(self._table.fleet)
         self._pushes.joined(engine)
         return engine
+
+
+def _shutting_down() -> ShuttingDownError:
+    """Returns the error that ends the streams of members."""
+    return ShuttingDownError(
+        "the router is shutting down; reconnect, or use another router", retry_delay_ms=_RETRY_MS
+    )
 
 
 def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
@@ -362,32 +373,29 @@ def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWei
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.policy_version, engine.push_id = load.policy_version, load.push_id
     engine.draining, engine.paused, engine.sleeping = load.draining, load.paused, load.sleeping
+    engine.weights_dropped = load.weights_dropped
     engine.report(load.running + load.waiting)
 
 
-def _check_role(kind: router_pb2.ReplicaKind.ValueType) -> None:
-    """Refuses a caller that registers as what its role is not."""
-    roles = caller_roles()
-    needed = router_pb2.ReplicaKind.Name(kind).removeprefix("REPLICA_KIND_").lower()
-    if roles is not None and needed not in roles:
-        count_refused("wrong_role")
-        shown = ", ".join(sorted(roles))
-        raise RoleRefusedError(
-            f"kind: role {shown} may not register as {needed}; use the token or the certificate of "
-            f"the {needed}",
-            roles=",".join(sorted(roles)),
-        )
-
-
 def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:
+    """Returns the hello of a stream, whose fields are valid and whose kind is the caller's role."""
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
     hello = first.hello
     if not 0 < len(hello.replica_id) <= _MAX_ID_CHARS:
         raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
     if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
-        raise InvalidFieldError("kind", "is not set; say what the replica is")
-    _check_role(hello.kind)
+        raise InvalidFieldError("kind", "is not set; name the kind of the replica")
+    roles = caller_roles()
+    role = router_pb2.ReplicaKind.Name(hello.kind).removeprefix("REPLICA_KIND_").lower()
+    if roles is not None and role not in roles:
+        count_refused("wrong_role")
+        shown = ",".join(sorted(roles))
+        raise RoleRefusedError(
+            f"kind: role {shown.replace(',', ', ')} may not register as {role}; use the token or "
+            f"the certificate of the {role}",
+            roles=shown,
+        )
     needed = _NEEDED.get(hello.kind)
     if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
         raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")

@@ -1,5 +1,7 @@
-"""What everything that joins a mesh needs: routers, directories, leases and generations.
+"""Clients of routers, gateways, collectors and engines, for everything that joins a mesh.
 
-May import `runtime`. `routers` is how the routers are reached and joined. `directories` find the
-other members by asking them, `leasing` holds leases of engines, and `generations` runs on these.
+Read first: `failover`, `generation`, `engines`.
+
+May import `runtime`. `routers` is how the routers are reached and joined. `directory` finds the
+other members by asking them, `leases` holds leases of engines, and `failover` runs a `generation`.
 """

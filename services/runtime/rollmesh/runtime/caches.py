@@ -10,13 +10,13 @@ _Value = TypeVar("_Value")
 
 
 class ByteCache(Generic[_Key, _Value]):
-    """Keeps the most recently used entries up to a number of bytes; thread-safe.
+    """Keeps the most recently used entries up to a number of bytes, thread-safe.
 
     Invariant: the sizes of the entries add up to `held_bytes`, which is at most the bound.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Takes the bound; an entry larger than the bound is never kept."""
+        """Takes the bound. An entry larger than the bound is never kept."""
         self._max_bytes = max_bytes
         self._entries: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class ByteCache(Generic[_Key, _Value]):
         Args:
             key: Names the value.
             size: Approximate size of the entry, bytes.
-            make: Returns the value; its exceptions propagate, and nothing is cached.
+            make: Returns the value. Its exceptions propagate, and nothing is cached.
         """
         found = self.find(key)
         if found is not None:
@@ -39,7 +39,7 @@ class ByteCache(Generic[_Key, _Value]):
         return value
 
     def find(self, key: _Key) -> _Value | None:
-        """Returns the value of a key; None if it is not cached."""
+        """Returns the value of a key, or None if it is not cached."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:

@@ -1,4 +1,4 @@
-"""The only module that reads clocks; cores take the time as an argument."""
+"""The only module that reads clocks. Cores take the time as an argument."""
 
 import time
 
@@ -22,6 +22,6 @@ _START_MS = unix_ms() - monotonic_ms()
 def steady_unix_ms() -> int:
     """Returns milliseconds since 1970 UTC that never jump: for times that are stored and decide.
 
-    The wall clock as this process found it at its start, and what has passed since.
+    The wall clock as this process found it at its start, and the time that has passed since.
     """
     return _START_MS + monotonic_ms()

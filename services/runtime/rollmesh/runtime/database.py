@@ -1,4 +1,4 @@
-"""SQLite with group commit, on a thread of its own.
+"""SQLite with group commit, on its own thread.
 
 Jobs that wait at the same time share one transaction and one fsync. A failed job is rolled back
 alone. A failed commit fails all of its jobs, and none of them is kept. Only one process may open a
@@ -7,29 +7,124 @@ file: it holds a lock file, which the kernel releases when the process ends.
 
 import asyncio
 import fcntl
+import json
 import logging
+import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeAlias, TypeVar
+from typing import IO, Any, ClassVar, Generic, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.errors import (
     RollmeshError,
+    ShuttingDownError,
     StoreError,
     StoreFullError,
     StoreInUseError,
     StoreLostError,
 )
-from rollmesh.runtime.jobs import RETRY_MS, Job, Jobs
-from rollmesh.runtime.schemas import refusal
 
+# Jobs of the thread of a store, which takes all waiting jobs together.
+
+RETRY_MS = 1000
+"""Retry delay of a store that is full or away, milliseconds."""
+_MAX_PENDING = 4096
 _Result = TypeVar("_Result")
+_Door = TypeVar("_Door")
+Job: TypeAlias = tuple[Callable[[_Door], Any], Future[Any]]
+"""A function of the thread's connection, and its outcome."""
+
+
+class Jobs(Generic[_Door]):
+    """A bounded queue of jobs. Callers add to it, one thread takes from it."""
+
+    def __init__(self, most: int) -> None:
+        """Starts empty. A batch has up to `most` jobs."""
+        self._most = most
+        self._queue: queue.Queue[Job[_Door] | None] = queue.Queue(_MAX_PENDING)
+        self._closing = False
+
+    def add(self, work: Callable[[_Door], _Result]) -> Future[_Result]:
+        """Adds a job and returns its outcome.
+
+        Raises:
+            ShuttingDownError: The store is closed.
+            StoreFullError: Too many jobs wait.
+        """
+        if self._closing:
+            raise ShuttingDownError(
+                "the store is closed because the service is stopping; try again"
+            )
+        future: Future[_Result] = Future()
+        try:
+            self._queue.put_nowait((work, future))
+        except queue.Full:
+            raise StoreFullError(
+                "the store has too many pending writes; try again later", retry_delay_ms=RETRY_MS
+            ) from None
+        return future
+
+    def refuse(self) -> None:
+        """Refuses jobs from now on."""
+        self._closing = True
+
+    def end(self) -> None:
+        """Ends the thread after the waiting jobs. May wait for a place in the queue."""
+        self._queue.put(None)
+
+    def next_batch(self, timeout_s: float | None = None) -> list[Job[_Door]] | None:
+        """Returns the waiting jobs, an empty list after the timeout, or None at the end."""
+        batch: list[Job[_Door]] = []
+        try:
+            item = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return batch
+        while item is not None:
+            batch.append(item)
+            if len(batch) == self._most or self._queue.empty():
+                return batch
+            item = self._queue.get()
+        if batch:
+            self._queue.put(None)
+        return batch or None
+
+    def left(self) -> list[Job[_Door]]:
+        """Returns the jobs that are left in the queue."""
+        jobs: list[Job[_Door]] = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                jobs += [item] if item else []
+        return jobs
+
+
+# The error about a store of another release. Neither an older nor a newer store is changed.
+
+
+def refusal(where: str, found: int, version: int, rescue: str) -> str:
+    """Returns why a store is refused, and the remedy.
+
+    Args:
+        where: The file, or the database.
+        found: Version of its tables.
+        version: Version that this release needs.
+        rescue: The way to keep the contents with a release that knows the tables, and the
+            alternative.
+    """
+    writer = "an earlier" if found < version else "a later"
+    return (
+        f"{where} has version {found}, this release needs {version}; nothing was changed. "
+        f"It was written by {writer} release: {rescue}"
+    )
+
+
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
 _log = logging.getLogger(__name__)
 _MAX_BATCH = 256
@@ -49,14 +144,14 @@ class Database(AbstractAsyncContextManager["Database"]):
         *,
         rescue: str = "give another path",
     ) -> None:
-        """Names the file; entering the context opens it and runs `schema`.
+        """Names the file. Entering the context opens it and runs `schema`.
 
         Args:
-            path: The file; it and its folder are created if missing.
+            path: The file. It and its folder are created if missing.
             schema: Idempotent statements that create the tables.
             version: Version of the schema. A file of another version is refused, untouched.
             page_bytes: Page size of a new file: large for large rows, small for small commits.
-            rescue: What to do with a file of another version, for its error.
+            rescue: Remedy for a file of another version.
         """
         self.path = path
         """The file."""
@@ -73,14 +168,18 @@ class Database(AbstractAsyncContextManager["Database"]):
         """Device and inode of each open file."""
 
     async def __aenter__(self) -> "Database":
-        """Opens the file; creates it and its folder if missing.
+        """Opens the file, and creates it and its folder if missing.
 
         Raises:
             StoreInUseError: Another process has it open.
             StoreError: It cannot be opened, or has another schema version.
         """
         self._thread.start()
-        await asyncio.wrap_future(self._opened)
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._opened))
+        except asyncio.CancelledError as cancelled:
+            await self.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
+            raise
         return self
 
     async def __aexit__(
@@ -95,11 +194,11 @@ class Database(AbstractAsyncContextManager["Database"]):
         await asyncio.to_thread(self._thread.join)
 
     async def lost(self) -> str:
-        """Waits until the file is removed or replaced; returns the reason."""
+        """Waits until the file is removed or replaced and returns the reason."""
         return await asyncio.shield(asyncio.wrap_future(self._lost))
 
     async def run(self, work: Work[_Result]) -> _Result:
-        """Runs a job in a transaction; returns once the commit is on disk.
+        """Runs a job in a transaction and returns once the commit is on disk.
 
         Raises:
             StoreLostError: The file was removed or replaced while it was open.
@@ -116,8 +215,11 @@ class Database(AbstractAsyncContextManager["Database"]):
     def _serve(self) -> None:
         try:
             with self._lock(), closing(self._open()) as connection:
-                found = {path: _identity(path) for path in self._paths()}
-                self._files = {path: one for path, one in found.items() if any(one)}
+                for end in ("", "-wal", ".lock"):
+                    path = self.path.with_name(f"{self.path.name}{end}")
+                    with suppress(FileNotFoundError):
+                        found = path.stat()
+                        self._files[path] = found.st_dev, found.st_ino
                 self._opened.set_result(None)
                 while (batch := self._jobs.next_batch(_LOOK_S)) is not None:
                     try:
@@ -125,7 +227,7 @@ class Database(AbstractAsyncContextManager["Database"]):
                             self._check_files()
                         _run_batch(connection, batch, self._check_files)
                     except BaseException:  # noqa: BLE001 - the edge of the thread: no caller may hang
-                        _log.critical("the store's thread dies", exc_info=True)
+                        _log.critical("store thread failed", exc_info=True)
                         self._died = True
                         _fail([*batch, *self._jobs.left()])
                         return
@@ -136,20 +238,23 @@ class Database(AbstractAsyncContextManager["Database"]):
             typed = error if isinstance(error, StoreError) else StoreError(f"{self.path}: {error}")
             self._opened.set_exception(typed)
 
-    def _paths(self) -> list[Path]:
-        return [self.path.with_name(f"{self.path.name}{end}") for end in ("", "-wal", ".lock")]
-
     def _check_files(self) -> StoreLostError | None:
-        """Returns an error if a file was removed or replaced; None while all are in place.
+        """Returns an error if a file was removed or replaced, and None while all are in place.
 
         Data written to an unlinked file is lost, and without the lock file another process may
         open the path.
         """
-        gone = next((path for path, was in self._files.items() if _identity(path) != was), None)
-        if gone is None:
+        for path, was in self._files.items():
+            try:
+                found = path.stat()
+            except OSError:
+                break
+            if (found.st_dev, found.st_ino) != was:
+                break
+        else:
             return None
         error = StoreLostError(
-            f"{gone}: was removed or replaced while open, so nothing more is stored; put the "
+            f"{path}: was removed or replaced while open, so nothing more is stored; put the "
             "folder back, or give another data_dir, and restart"
         )
         if not self._lost.done():
@@ -157,7 +262,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         return error
 
     def _lock(self) -> IO[bytes]:
-        """Takes the lock; closing the returned file releases it. Children do not inherit it."""
+        """Takes the lock. Closing the returned file releases it. Children do not inherit it."""
         owner_only.make_folder(self.path.parent)
         lock = self.path.with_name(f"{self.path.name}.lock").open("ab")
         try:
@@ -191,7 +296,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         """
         if not self.path.exists() or not self.path.stat().st_size:
             return
-        # The version is written before the first table, and before there is such a log.
+        # The version is written before the first table, and before the log exists.
         unchanged = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
         with closing(sqlite3.connect(unchanged, uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
@@ -207,15 +312,6 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(self._schema)
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Returns device and inode of a file; zeros if it does not exist."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_dev, found.st_ino
 
 
 def _run_batch(
@@ -275,3 +371,80 @@ def _typed(error: sqlite3.Error) -> RollmeshError:
     if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
         return StoreFullError(f"the disk is full: {error}", retry_delay_ms=RETRY_MS)
     return StoreError(f"the store failed: {error}")
+
+
+# SQL statements that are written once for SQLite and PostgreSQL.
+#
+# Their parameters are numbered (`?1`), which SQLite takes, and PostgreSQL after a translation.
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+class Statements(ABC):
+    """Runs the statements of a transaction."""
+
+    failures: ClassVar[tuple[type[Exception], ...]] = ()
+    """Errors of the database that end the transaction."""
+
+    @abstractmethod
+    def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
+        """Runs a statement and returns its cursor."""
+
+    @abstractmethod
+    def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
+        """Runs a statement without rows for each of the parameters."""
+
+    @abstractmethod
+    def within(self, number: int) -> str:
+        """Returns SQL for "is one of": the parameter with this number is from `listed`."""
+
+    @abstractmethod
+    def listed(self, values: Iterable[str]) -> Any:
+        """Returns values as one parameter."""
+
+    def rows(self, sql: str, *parameters: Any) -> list[Row]:
+        """Runs a statement and returns its rows."""
+        rows: list[Row] = self._execute(sql, parameters).fetchall()
+        return rows
+
+    def run(self, sql: str, *parameters: Any) -> None:
+        """Runs a statement without rows. Its error may be raised by a later statement."""
+        self._execute(sql, parameters)
+
+    def changed(self, sql: str, *parameters: Any) -> int:
+        """Runs a statement without rows and returns the number of rows that it changed."""
+        changed: int = self._execute(sql, parameters).rowcount
+        return changed
+
+    def row(self, sql: str, *parameters: Any) -> Row | None:
+        """Runs a statement and returns its only row, or None."""
+        rows = self.rows(sql, *parameters)
+        return rows[0] if rows else None
+
+    def value(self, sql: str, *parameters: Any) -> Any:
+        """Runs a statement and returns the value of its only row."""
+        ((found,),) = self.rows(sql, *parameters)
+        return found
+
+
+class SqliteStatements(Statements):
+    """Statements on a connection to SQLite."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        """Takes the connection."""
+        self._db = db
+
+    def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
+        return self._db.execute(sql, parameters)
+
+    def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
+        """Runs a statement without rows for each of the parameters."""
+        self._db.executemany(sql, parameters)
+
+    def within(self, number: int) -> str:
+        """Returns SQL for "is one of"."""
+        return f"IN (SELECT value FROM json_each(?{number}))"  # noqa: S608
+
+    def listed(self, values: Iterable[str]) -> Any:
+        """Returns values as one parameter."""
+        return json.dumps(list(values))

@@ -22,7 +22,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_file(path: Path) -> None:
-    """Creates an empty file for the owner alone, or takes others' rights from one that exists.
+    """Creates an empty file for the owner alone, or takes others' rights from an existing file.
 
     Raises:
         OSError: It cannot be created, or belongs to another user and others have rights.

@@ -15,14 +15,14 @@ _Result = TypeVar("_Result")
 
 
 def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
-    """Starts work and returns its outcome; cancelling that future does not stop the work.
+    """Starts work and returns its outcome. Cancelling that future does not stop the work.
 
-    Use it when memory must learn what a store committed. If several callers wait, each waits under
+    Use it when memory must learn the result of a commit. If several callers wait, each waits under
     `asyncio.shield`. The outcome is always set: if the owner stops the work, even before its first
     step, or accepts no more work, it is a `ShuttingDownError`.
 
     Args:
-        tasks: Owns the work; an error in it does not stop the other tasks.
+        tasks: Owns the work. An error in it does not stop the other tasks.
         work: The coroutine to run.
     """
     outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
@@ -68,12 +68,12 @@ def _note_unseen(error: Exception) -> None:
 
 
 async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Returns the result of work; the work completes even if this call is cancelled."""
+    """Returns the result of work. The work completes even if this call is cancelled."""
     return await begun(tasks, work)
 
 
 async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
-    """Returns the result of the first of several waits that ends; the others are cancelled."""
+    """Returns the result of the first of several waits that ends. The others are cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(wait) for wait in waits]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +83,7 @@ async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
 
 
 async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
-    """Runs work that nobody waits for; its errors are logged and stop nothing else.
+    """Runs work without a caller. Its errors are logged and stop nothing else.
 
     Args:
         work: Starts the work. It is not called if the task is cancelled before it runs.
@@ -104,7 +104,7 @@ class Background(ABC):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Starts the task; returns at once."""
+        """Starts the task and returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
         return self

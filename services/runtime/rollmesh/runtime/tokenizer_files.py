@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-"""The parts that determine ids; tools rewrite the others (truncation, padding, decoder)."""
+"""The parts that determine ids. Tools rewrite the others (truncation, padding, decoder)."""
 
 
 def tokenizer_sha256(model_path: Path) -> str:
     """Returns the digest of the tokenizer in a model's directory, SHA-256, hexadecimal.
 
-    Of `tokenizer.json` it covers what decides ids, as JSON values: a copy that another release of
-    the library saved has the same digest. Of a tokenizer that `mistral_common` reads it covers the
-    bytes of the file.
+    Of `tokenizer.json` it covers the parts that decide ids, as JSON values: a copy that another
+    release of the library saved has the same digest. Of a tokenizer of `mistral_common` it covers
+    the bytes of the file.
 
     Raises:
         OSError: There is no tokenizer, or it cannot be read.

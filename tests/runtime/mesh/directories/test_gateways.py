@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, connections
-from rollmesh.mesh.directories.gateways import GatewayDirectory
-from rollmesh.mesh.directories.watching import Peer
+from rollmesh.mesh.directory import GatewayDirectory, Peer
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     NoGatewayError,
@@ -301,7 +300,7 @@ async def test_a_cancelled_call_is_cancelled_and_nothing_else() -> None:
 
 
 def test_routers_are_asked_about_a_silent_gateway_and_not_about_a_busy_one() -> None:
-    busy, silent = Peer("a"), Peer("b")
+    busy, silent = Peer(), Peer()
     asked = []
     for _ in range(8):
         busy.heard = True

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.mesh.directories.members import CollectorDirectory
+from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.generations.checking import AnswerCheck, Expected, newest_version
-from rollmesh.mesh.leasing.offered import Offered
+from rollmesh.mesh.generation import AnswerCheck, Expected, newest_version
+from rollmesh.mesh.leases import Offered
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2
 from tests.runtime.mesh.generations.answers import CRC, message

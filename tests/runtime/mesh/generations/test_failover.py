@@ -1,27 +1,30 @@
 """One generation on engines that do what a test says."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import pytest
 
-from rollmesh.mesh.generations import failover
-from rollmesh.mesh.generations.continuing import prompt_crc32
-from rollmesh.mesh.generations.failover import Failover, Order
-from rollmesh.mesh.generations.generation import Generation
-from rollmesh.mesh.leasing import offered
-from rollmesh.mesh.leasing.offered import OfferedVersions
+from rollmesh.mesh import failover, leases
+from rollmesh.mesh.engines import Answer
+from rollmesh.mesh.failover import Failover, Order
+from rollmesh.mesh.generation import Generation, prompt_crc32
+from rollmesh.mesh.images import SentImages
+from rollmesh.mesh.leases import OfferedVersions
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
     EngineLostError,
+    EnginesBusyError,
     GenerationAbortedError,
     ImageUnknownError,
     OverloadedError,
     PromptEmptyError,
     RollmeshError,
+    StartingError,
 )
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import PROMPT, message
@@ -37,20 +40,35 @@ class Fleet:
         self.offered = OfferedVersions()
         self.requests: list[engine_pb2.GenerateRequest] = []
         self.asked: list[tuple[str, int, int, int]] = []
-        """Address, `max_chunk_tokens`, `min_chunk_tokens` and time limit of each call."""
-        self.images: list[dict[str, bytes]] = []
-        """The bytes of images that each call may send."""
+        """Address, `max_chunk_tokens`, `collect_ms` and time limit of each call."""
+        self.sent = SentImages()
         self.suspended_ms: list[int] = []
         self.excluded: list[list[str]] = []
         self.outcomes: list[str] = []
-        self.aborted: list[tuple[str, str]] = []
+        self.aborted: list[str] = []
         self.losses = self.migrations = 0
         self.engines = list(engines)
+        self.failover = Failover(
+            self,  # type: ignore[arg-type]  # what is used of leases
+            self,  # type: ignore[arg-type]  # what is used of engines
+            on_loss=self.lose,
+            on_migration=self.migrate,
+        )
+        self.suspects = self.failover.suspects
+        self.gates: dict[str, asyncio.Event] = {}
+        """By session: no engine can be leased for it before."""
+        self.waiting: set[str] = set()
+        """The sessions that came to their gates."""
+        self.takes = False
+        """Whether the engines say that they have a request."""
 
     @asynccontextmanager
     async def lease(
-        self, *, excluded: Sequence[str], suspended_ms: int, **_: Any
+        self, *, session_id: str, excluded: Sequence[str], suspended_ms: int, **_: Any
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
+        if session_id in self.gates:
+            self.waiting.add(session_id)
+            await self.gates[session_id].wait()
         self.excluded.append(list(excluded))
         self.suspended_ms.append(suspended_ms)
         try:
@@ -61,31 +79,41 @@ class Fleet:
             self.outcomes.append(error.reason)
             raise
 
-    async def generate(
+    def of(self, address: str) -> "Fleet":
+        self.address = address
+        return self
+
+    @contextmanager
+    def begin(
         self,
-        address: str,
         request: engine_pb2.StreamGenerateRequest,
         timeout_ms: int,
         images: Mapping[str, bytes],
-    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
-        self.images.append(dict(images))
-        self.requests.append(request.generate)
-        self.asked.append((address, request.max_chunk_tokens, request.min_chunk_tokens, timeout_ms))
+    ) -> Iterator[Answer]:
+        given = engine_pb2.GenerateRequest()
+        given.CopyFrom(request.generate)
+        self.sent.fill(given.images, images)
+        self.requests.append(given)
+        self.asked.append((self.address, request.max_chunk_tokens, request.collect_ms, timeout_ms))
+        answer = Answer(given.request_id, 0, lambda: self.aborted.append(given.request_id))
+        answer.is_taken = self.takes
         tokens = 0
-        for step in self.engines.pop(0):
-            if isinstance(step, RollmeshError):
-                raise step
-            sent = engine_pb2.StreamGenerateResponse()
-            sent.CopyFrom(step)
-            tokens += len(step.token_ids_u32le) // 4
-            if sent.HasField("finish"):
-                sent.finish.prompt_crc32 = prompt_crc32(request.generate)
-                if tokens:
-                    sent.finish.version_spans.add(policy_version=1, end=tokens)
-            yield sent
+        for step in [*self.engines.pop(0), ENDED]:
+            sent: Any = step
+            if not isinstance(step, RollmeshError):
+                sent = engine_pb2.StreamGenerateResponse()
+                sent.CopyFrom(step)
+                tokens += len(step.token_ids_u32le) // 4
+                if sent.HasField("finish"):
+                    sent.finish.prompt_crc32 = prompt_crc32(given)
+                    if tokens:
+                        sent.finish.version_spans.add(policy_version=1, end=tokens)
+            answer.put(sent)
+        yield answer
 
-    async def abort(self, address: str, request_id: str) -> None:
-        self.aborted.append((address, request_id))
+    @property
+    def images(self) -> SentImages:
+        return self.sent
 
     def lose(self) -> None:
         self.losses += 1
@@ -108,22 +136,12 @@ def order_of(*, sent: Callable[[], bool] = lambda: False, **sampling: Any) -> Or
     return Order(Generation(request, 100), "s", 16, 4, 1000, 2000, is_sent=sent)
 
 
-def failover_over(fleet: Fleet) -> Failover:
-    return Failover(
-        fleet,  # type: ignore[arg-type]  # what is used of leases
-        fleet,  # type: ignore[arg-type]  # what is used of engines
-        on_loss=fleet.lose,
-        on_migration=fleet.migrate,
-    )
-
-
 async def run(
     fleet: Fleet, order: Order, stop_after: int = 0
 ) -> tuple[list[list[int] | None], list[int]]:
     """What is yielded, and what the generation is in the end."""
-    loop = failover_over(fleet)
     seen: list[list[int] | None] = []
-    async with aclosing(loop.run(order)) as runs:
+    async with aclosing(fleet.failover.run(order)) as runs:
         async for one in runs:
             if one is None:
                 order.stop_reason = None
@@ -135,7 +153,7 @@ async def run(
     return seen, [int(id_) for id_ in order.generation.token_ids()]
 
 
-DEAD = EngineDeadError("it died")
+DEAD, ENDED = EngineDeadError("it died"), EngineDeadError("it ended without a finish")
 LIE = some(500)
 STUCK = EngineFaultError("it is stuck", spoils_tokens=False)
 
@@ -162,8 +180,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             [[some(1), DEAD], [LIE], [last(3)]], [[1], [3]], [1, 3], id="not what others sampled"
         ),
-        pytest.param([[last(1), last(2)], [last(3)]], [None, [3]], [3], id="ends twice"),
-        pytest.param([[last(1), DEAD]], [[1]], [1], id="dead after the end"),
         pytest.param(
             [[some(1, 2, 3, 4, 5, 6), DEAD]],
             [[1, 2, 3, 4, 5, 6]],
@@ -208,16 +224,31 @@ async def test_images_that_an_engine_asks_for_are_loaded_once_and_sent() -> None
 
     asks = ImageUnknownError.of(["x", "y"], 2)
     fleet, order = Fleet([asks], [last(3)]), order_of()
+    order.generation.request.images.extend(
+        engine_pb2.PromptImage(sha256=one, length=1) for one in ("x", "y")
+    )
     order.images, order.load_images = {"x": b"x"}, load
     assert await run(fleet, order) == ([[3]], [3])
     assert loaded == [["y"]]
-    assert fleet.images == [{"x": b"x"}, {"x": b"x", "y": b"y"}]
+    assert [[one.data for one in sent.images] for sent in fleet.requests] == [
+        [b"x", b""],
+        [b"x", b"y"],
+    ]
     assert fleet.outcomes == ["answered"]
+
+
+async def test_an_engine_that_asks_for_the_same_image_again_is_wrong() -> None:
+    asks = ImageUnknownError.of(["x"], 1)
+    fleet, order = Fleet([asks], [asks], [last(3)]), order_of()
+    order.generation.request.images.add(sha256="x", length=1)
+    order.images = {"x": b"x"}
+    assert await run(fleet, order) == ([[3]], [3])
+    assert fleet.outcomes == ["ENGINE_FAULT", "answered"]
 
 
 async def test_images_that_nobody_has_are_the_callers() -> None:
     order = order_of()
-    order.images = {"x": b"x"}
+    order.generation.request.images.add(sha256="x", length=1)
     with pytest.raises(ImageUnknownError):
         await run(Fleet([ImageUnknownError.of(["x"], 1)]), order)
 
@@ -236,7 +267,7 @@ async def test_engines_that_rest_are_waited_for_until_a_second_before_the_limit(
 async def test_a_version_that_no_router_has_offered_is_a_lie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offered, "_NEWS_S", 0.001)
+    monkeypatch.setattr(leases, "_NEWS_S", 0.001)
     fleet, order = Fleet([some(1, version=2)], [last(3)]), order_of()
     fleet.offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=1))
     assert await run(fleet, order) == ([[3]], [3])
@@ -278,6 +309,17 @@ async def test_backpressure_is_no_attempt() -> None:
     assert (fleet.losses, fleet.excluded[-1]) == (0, [])
 
 
+@pytest.mark.parametrize("refusal", [OverloadedError, StartingError])
+async def test_backpressure_until_the_limit_is_said(refusal: type[RollmeshError]) -> None:
+    busy = refusal("slow down", retry_delay_ms=10)
+    fleet, order = Fleet(*[[busy]] * 200), order_of()
+    order.began_ms -= 900  # of 2,000, and the last second is for the error
+    with pytest.raises(EnginesBusyError, match=r"busy or .*2000 ms.* slow down") as caught:
+        await run(fleet, order)
+    assert caught.value.__cause__ is busy
+    assert fleet.losses == 0
+
+
 async def test_a_refusal_is_the_callers() -> None:
     with pytest.raises(PromptEmptyError):
         await run(Fleet([PromptEmptyError("token_ids_u32le", "is empty")]), order_of())
@@ -286,10 +328,8 @@ async def test_a_refusal_is_the_callers() -> None:
 async def test_an_engine_is_told_once_that_no_more_is_wanted() -> None:
     fleet, order = Fleet([some(1), some(2), some(3), last(reason=ABORT)]), order_of()
     assert await run(fleet, order, stop_after=1) == ([[1], [2], [3]], [1, 2, 3])
-    assert fleet.aborted == [("a0", fleet.requests[0].request_id)]
+    assert fleet.aborted == [fleet.requests[0].request_id]
     assert order.is_complete
-    await failover_over(fleet).stop(order, STOP)  # no engine samples any more
-    assert len(fleet.aborted) == 1
 
 
 async def test_what_is_stopped_before_it_has_an_engine_asks_none() -> None:
@@ -310,3 +350,19 @@ async def test_an_engine_that_dies_when_no_more_is_wanted_is_not_replaced() -> N
 async def test_what_was_enough_of_a_lie_is_not_enough() -> None:
     fleet, order = Fleet([some(1), LIE], [some(2), last(3)]), order_of()
     assert await run(fleet, order, stop_after=1) == ([[1], None, [2], [3]], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("engines", "restarted"),
+    [
+        pytest.param([[some(1), DEAD], [DEAD], [last(2)]], True, id="its tokens were dropped"),
+        pytest.param([[DEAD], [last(2)]], False, id="no token had arrived"),
+        pytest.param([[some(1), last(2)]], False, id="undisturbed"),
+    ],
+)
+async def test_a_generation_says_whether_its_tokens_were_dropped(
+    engines: list[list[Step]], *, restarted: bool
+) -> None:
+    order = order_of(seed=1)
+    await run(Fleet(*engines), order)
+    assert order.generation.restarted == restarted

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.mesh.generations import images as module
-from rollmesh.mesh.generations.images import HeldBytes, SentImages, check_hashes, check_places
+from rollmesh.mesh import images as module
+from rollmesh.mesh.images import HeldBytes, SentImages, check_hashes, check_places
 from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError, InvalidImageError
 from rollmesh.runtime.rpc.statuses import from_status, to_status
 from rollmesh.v1 import engine_pb2
@@ -133,7 +133,8 @@ def test_an_engine_is_sent_an_image_once_and_again_if_it_asks() -> None:
     assert [one.data for one in images] == [b"a", b"b", b""]
     sent.fill(images, data)
     assert [one.data for one in images] == [b"", b"", b""]
-    sent.refill(images, data, ImageUnknownError.of([sha(b"a")], 1))
+    sent.lost(ImageUnknownError.of([sha(b"a")], 1), data)
+    sent.fill(images, data)
     assert [one.data for one in images] == [b"a", b"", b""]
 
 
@@ -147,7 +148,8 @@ def test_images_beyond_one_message_are_sent_with_the_next_ones() -> None:
             assert sum(len(one.data) for one in images) <= 7 or received
             received |= {one.sha256 for one in images if one.data}
             if missing := set(data) - received:
-                sent.refill(images, data, ImageUnknownError.of(sorted(missing), len(missing)))
+                sent.lost(ImageUnknownError.of(sorted(missing), len(missing)), data)
+                sent.fill(images, data)
     assert received == set(data)
 
 
@@ -173,4 +175,4 @@ def test_an_image_whose_bytes_nobody_has_stays_unknown() -> None:
     sent.fill(images, {})
     assert not images[0].data
     with pytest.raises(ImageUnknownError):
-        sent.refill(images, {}, ImageUnknownError.of([sha(b"a")], 1))
+        sent.lost(ImageUnknownError.of([sha(b"a")], 1), {})

@@ -1,17 +1,26 @@
 """What a gateway tells a router of what it holds."""
 
-from rollmesh.mesh.leasing.holdings import MOST_IDS, Holdings, Restating
+from rollmesh.mesh.leases import MOST_IDS, Holdings, Restating
 from rollmesh.v1 import router_pb2
+
+
+def grant(holdings: Holdings, at: int, engine_id: str, session_id: str, group_id: str) -> None:
+    address = engine_id.replace("e", "host:")
+    holdings.granted(
+        str(at),
+        router_pb2.LeaseGrant(engine_id=engine_id, address=address),
+        router_pb2.AcquireLease(session_id=session_id, group_id=group_id),
+    )
 
 
 def held(leases: int, sessions: int) -> Holdings:
     holdings = Holdings()
     for at in range(max(leases, sessions)):
-        holdings.granted(str(at), f"e{at % 3}", f"host:{at % 3}", session_id=f"s{at}", group_id="g")
+        grant(holdings, at, f"e{at % 3}", f"s{at}", "g")
         if at >= leases:
-            holdings.released(str(at))
+            del holdings.leases[str(at)]
         if at >= sessions:
-            holdings.forgotten(f"s{at}")
+            del holdings.sessions[f"s{at}"]
     return holdings
 
 
@@ -38,7 +47,7 @@ def test_many_sessions_take_many_messages_of_bounded_size() -> None:
     assert all(0 < size(message) <= MOST_IDS for message in messages)
     assert len(messages) == 3 + 10  # leases and sessions are not in one message
     leases, sessions = ids(messages)
-    assert leases == holdings.leases
+    assert leases == {name: one.engine_id for name, one in holdings.leases.items()}
     assert sessions == {name: engine_id for name, (engine_id, _) in holdings.sessions.items()}
     assert {one.group_id for one in messages[-1].engines[0].sessions} == {"g"}
 
@@ -51,8 +60,8 @@ def test_leases_come_before_sessions() -> None:
 def test_what_ends_meanwhile_is_not_stated() -> None:
     holdings = held(2, 2)
     restating = Restating(holdings)
-    holdings.released("0")
-    holdings.forgotten("s1")
+    del holdings.leases["0"]
+    del holdings.sessions["s1"]
     assert ids(all_of(restating)) == ({"1": "e1"}, {"s0": "e0"})
 
 
@@ -66,23 +75,16 @@ def test_a_session_is_stated_before_its_request_and_once() -> None:
     assert ids(all_of(restating))[1] == {"s0": "e0", "s2": "e2"}
 
 
-def test_what_is_unknown_may_end() -> None:
-    holdings = held(1, 1)
-    holdings.released("other")
-    holdings.forgotten("other")
-    assert ids(all_of(Restating(holdings))) == ({"0": "e0"}, {"s0": "e0"})
-
-
 def test_a_group_is_kept_when_a_later_turn_does_not_name_it() -> None:
     holdings = held(1, 1)
-    holdings.granted("9", "e9", "host:9", session_id="s0", group_id="")
+    grant(holdings, 9, "e9", "s0", "")
     assert holdings.sessions == {"s0": ("e9", "g")}
 
 
 def test_the_address_of_an_engine_is_known_while_a_lease_on_it_is_held() -> None:
     holdings = held(6, 6)
     assert holdings.addresses("e1") == {"host:1"}
-    holdings.released("1")
+    del holdings.leases["1"]
     assert holdings.addresses("e1") == {"host:1"}
-    holdings.released("4")
+    del holdings.leases["4"]
     assert holdings.addresses("e1") == set()

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rollmesh.mesh.leasing import offered as offered_versions
-from rollmesh.mesh.leasing.offered import Offered, OfferedVersions
+from rollmesh.mesh import leases as offered_versions
+from rollmesh.mesh.leases import Offered, OfferedVersions
 from rollmesh.v1 import router_pb2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.mesh.routers.reachable import reachable
+from rollmesh.mesh.routers import reachable
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc

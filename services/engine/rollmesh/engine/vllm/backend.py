@@ -1,49 +1,396 @@
 """The vLLM backend: `AsyncLLM` with token ids in, ids and flat log-probabilities out, no text."""
 
 import asyncio
-import dataclasses
+import difflib
+import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+import multiprocessing
+import os
+import tempfile
+import threading
+from argparse import SUPPRESS, ArgumentError
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+from vllm.config import WeightTransferConfig
+from vllm.config.logging import LoggingConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from rollmesh.engine.backend import (
-    Chunk,
-    Constraint,
     GenerateInput,
     Load,
     ModelLimits,
     PauseMode,
-    Sampling,
     Transfer,
+    aborted,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.vllm.chunks import chunks, joined
-from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
-from rollmesh.engine.vllm.heartbeat import Heartbeat
-from rollmesh.engine.vllm.images import ImagePrompts
-from rollmesh.engine.vllm.options import read_options
-from rollmesh.engine.vllm.sampling import sampling_params
-from rollmesh.engine.vllm.start import start_llm
-from rollmesh.engine.vllm.versions import RunningVersions
+from rollmesh.engine.requests import read_generate
+from rollmesh.engine.vllm.chunks import Heartbeat, RunningRequest, messages
+from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, written
+from rollmesh.engine.vllm.grammars import Grammars
+from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.images import ImageLimits
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     EngineDeadError,
+    EngineStartError,
     InvalidConstraintError,
     InvalidFieldError,
     InvalidWeightsError,
     RollmeshError,
     WeightTransferError,
 )
+from rollmesh.runtime.process.children import end_with_parent
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
+
+# Pass-through options: any argument of the installed vLLM, by its own name.
+#
+# vLLM's own command line parser checks them, so an option accepts the same values as in `vllm
+# serve`. Options that rollmesh sets itself are refused with the name of the setting to use instead.
+
+_OWNED = {
+    "model": "the setting model_path",
+    "served_model_name": "the setting model",
+    "max_model_len": "the setting max_context_tokens",
+    "max_num_seqs": "the setting lease_capacity",
+    "dtype": "the setting dtype",
+    "enforce_eager": "the setting enforce_eager",
+    "gpu_memory_utilization": "the setting gpu_memory_utilization",
+    "weight_transfer_config": "the setting weight_transfer",
+    "disable_log_stats": "the setting metrics_port, which serves vLLM's metrics too",
+    "generation_config": "the model's generation_config.json, which names its end tokens",
+    "tokenizer": "the tokenizer in model_path, the gateway's",
+    "skip_tokenizer_init": "nothing: the engine needs the tokenizer for constraints alone",
+    "worker_extension_cls": "nothing: weights reach the workers through it",
+    "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
+    "mm_processor_cache_gb": "the setting image_cache_bytes",
+    "logprobs_mode": "nothing: trainers get log-probabilities before temperature and truncation",
+}
+"""Options that the engine sets itself, and their replacements."""
+_SIMILAR = 3
+_MOST_CHARS = 400
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments for `AsyncEngineArgs`.
+
+    Args:
+        options: Values by the names of `AsyncEngineArgs`, as read from JSON or TOML.
+
+    Raises:
+        ConfigError: An option is unknown, has a value that vLLM does not accept, or is set by
+            rollmesh.
+    """
+    if not options:
+        return {}
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, argument_default=SUPPRESS))
+    known = {
+        action.dest: action
+        for action in parser._actions  # noqa: SLF001 - argparse has no public list
+        if action.option_strings
+    }
+    read: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _OWNED:
+            raise ConfigError(f"vllm.{name}: is set by rollmesh; use {_OWNED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, _SIMILAR)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(f"vllm.{name}: the installed vLLM has no such option{hint}")
+        try:
+            read[name] = getattr(parser.parse_args(_words(name, value)), name)
+        except (ArgumentError, ValueError, ConfigError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(
+                f"vllm.{name}: vLLM does not take {json.dumps(value)}: {said:.{_MOST_CHARS}}"
+            ) from error
+    return read
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # mypy has no vLLM
+    """Raises an error instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """Returns an option as command-line arguments."""
+    flag = name.replace("_", "-")
+    match value:
+        case bool():
+            return [f"--{flag}" if value else f"--no-{flag}"]
+        case list() if value:
+            return [f"--{flag}", *(_text(one) for one in value)]
+        case _:
+            return [f"--{flag}", _text(value)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# Writes a request as vLLM's sampling parameters.
+
+
+def sampling_params(
+    request: GenerateInput, structural_tag: str | None, stop_ids: Collection[int]
+) -> SamplingParams:
+    """Returns vLLM's parameters for a request.
+
+    Args:
+        request: The request.
+        structural_tag: Its constraint as vLLM can compile it.
+        stop_ids: The model's end tokens. Without a tokenizer vLLM does not know all of them.
+    """
+    generate, sampling = request.generate, request.generate.sampling
+    ends = [] if sampling.ignore_eos else stop_ids
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=[*sampling.stop_token_ids, *ends],
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        ignore_eos=sampling.ignore_eos,
+        allowed_token_ids=list(dict.fromkeys(sampling.allowed_token_ids)) or None,
+        logit_bias=dict(sampling.logit_bias) or None,
+        # vLLM derives these from bad_words. The gateway has already turned their text into ids.
+        _bad_words_token_ids=[
+            *(list(one.token_ids) for one in sampling.bad_sequences),
+            *([one] for one in generate.banned_token_ids),
+        ]
+        or None,
+        logprobs=generate.top_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        structured_outputs=(
+            None
+            if structural_tag is None
+            else StructuredOutputsParams(structural_tag=structural_tag)
+        ),
+        output_kind=(
+            RequestOutputKind.DELTA if request.max_chunk_tokens else RequestOutputKind.FINAL_ONLY
+        ),
+        stream_interval=RunningRequest.interval if request.collect_ms else 1,
+    )
+
+
+# Finds out why vLLM could not start: the first exception that any of its processes logs.
+#
+# vLLM's scheduler and workers run in separate processes. Their exceptions go to the log. The caller
+# only gets "see root cause above". This module adds a handler to vLLM's logging configuration,
+# which vLLM passes on to all of its processes. They make the handler before they connect to their
+# parent or load anything, so it is also what ties them to the parent.
+
+_NAME = "rollmesh-failure"
+
+
+class FailureHandler(logging.Handler):
+    """Writes the first logged exception to a file that all processes share."""
+
+    def __init__(self, path: str) -> None:
+        """Takes the path of the file. The process that creates it has failed first."""
+        end_with_parent()  # the first thing of ours that runs in any of vLLM's processes
+        super().__init__(logging.ERROR)
+        self._path = Path(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the record's exception unless another process was first."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return
+        with suppress(OSError), self._path.open("x") as file:
+            file.write(f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLog:
+    """The folder where failures are written while vLLM starts."""
+
+    folder: Path
+
+    @property
+    def config_file(self) -> str:
+        """Path of a logging configuration for vLLM: its own, plus the handler."""
+        return str(self.folder / "logging.json")
+
+    def first(self) -> str:
+        """Returns the first logged exception. Empty if there was none."""
+        path = self.folder / "failure"
+        return path.read_text() if path.exists() else ""
+
+
+@contextmanager
+def failure_log() -> Iterator[FailureLog]:
+    """Collects failures while vLLM starts. Later failures appear only in vLLM's log."""
+    # pyright mistakes this package for vLLM; workers import this module.
+    from vllm import envs  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
+    from vllm.logger import DEFAULT_LOGGING_CONFIG  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:
+        log = FailureLog(Path(folder))
+        own = envs.VLLM_LOGGING_CONFIG_PATH
+        config = json.loads(Path(own).read_text()) if own else deepcopy(DEFAULT_LOGGING_CONFIG)
+        handler = {"()": f"{__name__}.FailureHandler", "path": str(log.folder / "failure")}
+        config.setdefault("handlers", {})[_NAME] = handler
+        logger = config.setdefault("loggers", {}).setdefault("vllm", {})
+        logger["handlers"] = [*logger.get("handlers", ()), _NAME]
+        Path(log.config_file).write_text(json.dumps(config))
+        yield log
+
+
+# Starts vLLM with the arguments of rollmesh and those that the user passes through.
+
+_LOOK_S = 0.1
+_LOOKS = 100
+
+
+class Loading:
+    """A thread that loads the model, so that health is answered and a stop is obeyed meanwhile.
+
+    The thread lives until `end`, because vLLM's processes end with the thread that started them. It
+    is a daemon, because vLLM cannot be told to give up a start.
+    """
+
+    def __init__(
+        self, config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
+    ) -> None:
+        """Takes the arguments of `start_llm`. Starts nothing yet."""
+        self._loaded: Future[AsyncLLM] = Future()
+        self._ended = threading.Event()
+
+        def load() -> None:
+            try:
+                llm = start_llm(config, options, takes_constraints=takes_constraints)
+                self._loaded.set_result(llm)
+            except BaseException as error:  # noqa: BLE001 - the edge of the thread
+                self._loaded.set_exception(error)
+            self._ended.wait()
+
+        self._thread = threading.Thread(target=load, name="vllm", daemon=True)
+
+    async def llm(self) -> AsyncLLM:
+        """Returns vLLM with the model loaded. If this call is cancelled, its processes are killed.
+
+        Raises:
+            EngineStartError: vLLM could not start. The message gives the reason in one line.
+        """
+        self._thread.start()
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._loaded))
+        except asyncio.CancelledError:
+            for _ in range(_LOOKS):
+                if self._loaded.done():
+                    break
+                for process in multiprocessing.active_children():
+                    process.kill()
+                await asyncio.sleep(_LOOK_S)
+            if self._loaded.done() and not self._loaded.exception():
+                await asyncio.to_thread(self._loaded.result().shutdown)
+            raise
+
+    def end(self) -> None:
+        """Ends the thread, and with it whatever vLLM's processes are left."""
+        self._ended.set()
+
+
+def start_llm(
+    config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
+) -> AsyncLLM:
+    """Returns vLLM with the model loaded by all of its workers.
+
+    Args:
+        config: The settings.
+        options: Further arguments of `AsyncEngineArgs`, as `read_options` returned them.
+        takes_constraints: Whether the model has the tokenizer that constraints need.
+
+    Raises:
+        EngineStartError: vLLM could not start. The message gives the reason in one line.
+    """
+    with failure_log() as failures:
+        settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**(settings | _arguments(config, options, takes_constraints))),
+                stat_loggers=[PrometheusStatLogger] if config.metrics_port >= 0 else None,
+            )
+        except Exception as error:
+            reason = failures.first() or f"{type(error).__name__}: {error}"
+            raise EngineStartError(f"vLLM could not start: {' '.join(reason.split())}") from error
+
+
+def _arguments(
+    config: EngineConfig,
+    options: Mapping[str, Any],
+    takes_constraints: bool,  # noqa: FBT001
+) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "model": str(config.model_path),
+        # The gateway handles text. Only constraints need the tokenizer.
+        "skip_tokenizer_init": not takes_constraints,
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "max_model_len": config.max_context_tokens or None,
+        "dtype": config.dtype,
+        "enforce_eager": config.enforce_eager,
+        "max_num_seqs": config.lease_capacity,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "disable_log_stats": True,  # vLLM logs no statistics. Its metrics go to Prometheus
+        "worker_extension_cls": "rollmesh.engine.vllm.worker_extension.WeightReceiver",
+        "weight_transfer_config": (
+            WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
+        ),
+    }
+    # Each request carries its processed images: see `images`.
+    images = {"mm_processor_cache_gb": 0} if takes_images(config.model_path) else {}
+    return {**_cpu_arguments(options), **own, **images, **options}
+
+
+def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments for a CPU: one worker, in the scheduler's process.
+
+    vLLM's default on CPUs is a separate worker process, and the scheduler busy-waits for its
+    answers. With few cores this takes a core from the model and starves the threads that move
+    requests and tokens into and out of the scheduler: streams stalled for seconds, and aborts and
+    pauses took effect only after the request had ended. vLLM would bind the model's threads to
+    cores in the worker. Here the environment sets them instead.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    environ = os.environ  # noqa: TID251 - the only way to set the threads of vLLM's process
+    environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    if workers == 1:
+        return {"distributed_executor_backend": UniProcExecutor}
+    # vLLM would bind each worker to a NUMA node and refuses to start if there are too few nodes.
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {}
+
 
 _log = logging.getLogger(__name__)
 _FINISHES = {
@@ -71,21 +418,29 @@ class VllmBackend:
         self.weight_transfer = config.weight_transfer
         self._policy_version = 0
         self._llm: Any = None
-        self._paused = False
-        self._sleeping = False
+        self._loading: Loading | None = None
+        self._images: Any = None
+        self._held = False
+        self._busy = False
         self._takes_constraints = has_tokenizer(config.model_path)
+        self._grammars = Grammars()
         self._running: dict[str, bool] = {}  # whether each request was aborted
-        self._control = asyncio.Lock()
         self._heartbeat = Heartbeat(self._ping)
         self.limits = ModelLimits(0, 0)
         self.died = asyncio.Event()
 
     async def start(self) -> None:
         """Loads the model, sets its version and samples one token to warm it up."""
-        self._llm = start_llm(
+        self._loading = Loading(
             self._config, self._options, takes_constraints=self._takes_constraints
         )
-        self._images = ImagePrompts(self._llm, self._config.image_cache_bytes)
+        self._llm = await self._loading.llm()
+        if self._takes_constraints:  # started after vLLM's processes, which inherit descriptors
+            await self._grammars.start()
+            vocabulary = await asyncio.to_thread(vocabulary_of, self._llm)
+            await self._grammars.set_vocabulary(vocabulary)
+        limits = ImageLimits(self._config.max_image_bytes, self._config.max_image_pixels)
+        self._images = ImagePrompts(self._llm, self._config.image_cache_bytes, limits)
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
         self.limits = ModelLimits(
@@ -95,18 +450,26 @@ class VllmBackend:
         )
         await self._llm.update_weight_version(str(self._policy_version))
         # With its first constraint vLLM reads the vocabulary, which takes seconds.
-        first = Constraint(_ANY_TEXT, strict=False) if self._takes_constraints else None
-        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 1, first)
-        async for _ in self.generate(one):
+        warm_up = engine_pb2.GenerateRequest(request_id="warm-up", token_ids_u32le=bytes(4))
+        warm_up.sampling.max_tokens = 2
+        if self._takes_constraints:
+            warm_up.constraint.structural_tag_json = _ANY_TEXT
+        asked = engine_pb2.StreamGenerateRequest(generate=warm_up, max_chunk_tokens=1)
+        async for _ in self.generate(read_generate(asked, self.limits)):
             pass
 
     async def stop(self) -> None:
         """Stops vLLM's processes."""
+        self._grammars.stop()
+        if self._images is not None:
+            await self._images.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
+        if self._loading is not None:
+            self._loading.end()
 
     async def watch(self) -> None:
-        """Sets `died` when vLLM's process dies; runs until then."""
+        """Sets `died` when vLLM's process dies. Runs until then."""
         async with self._heartbeat:
             while not self._llm.errored:
                 await asyncio.sleep(_HEALTH_CHECK_S)
@@ -116,141 +479,139 @@ class VllmBackend:
     @property
     def _is_held(self) -> bool:
         """Whether the model does not step for a good reason: a pause, or new weights."""
-        return self._paused or self._sleeping or self._control.locked()
+        return self._held or self._busy
 
     async def _ping(self) -> None:
-        """Returns once the scheduler is between two steps; it answers calls only there."""
+        """Returns once the scheduler is between two steps. It answers calls only there."""
         await self._llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
-        """Yields chunks, the last with the finish; closing the iterator aborts the request.
+    async def generate(
+        self, request: GenerateInput
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        """Yields messages, the last with the finish. Closing the iterator aborts the request.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
             InvalidFieldError: The model's processor makes other ids of an image, or none.
             EngineDeadError: vLLM's process died.
         """
-        self._running[request.request_id] = False
+        generate = request.generate
+        request_id = generate.request_id
+        self._running[request_id] = False
+        running = RunningRequest(self._llm.output_processor, request_id, request.collect_ms)
+        unread: list[Any] = []
+        passed = 0
         try:
-            tag = await self._structural_tag(request.constraint)
-            prompt = await self._images.prompt(request.token_ids, request.images)
-            if self._running[request.request_id]:  # vLLM does not know of it yet
-                yield Chunk.aborted(request, self._policy_version)
+            tag = await self._structural_tag(generate)
+            prompt = await self._images.prompt(request)
+            if self._running[request_id]:  # vLLM does not know of it yet
+                yield aborted()
                 return
             stream = self._llm.generate(
-                prompt, sampling_params(request, tag, self.limits.stop_ids), request.request_id
+                prompt, sampling_params(request, tag, self.limits.stop_ids), request_id
             )
-            async with aclosing(stream) as outputs, aclosing(self._read(outputs, request)) as read:
-                async for chunk in read:
-                    yield chunk
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    if generate.images and not passed and not unread:
+                        _check_prompt(output, request)
+                    if completion.finish_reason == "error":
+                        raise _failure(request)
+                    unread.append(completion)
+                    starts = running.starts(completion)
+                    if output.finished and starts is None:
+                        raise EngineDeadError("vLLM does not say which weights sampled a request")
+                    if starts is None:
+                        continue
+                    running.collect()
+                    parts: list[engine_pb2.StreamGenerateResponse] = []
+                    for one in unread:
+                        parts += messages(one, request, passed, starts)
+                        passed += len(one.token_ids)
+                    unread = []
+                    if output.finished:
+                        parts = parts or [engine_pb2.StreamGenerateResponse()]
+                        finish = _finish(completion, output.num_cached_tokens or 0)
+                        parts[-1].finish.CopyFrom(finish)
+                    for part in parts:
+                        yield part
         except VLLMValidationError as error:
             raise _failure(request) from error
         except VllmEngineDeadError as error:
             self.died.set()
             raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
         finally:
-            del self._running[request.request_id]
-
-    async def _read(
-        self, outputs: AsyncIterator[Any], request: GenerateInput
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yields the chunks of a request's outputs."""
-        versions = RunningVersions(self._llm.output_processor, request.request_id)
-        unread: list[Any] = []
-        passed = size = 0
-        async for output in outputs:
-            completion = output.outputs[0]
-            if request.images and not passed and not unread:
-                _check_prompt(output, request)
-            if completion.finish_reason == "error":
-                raise _failure(request)
-            unread.append(completion)
-            size += len(completion.token_ids)
-            starts = versions.starts(completion)
-            if output.finished and starts is None:
-                raise EngineDeadError("vLLM does not say which weights sampled a request")
-            if starts is None or (size < request.collects(passed) and not output.finished):
-                continue
-            parts: list[Chunk] = []
-            for one in unread:
-                parts += chunks(one, request, passed, starts)
-                passed += len(one.token_ids)
-            unread, size = [], 0
-            parts = joined(parts, request.max_chunk_tokens)
-            if output.finished:
-                last = parts.pop() if parts else Chunk.empty(request, self._policy_version)
-                finish = _finish(completion, output.num_cached_tokens or 0)
-                parts.append(dataclasses.replace(last, finish=finish))
-            for part in parts:
-                yield part
+            running.end()
+            del self._running[request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Aborts requests; each finishes with the tokens sampled so far."""
+        """Aborts requests. Each finishes with the tokens sampled so far."""
         held = [id_ for id_ in request_ids if id_ in self._running]
         self._running |= dict.fromkeys(held, True)
         await self._llm.abort(held)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; if cancelled while waiting for requests to finish, nothing changes."""
-        try:
-            await self._llm.pause_generation(mode=_name_of(mode), clear_cache=False)
-        except asyncio.CancelledError:
-            if not self._paused:
-                await self._llm.resume_generation()
-            raise
-        self._paused = True
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        """Stops sampling. Drops the KV cache with `clear_cache`."""
+        await self._llm.pause_generation(mode=_name_of(mode), clear_cache=clear_cache)
+        self._held = True
 
     async def resume(self) -> None:
         """Resumes sampling."""
         await self._llm.resume_generation()
-        self._paused = False
+        self._held = False
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer; vLLM samples nothing while it waits.
+        """Joins the trainer. VLLM samples nothing while it waits.
 
         Raises:
             WeightTransferError: Joining the trainer failed.
             EngineDeadError: The trainer took too long.
         """
-        async with self._control:
+        with self._occupied():
             if problem := _first(await self._transfer_call("init_transfer", init_info)):
                 raise WeightTransferError(problem)
 
-    async def update_weights(
-        self, source: Path | Transfer, policy_version: int, mode: PauseMode
-    ) -> int:
-        """Loads new weights between two steps and drops the KV cache of the old ones.
+    async def check_weights(self, source: Path | Transfer) -> None:
+        """Asks the workers whether they can load the weights.
 
         Raises:
-            InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
+            InvalidWeightsError: The weights do not fit the model.
+        """
+        with self._occupied():
+            await self._check(source)
+
+    async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
+        """Loads weights that were checked.
+
+        Raises:
             WeightTransferError: The transfer failed before anything was loaded.
             EngineDeadError: The weights were loaded only in part, or a transfer took too long.
         """
-        async with self._control:
-            await self._check(source)
-            was_paused, started = self._paused, clock.monotonic_ms()
-            await self._llm.pause_generation(mode=_name_of(mode), clear_cache=True)
-            try:
-                await self._load(source)
-                await self._llm.update_weight_version(str(policy_version))
-                self._policy_version = policy_version
-            except (WeightTransferError, EngineDeadError):
-                raise
-            except Exception as error:
-                # Some of the new weights may be loaded, so no version would be correct: restart.
-                self.died.set()
-                raise EngineDeadError(
-                    "the weights were loaded in part; the engine is about to restart",
-                    retry_delay_ms=5000,
-                ) from error
-            finally:
-                if not was_paused and not self.died.is_set():
-                    await self._llm.resume_generation()
-            took_ms = clock.monotonic_ms() - started
-            _log.info(
-                "weights updated", extra=fields(policy_version=policy_version, paused_ms=took_ms)
-            )
-            return took_ms
+        started = clock.monotonic_ms()
+        try:
+            await self._load(source)
+            await self._llm.update_weight_version(str(policy_version))
+            self._policy_version = policy_version
+        except (WeightTransferError, EngineDeadError):
+            raise
+        except Exception as error:
+            # Some of the new weights may be loaded, so no version would be correct: restart.
+            self.died.set()
+            raise EngineDeadError(
+                "the weights were loaded in part; the engine is about to restart",
+                retry_delay_ms=5000,
+            ) from error
+        took_ms = clock.monotonic_ms() - started
+        _log.info("weights updated", extra=fields(policy_version=policy_version, load_ms=took_ms))
+
+    @contextmanager
+    def _occupied(self) -> Iterator[None]:
+        """Marks a call for which the model may stand still."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     async def _check(self, source: Path | Transfer) -> None:
         if isinstance(source, Transfer):
@@ -271,7 +632,7 @@ class VllmBackend:
             raise RollmeshError(problem)
 
     async def _transfer_call(self, method: str, argument: object) -> list[str]:
-        """Calls the workers, which wait for the trainer; the engine dies if the wait times out."""
+        """Calls the workers, which wait for the trainer. The engine dies if the wait times out."""
         try:
             async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
                 return await self._on_workers(method, argument)
@@ -284,55 +645,62 @@ class VllmBackend:
             ) from error
 
     async def _on_workers(self, method: str, argument: object) -> list[str]:
-        """Calls every worker of every data-parallel rank; vLLM's own call returns only one rank."""
+        """Calls every worker of every data-parallel rank. VLLM's own call returns only one rank."""
         core = self._llm.engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, (argument,), {})
         return [answer for answers in ranks for answer in answers]
 
-    async def sleep(self, level: int) -> None:
-        """Frees accelerator memory; running requests are aborted.
+    def check_sleep(self) -> None:
+        """Checks that vLLM was started with its sleep mode.
 
         Raises:
-            InvalidFieldError: vLLM was started without its sleep mode.
+            InvalidFieldError: It was not.
         """
         if not (current_platform.is_cpu() or self._llm.vllm_config.model_config.enable_sleep_mode):
             raise InvalidFieldError(
                 "level", "the engine cannot sleep; start it with enable_sleep_mode in [engine.vllm]"
             )
+
+    async def sleep(self, level: int) -> None:
+        """Frees accelerator memory. Running requests are aborted."""
+        self._held = True
+        self._running |= dict.fromkeys(self._running, True)  # of some vLLM may not know yet
         await self._llm.sleep(level)
-        self._sleeping = True
 
     async def wake_up(self) -> None:
-        """Reallocates the accelerator memory."""
+        """Reallocates the accelerator memory. VLLM samples again."""
         await self._llm.wake_up()
-        self._sleeping = False
+        self._held = False
 
     async def reset_prefix_cache(self) -> bool:
-        """Drops cached prefixes; returns False if running requests hold them."""
+        """Drops cached prefixes. Returns False if running requests hold them."""
         return bool(await self._llm.reset_prefix_cache())
 
     def load(self) -> Load:
-        """Returns the load and state; requests that vLLM has not scheduled are waiting."""
+        """Returns the load. Requests that vLLM has not scheduled are waiting."""
         held = len(self._running)
         running = min(held, self._config.lease_capacity)
         return Load(
             self._policy_version,
             running,
             held - running,
-            self._paused,
-            self._sleeping,
             0 if self._is_held else self._heartbeat.silent_ms,
         )
 
-    async def _structural_tag(self, constraint: Constraint | None) -> str | None:
-        if constraint is None:
+    async def _structural_tag(self, generate: engine_pb2.GenerateRequest) -> str | None:
+        if not generate.HasField("constraint"):
             return None
         if not self._takes_constraints:
             raise InvalidConstraintError(
                 "constraint",
                 f"{self._config.model_path} has no tokenizer; use a model that has one",
             )
-        return await asyncio.to_thread(compilable, constraint)
+        text = await asyncio.to_thread(written, generate.constraint)
+        if (
+            generate.constraint.structural_tag_json != _ANY_TEXT
+        ):  # the warm-up does not wait for the process
+            await self._grammars.check(text)
+        return text
 
 
 def _name_of(mode: PauseMode) -> str:
@@ -346,7 +714,7 @@ def _first(problems: list[str]) -> str:
 
 def _failure(request: GenerateInput) -> RollmeshError:
     """Returns the error for a request that vLLM gave up on."""
-    if request.constraint is None:
+    if not request.generate.HasField("constraint"):
         return RollmeshError("vLLM ended the request with an error; see its log")
     return InvalidConstraintError(
         "constraint.structural_tag_json", "vLLM could not compile or follow it; see its log"

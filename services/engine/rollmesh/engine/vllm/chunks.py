@@ -1,18 +1,83 @@
-"""Splits vLLM's outputs into chunks with the log-probabilities of each token."""
+"""Reads vLLM's outputs: tokens with their log-probabilities and versions."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmesh.engine.backend import Chunk, GenerateInput
-from rollmesh.engine.vllm.versions import VersionStart
+from rollmesh.engine.backend import GenerateInput, message
+from rollmesh.runtime import clock
+from rollmesh.v1 import engine_pb2
+
+_PATIENT = 2**31
+"""More tokens than any answer has: vLLM passes none of them on."""
+_HURRIED = 2
+"""Tokens that vLLM passes on together. With 1 it would pass on the last one alone."""
 
 
-def chunks(
+class VersionStart(NamedTuple):
+    """Where the tokens of a policy version begin."""
+
+    policy_version: int
+    start: int
+    """Index in the generation."""
+
+
+class RunningRequest:
+    """The state of one request in vLLM's output processor (`RequestState`, vLLM 0.32).
+
+    It says from the first token on which weights sampled the tokens, which vLLM's outputs say only
+    at the end, and it sets how many tokens are passed on together.
+    """
+
+    interval = _PATIENT
+    """The `stream_interval` of a request whose tokens are collected."""
+
+    def __init__(self, output_processor: Any, request_id: str, collect_ms: int) -> None:
+        """Takes vLLM's output processor, the id that the request was given, and how to collect."""
+        self._processor = output_processor
+        self._request_id = request_id
+        self._collect_s = collect_ms / 1000
+        self._state: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def starts(self, completion: Any) -> Sequence[VersionStart] | None:
+        """Returns where the versions begin. None if vLLM tells it only with the next output.
+
+        Args:
+            completion: The latest `CompletionOutput` of the request.
+        """
+        if completion.weight_versions is not None:
+            return [VersionStart(int(one.version), one.start) for one in completion.weight_versions]
+        if self._state is None:
+            ids = self._processor.external_req_ids.get(self._request_id)
+            self._state = self._processor.request_states.get(ids[0]) if ids else None
+        if self._state is None:  # the request has ended, and its last output is on its way
+            return None
+        return [VersionStart(int(name), at) for name, at in self._state.weight_version_starts]
+
+    def collect(self) -> None:
+        """Has vLLM collect tokens for the next message, if the request wants that."""
+        if self._collect_s and self._state is not None:
+            self._state.stream_interval = _PATIENT
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._collect_s, self._hurry)
+
+    def end(self) -> None:
+        """Ends the collection."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _hurry(self) -> None:
+        self._state.stream_interval = _HURRIED
+
+
+def messages(
     completion: Any, request: GenerateInput, first: int, starts: Sequence[VersionStart]
-) -> Iterator[Chunk]:
-    """Yields the tokens of a completion in chunks of one version and at most the requested size.
+) -> Iterator[engine_pb2.StreamGenerateResponse]:
+    """Yields the tokens of a completion, of one version and at most the requested size each.
 
     Args:
         completion: vLLM's `CompletionOutput` with flat log-probabilities.
@@ -23,7 +88,7 @@ def chunks(
     ids = np.asarray(completion.token_ids, np.uint32)
     if not len(ids):
         return
-    row = 1 + request.top_logprobs
+    row = 1 + request.generate.top_logprobs
     flat_ids, flat_logprobs = _rows(completion.logprobs, len(ids), row)
     ranked = np.asarray(flat_ids, np.uint32).reshape(len(ids), row)
     logprobs = np.asarray(flat_logprobs, np.float32).reshape(len(ids), row)
@@ -32,35 +97,13 @@ def chunks(
     for version, end in zip(starts, [*ends, len(ids)], strict=True):
         for at in range(max(version.start - first, 0), end, size):
             part = slice(at, min(at + size, end))
-            yield Chunk(
+            yield message(
                 ids[part],
                 logprobs[part, 0],
                 ranked[part, 1:],
                 logprobs[part, 1:],
                 version.policy_version,
             )
-
-
-def joined(parts: Sequence[Chunk], size: int) -> list[Chunk]:
-    """Joins neighbours of one version as long as they have at most `size` tokens together."""
-    whole: list[Chunk] = []
-    for part in parts:
-        last = whole[-1] if whole else None
-        if (
-            last is None
-            or last.policy_version != part.policy_version
-            or len(last.token_ids) + len(part.token_ids) > size
-        ):
-            whole.append(part)
-            continue
-        whole[-1] = Chunk(
-            np.concatenate([last.token_ids, part.token_ids]),
-            np.concatenate([last.logprobs, part.logprobs]),
-            np.concatenate([last.top_ids, part.top_ids]),
-            np.concatenate([last.top_logprobs, part.top_logprobs]),
-            part.policy_version,
-        )
-    return whole
 
 
 def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
@@ -83,3 +126,44 @@ def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
         ids += row_ids
         logprobs += row_logprobs
     return ids, logprobs
+
+
+# Notices a model that has stopped stepping although its process lives.
+
+
+class Heartbeat:
+    """Calls the model's process again and again. A call that is not answered is a missing beat."""
+
+    def __init__(self, ping: Callable[[], Awaitable[None]]) -> None:
+        """Takes the call that is answered between two steps of the model."""
+        self._ping = ping
+        self._asked_ms = 0
+        self._asking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Heartbeat":
+        """Starts without a call."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Gives up the running call."""
+        if self._asking is not None:
+            self._asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._asking
+
+    @property
+    def silent_ms(self) -> int:
+        """Time since the unanswered call was made, milliseconds; 0 if every call was answered."""
+        if self._asking is None or self._asking.done():
+            return 0
+        return clock.monotonic_ms() - self._asked_ms
+
+    def look(self, *, needed: bool) -> None:
+        """Makes another call if a beat is needed and the last call was answered."""
+        if needed and (self._asking is None or self._asking.done()):
+            self._asked_ms = clock.monotonic_ms()
+            self._asking = asyncio.get_running_loop().create_task(self._call())
+
+    async def _call(self) -> None:
+        with suppress(Exception):  # a process that died is noticed elsewhere
+            await self._ping()

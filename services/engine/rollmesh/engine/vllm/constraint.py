@@ -1,18 +1,23 @@
-"""Constraints in vLLM: whether the model supports them, and whether xgrammar accepts one."""
+"""Constraints in vLLM: whether the model supports them, and how a constraint is given to it."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import xgrammar
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+from vllm.v1.structured_output.backend_xgrammar import (
+    XgrammarBackend,
+    has_xgrammar_unsupported_json_features,
+)
 
-from rollmesh.engine.backend import Constraint
-from rollmesh.engine.requests.schema_cost import subschemas, tag_schemas
+from rollmesh.engine.requests import subschemas, tag_schemas
+from rollmesh.engine.vllm.grammars import length_pattern
 from rollmesh.runtime.errors import InvalidConstraintError
+from rollmesh.v1 import engine_pb2
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD = "constraint.structural_tag_json"
 
 
@@ -21,14 +26,24 @@ def has_tokenizer(model_path: Path) -> bool:
     return any((model_path / name).exists() for name in _TOKENIZERS)
 
 
-def compilable(constraint: Constraint) -> str:
-    """Returns the structural tag for vLLM. This may take tenths of a second: call it in a thread.
+def vocabulary_of(llm: Any) -> bytes:
+    """Returns the tokens of an `AsyncLLM` as vLLM gives them to xgrammar. Call it in a thread."""
+    backend = XgrammarBackend(
+        llm.vllm_config,
+        tokenizer=llm.renderer.tokenizer,
+        vocab_size=llm.vllm_config.model_config.get_vocab_size(),
+    )
+    compiled = backend.compiler.compile_regex("a")
+    return str(compiled.tokenizer_info.serialize_json()).encode()
+
+
+def written(constraint: engine_pb2.Constraint) -> str:
+    """Returns the structural tag for vLLM. Call it in a thread.
 
     Raises:
-        InvalidConstraintError: xgrammar rejects it, or it is strict and xgrammar would ignore
-            a part of a JSON schema.
+        InvalidConstraintError: It is strict, and xgrammar would ignore a part of a JSON schema.
     """
-    tag = json.loads(constraint.structural_tag)
+    tag = json.loads(constraint.structural_tag_json)
     for schema, takes_patterns in _schemas(tag):
         bounds = list(_bounded_strings(schema))
         unsupported = has_xgrammar_unsupported_json_features(schema)
@@ -42,10 +57,8 @@ def compilable(constraint: Constraint) -> str:
         for string in bounds if takes_patterns else ():
             _bound_by_pattern(string)
     text = json.dumps(tag, ensure_ascii=False)
-    try:
-        xgrammar.Grammar.from_structural_tag(text)
-    except Exception as error:
-        raise InvalidConstraintError(_FIELD, f"cannot be compiled: {_reason(error)}") from error
+    if not text.isascii() and _SURROGATE.search(text):
+        raise InvalidConstraintError(_FIELD, "has a lone surrogate; write whole characters")
     return text
 
 
@@ -78,18 +91,12 @@ def _bound_by_pattern(string: dict[str, Any]) -> None:
     """Turns the length bounds of a string into a pattern.
 
     With length bounds, xgrammar 0.2.8 allows control characters, which are invalid in JSON
-    strings; with a pattern it does not.
+    strings. With a pattern it does not.
     """
-    least, most = string.pop("minLength", 0), string.pop("maxLength", "")
-    string["pattern"] = f"^.{{{least},{most}}}$"
+    least, most = string.pop("minLength", 0), string.pop("maxLength", None)
+    string["pattern"] = length_pattern(least, most)
 
 
 def _is_narrower(schema: dict[str, Any]) -> bool:
     """Returns whether a string also has other bounds, which xgrammar cannot combine."""
     return not schema.keys().isdisjoint({"pattern", "format", "const", "enum"})
-
-
-def _reason(error: Exception) -> str:
-    """Returns the first line of the library's message, without its source location."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rpartition(".cc:")[2].partition(": ")[2] or lines[0]

@@ -5,9 +5,7 @@ prompt, because it would search the placeholders there: it expands runs a second
 images to placeholders that stand for nothing. Both happen without an error.
 """
 
-import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,14 @@ import torch
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from rollmesh.engine.backend import PromptImage
+from rollmesh.engine.backend import GenerateInput
+from rollmesh.mesh.images import Images
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.runtime.codec.images import decode_image
+from rollmesh.runtime.codec.images import ImageLimits
+from rollmesh.runtime.decoding.pool import ImageDecoders
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError
+from rollmesh.v1 import engine_pb2
 
 _ID_NAMES = ("image_token_id", "image_token_index")
 
@@ -30,12 +31,12 @@ def takes_images(model_path: Path) -> bool:
     try:
         config = json.loads((model_path / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False  # vLLM says what is wrong
+        return False  # vLLM names the fault
     return isinstance(config, dict) and any(name in config for name in _ID_NAMES)
 
 
 class ProcessedImage:
-    """What the model's processor made of an image."""
+    """An image as the model's processor made it."""
 
     def __init__(self, found: Any) -> None:
         """Takes vLLM's input for a prompt that is one placeholder."""
@@ -43,20 +44,21 @@ class ProcessedImage:
         (self.item,) = found["mm_kwargs"]["image"]
         (place,) = found["mm_placeholders"]["image"]
         self.embeds: torch.Tensor | None = place.is_embed
-        """Which of its ids are filled with the image's embeddings; None: all."""
+        """Which of its ids are filled with the image's embeddings. None: all."""
         tensors = (one for one in self.item.get_data().values() if isinstance(one, torch.Tensor))
         self.size = sum(one.nbytes for one in tensors) + self.token_ids.nbytes
 
 
 class ImagePrompts:
-    """Makes prompts with images; keeps what the processor made of each image.
+    """Makes prompts with images. Keeps each processed image.
 
     Weights do not change that, so it outlives every push, which empties vLLM's own caches: each
     request carries everything that vLLM needs.
     """
 
-    def __init__(self, llm: Any, max_bytes: int) -> None:
-        """Takes vLLM, which has the model's processor, and a bound of what is kept."""
+    def __init__(self, llm: Any, max_bytes: int, limits: ImageLimits) -> None:
+        """Takes vLLM with the model's processor, a bound of the kept bytes, and the limits."""
+        self._decoders = ImageDecoders(limits)
         config = llm.vllm_config.model_config.hf_config
         ids = (getattr(config, name, None) for name in _ID_NAMES)
         self._placeholder = next((one for one in ids if isinstance(one, int)), None)
@@ -65,14 +67,19 @@ class ImagePrompts:
         self._renderer = llm.renderer
         self._processed: ByteCache[str, ProcessedImage] = ByteCache(max_bytes)
 
-    async def prompt(self, token_ids: TokenIds, images: Sequence[PromptImage]) -> Any:
-        """Returns vLLM's input for a prompt.
+    async def close(self) -> None:
+        """Ends the processes that decode images."""
+        await self._decoders.close()
+
+    async def prompt(self, request: GenerateInput) -> Any:
+        """Returns vLLM's input for the prompt of a request.
 
         Raises:
             InvalidFieldError: The processor represents an image by other ids than the prompt does,
                 there are placeholders without an image, or the model takes no images.
             InvalidImageError: The processor cannot take an image.
         """
+        token_ids, images = request.token_ids, request.generate.images
         ids = token_ids.tolist()
         if not images:
             return {"prompt_token_ids": ids}
@@ -80,7 +87,9 @@ class ImagePrompts:
             raise InvalidFieldError("images", "this model takes no images; send text alone")
         made: list[ProcessedImage] = []
         for at, image in enumerate(images):
-            processed = await self._process(image, f"images[{at}]")
+            processed = await self._process(
+                image.sha256, request.images[image.sha256], f"images[{at}]"
+            )
             _check_run(image, token_ids, processed, f"images[{at}]")
             made.append(processed)
         self._check_rest(images, token_ids)
@@ -96,15 +105,15 @@ class ImagePrompts:
             },
         )
 
-    async def _process(self, image: PromptImage, field: str) -> ProcessedImage:
-        """Returns what the model's processor makes of an image."""
-        if (found := self._processed.find(image.sha256)) is not None:
+    async def _process(self, sha256: str, data: bytes, field: str) -> ProcessedImage:
+        """Returns an image as the model's processor makes it."""
+        if (found := self._processed.find(sha256)) is not None:
             return found
-        pixels = await asyncio.to_thread(decode_image, image.data)
+        decoded = await self._decoders.decode(data, field, "", pixels=True)
         prompt = {
             "prompt_token_ids": [self._placeholder],
-            "multi_modal_data": {"image": [pixels]},
-            "multi_modal_uuids": {"image": [image.sha256]},
+            "multi_modal_data": {"image": [decoded.pixels]},
+            "multi_modal_uuids": {"image": [sha256]},
         }
         try:
             (rendered,) = await self._renderer.render_cmpl_async([prompt], skip_mm_cache=True)
@@ -113,14 +122,14 @@ class ImagePrompts:
                 field, f"is not taken by the model's processor: {error.__cause__ or error}"
             ) from error
         made = ProcessedImage(rendered)
-        self._processed.add(image.sha256, made, made.size)
+        self._processed.add(sha256, made, made.size)
         return made
 
-    def _check_rest(self, images: Sequence[PromptImage], token_ids: TokenIds) -> None:
+    def _check_rest(self, images: Images, token_ids: TokenIds) -> None:
         """Checks that no other id of the prompt stands for an image.
 
         Raises:
-            InvalidFieldError: One does. Trainers cannot tell such an id from those of images.
+            InvalidFieldError: One does. Trainers cannot tell such an id from ids of images.
         """
         is_placeholder = token_ids == self._placeholder
         for image in images:
@@ -134,9 +143,9 @@ class ImagePrompts:
 
 
 def _check_run(
-    image: PromptImage, token_ids: TokenIds, processed: ProcessedImage, field: str
+    image: engine_pb2.PromptImage, token_ids: TokenIds, processed: ProcessedImage, field: str
 ) -> None:
-    """Checks that the ids of an image are those of the processor.
+    """Checks that the ids of an image equal the ids of the processor.
 
     Raises:
         InvalidFieldError: They are others.

@@ -6,19 +6,123 @@ runner's `reload_weights`, which restores the loaders that post-processing remov
 
 New weights are checked against the checkpoint that the model was started from before any parameter
 is modified, because a failure inside vLLM would end the worker. vLLM's transfer backends load the
-weights themselves; for them the description of the transfer is checked.
+weights themselves. For them the description of the transfer is checked.
 """
 
+import base64
+import io
+import pickle  # noqa: TID251 - a subclass that knows one class
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors
 
-from rollmesh.engine.requests.checkpoint import weight_files
-from rollmesh.engine.vllm.transfer_payloads import only_unique_ids, with_handles
+from rollmesh.engine.backend import weight_files
+from rollmesh.runtime.codec.cuda_handles import BYTES, FIELDS
+
+# Keeps pickle out of weight transfers, whatever vLLM's environment allows.
+#
+# Two of vLLM's paths unpickle bytes that the starter of a transfer controls: CUDA IPC handles that
+# come as `ipc_handles_pickled` (with VLLM_ALLOW_INSECURE_SERIALIZATION=1), and the objects that
+# ranks exchange over the TCP store at `master_address` when they join. Handles come as JSON
+# instead, and of the store's objects only NCCL's unique id is read.
+
+_UNIQUE_ID = {
+    ("_ctypes", "_unpickle"),
+    ("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"),
+}
+
+
+def with_handles(update: Any) -> Any:
+    """Returns an update with its CUDA IPC handles as vLLM's IPC backend takes them.
+
+    Raises:
+        ValueError: A handle is malformed or pickled.
+    """
+    if isinstance(update, list):
+        return [with_handles(one) for one in update]
+    if update.get("ipc_handles_pickled") is not None:
+        raise ValueError("ipc_handles_pickled is not read; give ipc_handles as JSON")
+    handles = update.get("ipc_handles")
+    if handles is None:
+        return update
+    if isinstance(handles, list):
+        return {**update, "ipc_handles": [_by_gpu(one) for one in handles]}
+    return {**update, "ipc_handles": _by_gpu(handles)}
+
+
+def _by_gpu(handles: Any) -> dict[str, tuple[Any, ...]]:
+    _check(isinstance(handles, dict), "map the UUID of each GPU to a handle")
+    return {uuid: _arguments(handle) for uuid, handle in handles.items()}
+
+
+def _arguments(handle: Any) -> tuple[Any, ...]:
+    """Returns the arguments of torch's `rebuild_cuda_tensor`."""
+    import torch  # noqa: PLC0415 - workers
+
+    known = isinstance(handle, dict) and handle.keys() == set(FIELDS)
+    _check(known, f"give a handle the fields {', '.join(FIELDS)}")
+    given: dict[str, Any] = {name: _value(name, handle[name]) for name in FIELDS}
+    dtype = getattr(torch, given["dtype"], None)
+    _check(isinstance(dtype, torch.dtype), f"dtype {given['dtype']!r:.40} is not one of torch's")
+    given |= {"dtype": dtype, "tensor_size": torch.Size(given["tensor_size"])}
+    first = [given[name] for name in FIELDS[:3]]
+    return torch.Tensor, *first, torch.storage.TypedStorage, *[given[name] for name in FIELDS[3:]]
+
+
+def _value(name: str, value: Any) -> Any:
+    """Returns one field of a handle, checked for its type."""
+    if name in BYTES and isinstance(value, str):
+        return base64.b64decode(value, validate=True)
+    if name in {"tensor_size", "tensor_stride"} and isinstance(value, list):
+        return tuple(_value("", one) for one in value)
+    if name in {"requires_grad", "event_sync_required"}:
+        kind: type[Any] = bool
+    else:
+        kind = str if name == "dtype" else int
+    fits = name not in BYTES and type(value) is kind and (kind is not int or value >= 0)
+    _check(fits, f"{name or 'a size'} has another type")
+    return value
+
+
+def _check(fits: bool, problem: str) -> None:  # noqa: FBT001 - what an assertion says
+    if not fits:
+        raise ValueError(f"ipc_handles: {problem}")
+
+
+@contextmanager
+def only_unique_ids() -> Iterator[None]:
+    """Lets this thread unpickle nothing but NCCL's unique id while vLLM joins a group."""
+    from vllm.distributed import utils  # noqa: PLC0415 - workers
+
+    module: Any = utils
+    former, own = module.pickle, threading.get_ident()
+
+    def loads(data: Any) -> Any:
+        if threading.get_ident() != own:
+            return former.loads(data)
+        return _UniqueIds(io.BytesIO(data)).load()
+
+    module.pickle = SimpleNamespace(loads=loads, dumps=former.dumps)
+    try:
+        yield
+    finally:
+        module.pickle = former
+
+
+class _UniqueIds(pickle.Unpickler):
+    """Reads the object that the first rank of a group sends to the others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _UNIQUE_ID:
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a unique id")
+        return super().find_class(module, name)
+
 
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONVERTIBLE = {"F32", "F16", "BF16"}
@@ -39,7 +143,7 @@ class WeightReceiver:
     rank: int
 
     def check_weights(self, source: str) -> str:
-        """Returns what is wrong with new weights; empty if they fit the running model."""
+        """Returns the fault of new weights. Empty if they fit the running model."""
         try:
             offered = read_headers(Path(source))
         except (safetensors.SafetensorError, OSError) as error:
@@ -55,7 +159,7 @@ class WeightReceiver:
             _tie_again(self.model_runner.get_model())
 
     def init_transfer(self, init_info: dict[str, Any]) -> str:
-        """Joins the trainer; returns why that failed, or an empty string."""
+        """Joins the trainer. Returns why that failed, or an empty string."""
         engine = self.weight_transfer_engine
         try:
             typed = engine.parse_init_info(init_info)
@@ -67,7 +171,7 @@ class WeightReceiver:
         return ""
 
     def check_transfer(self, updates: list[Any]) -> str:
-        """Returns what is wrong with the description of a transfer; empty if it fits."""
+        """Returns the fault in the description of a transfer. Empty if it fits."""
         engine = self.weight_transfer_engine
         try:
             updates = with_handles(updates)
@@ -82,7 +186,7 @@ class WeightReceiver:
         """Loads the weights that the trainer sends now.
 
         Returns:
-            Why nothing was loaded and the old weights are in place; empty if all were loaded.
+            Why nothing was loaded and the old weights are in place. Empty if all were loaded.
 
         Raises:
             Exception: Any exception means that a part of the weights may have been loaded.
@@ -188,7 +292,7 @@ class Header:
 
 
 def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
-    """Returns what is wrong with the tensors of a checkpoint; empty if they fit."""
+    """Returns the misfit of the tensors of a checkpoint. Empty if they fit."""
     for name, header in wanted.items():
         if name not in offered:
             return f"{name} is missing"

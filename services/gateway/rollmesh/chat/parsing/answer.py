@@ -1,14 +1,110 @@
 """An answer while it is sampled: ids in; text, reasoning and tool calls out."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rollmesh.chat.messages import Message, ToolCall
-from rollmesh.chat.parsing.decoding import IncrementalDecoder, StopStrings
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.parser import ToolParser
+from rollmesh.chat.parsing.parser import (
+    ParserEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    ToolParser,
+)
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.parsing.vllm.answers import WholeCallParser
+from rollmesh.chat.tokenizer import ModelTokenizer
+
+# Incremental decoding of sampled ids, and stop strings.
+
+
+class IncrementalDecoder:
+    """Decodes ids one by one; a character that spans several ids is held until complete.
+
+    Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        shown: Sequence[str] = (),
+        *,
+        hidden: Iterable[int] = (),
+        special: bool = False,
+    ) -> None:
+        """Begins an empty text.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            shown: Special tokens that are always part of the text.
+            hidden: Other ids that are not part of it.
+            special: Whether all special tokens are part of it.
+        """
+        left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
+        self._hidden = left_out - {tokenizer.special_id(text) for text in shown}
+        self._stream = tokenizer.stream()
+
+    def feed(self, token_id: int) -> str:
+        """Takes one id; returns the text that is now certain, often empty."""
+        return "" if token_id in self._hidden else self._stream.feed(token_id)
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """Takes ids; returns the text that is now certain."""
+        return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
+
+    def finish(self) -> str:
+        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        return self._stream.finish()
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
+        """Looks for any of `stops`, none of them empty; the text may keep the one that is found."""
+        self._stops = tuple(stops)
+        self._kept = kept
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.found = ""
+        """The stop string that ended the text; empty while none did."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Takes text; returns the text that is certain and whether a stop string was completed.
+
+        The one that is complete first ends the text, in whatever pieces it comes; of those that end
+        at the same place, the longest.
+        """
+        if not self._stops:
+            return text, False
+        held = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            end, at = min(found)
+            self.found = held[at:end]
+            return held[: end if self._kept else at], True
+        keep = self._possible_start(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], False
+
+    def finish(self) -> str:
+        """Returns the text that was held back: no stop string came."""
+        return self._held
+
+    def _possible_start(self, text: str) -> int:
+        """Returns how many of the last characters may begin a stop string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
 
 
 class Answer:
@@ -45,8 +141,13 @@ class Answer:
         self._call_ids: list[str] = []
         self._one_call = one_call and parser is not None
         self._fed = 0  # ids, counted where the answer may end before the last of them
-        self._passed = 0  # ids fed when the text was last passed on, no call being read
+        self._decoded: deque[tuple[int, int]] = deque()
+        """With `one_call`: ids fed, and the characters of the last one that the parser lacks."""
+        self._passed = 0  # ids whose text was passed on, no call being read
         self._cut = False
+        self._open_call = ""  # what ended the reasoning where the answer ended in it
+        self._called: list[ParserEvent] = []  # the events of that
+        self._left_out = False  # a call whose ids are part of the answer
         self.stopped_at: int | None = None
         """Number of ids up to the one that completed a stop string, or up to a second call where
         one is allowed; None while there is neither."""
@@ -66,8 +167,8 @@ class Answer:
 
     @property
     def malformed(self) -> bool:
-        """Whether something looked like a tool call and was not a complete one."""
-        return self._parser is not None and self._parser.malformed
+        """Whether its ids hold a tool call that the message lacks, or what looked like one."""
+        return self._parser is not None and (self._parser.malformed or self._left_out)
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
         """Takes sampled ids; returns what is now certain. Ids after a stop are ignored."""
@@ -80,11 +181,11 @@ class Answer:
             if self.stopped_at is not None:
                 break
             self._fed += 1
-            text, stopped = self._stops.feed(self._decoder.feed(token_id))
+            text, stopped = self._stops.feed(self._decode(self._decoder.feed(token_id)))
             if stopped:
                 self.stopped_at = self._fed
-            if self._one_call:  # on its own, to know which id begins the second
-                events += self._first_call(self._split(text))
+            if self._one_call:
+                events += self._by_id(text)
             else:
                 certain.append(text)
         # Split once: what came together also leaves together.
@@ -99,17 +200,31 @@ class Answer:
         """Ends the ids; returns what is now certain."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
-            text, stopped = self._stops.feed(self._decoder.finish())
-            events += self._split(text if stopped else text + self._stops.finish())
-        if self._reasoning is not None:
-            events += self._thought(*self._reasoning.finish())
+            text, stopped = self._stops.feed(self._decode(self._decoder.finish()))
+            text += "" if stopped else self._stops.finish()
+            events += self._by_id(text) if self._one_call else self._split(text)
+        if self._reasoning is None:
+            return events
+        thought, rest = self._reasoning.finish()
+        if not self._reasoning.ended_by_call:
+            return events + self._thought(thought, rest)
+        self._open_call = rest
+        self._called = self._parse(rest)  # said once it is known whether it has a call
         return events
 
     def finish(self) -> list[ParserEvent]:
         """Returns the last events; call after `end_text`."""
         if self._parser is None or self._cut:
             return []
-        return self._first_call([self._named(event) for event in self._parser.finish()])
+        events = self._called + [self._named(event) for event in self._parser.finish()]
+        if self._open_call and self._reasoning is not None and not self._call_ids:
+            thought = self._reasoning.take_back(self._open_call)
+            return [ReasoningEvent(thought)] if thought else []
+        second, both = _second_call(events)
+        if self._one_call and both:  # the end of the first cannot be told: nothing is cut
+            self._left_out = second is not None
+            return events[:second]
+        return self._first_call(events, self._fed, whole=True)
 
     def message(self) -> Message:
         """Returns the complete message; call after `finish`."""
@@ -119,30 +234,48 @@ class Answer:
         calls = zip(self._call_ids, self._parser.calls, strict=True)
         return Message(
             "assistant",
-            self._parser.content,
+            "" if self._open_call and not self._call_ids else self._parser.content,
             tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls)[
                 : 1 if self._one_call else None
             ],
             reasoning=reasoning or self._parser.reasoning,
         )
 
-    def _first_call(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Returns the events up to a second call; where one begins, the answer ends before it."""
+    def _decode(self, text: str) -> str:
+        """Takes the text that the last id completed; returns it."""
+        if text and self._one_call:
+            self._decoded.append((self._fed, len(text)))
+        return text
+
+    def _by_id(self, text: str) -> list[ParserEvent]:
+        """Splits certain text as its ids brought it, to know which of them begins a second call."""
+        events: list[ParserEvent] = []
+        while text and not self._cut:
+            fed, size = self._decoded.popleft()
+            piece, text = text[:size], text[size:]
+            if len(piece) < size:
+                self._decoded.appendleft((fed, size - len(piece)))
+            events += self._first_call(self._split(piece), fed, whole=len(piece) == size)
+        return events
+
+    def _first_call(self, events: list[ParserEvent], fed: int, *, whole: bool) -> list[ParserEvent]:
+        """Returns the events up to a second call; where one begins, the answer ends before it.
+
+        Args:
+            events: Events of the next text.
+            fed: Number of ids up to the one that brought the text.
+            whole: Whether it is all that this id brought.
+        """
         if not self._one_call or self._cut:
             return events
-        begun = [
-            (at, one.index)
-            for at, one in enumerate(events)
-            if isinstance(one, ToolCallEvent) and one.id
-        ]
-        second = next((at for at, index in begun if index), None)
+        second, both = _second_call(events)
         if second is None:
-            if events or (self._parser is not None and self._parser.idle):
-                self._passed = self._fed
+            if events or (whole and self._parser is not None and self._parser.idle):
+                self._passed = fed
             return events
         self._cut = True
-        # One list may hold both calls: its end cannot be told from that of the first.
-        self.stopped_at = self._passed if len(begun) == 1 else self._fed
+        self._left_out = both  # one id completed both
+        self.stopped_at = fed if both else self._passed
         return events[:second]
 
     def _split(self, text: str) -> list[ParserEvent]:
@@ -171,3 +304,11 @@ class Answer:
         event = event if event.id else replace(event, id=self._new_call_id())
         self._call_ids.append(event.id)
         return event
+
+
+def _second_call(events: list[ParserEvent]) -> tuple[int | None, bool]:
+    """Returns where in events a second call begins, and whether the first begins in them too."""
+    begun = {
+        one.index: at for at, one in enumerate(events) if isinstance(one, ToolCallEvent) and one.id
+    }
+    return begun.get(1), 0 in begun

@@ -1,25 +1,27 @@
 """The formats of tool calls and reasoning, and the parser of each."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.calls import (
+    channels,
     gemma_calls,
-    harmony,
-    json_formats as object_formats,
+    json_calls as object_formats,
     muse_calls,
     python_calls as pythonic_calls,
+    solar_calls,
     xml_calls as tagged_calls,
 )
-from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser
-from rollmesh.chat.parsing.calls.json_formats import ObjectFormat
+from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser, ObjectFormat
 from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, PythonicFormat
-from rollmesh.chat.parsing.calls.xml_calls import Schemas, TaggedCallParser, TaggedFormat
-from rollmesh.chat.parsing.parser import ToolParser
-from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS
+from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ToolParser
+from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
+from rollmesh.chat.parsing.schemas import Schemas
 from rollmesh.chat.parsing.vllm.answers import WholeCallParser
 from rollmesh.runtime.caches import ByteCache
 
@@ -28,11 +30,12 @@ VLLM = "vllm:"
 
 UNKNOWN = "unknown"
 """The tool format if none was configured and none was detected."""
-HARMONY, GEMMA, MUSE = "openai", "gemma4", "muse_glimmer"
+HARMONY, GEMMA, MUSE, SOLAR = "openai", "gemma4", "muse_glimmer", "solar_open"
 CHANNELS: dict[str, tuple[str, ...]] = {
-    HARMONY: harmony.SPECIAL_TOKENS,
+    HARMONY: channels.SPECIAL_TOKENS,
     GEMMA: gemma_calls.SPECIAL_TOKENS,
     MUSE: muse_calls.SPECIAL_TOKENS,
+    SOLAR: solar_calls.SPECIAL_TOKENS,
 }
 """Special tokens of formats with channels; one parser reads their reasoning, text and calls."""
 FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
@@ -50,7 +53,36 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
 }
 """By their names in vLLM's `--tool-call-parser`."""
 
+VLLM_OPENINGS: dict[str, tuple[str, ...]] = {
+    "apertus": ("<|tools_prefix|>",),
+    "cohere_command3": ("<|START_ACTION|>",),
+    "cohere_command4": ("<|START_ACTION|>",),
+    "deepseek_v32": ("<\uff5cDSML\uff5cfunction_calls>",),
+    "deepseek_v4": ("<\uff5cDSML\uff5ctool_calls>",),
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "granite4": ("<tool_call>",),
+    "hy_v3": ("<tool_calls>", "<tool_call>"),
+    "k2_horizon": ("<ifm|tool_calls>", "<ifm|tool_call>"),
+    "longcat": ("<longcat_tool_call>",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "minimax_m3": ("]<]minimax[>[<tool_call>",),
+    "olmo3": ("<function_calls>",),
+    "seed_oss": ("<seed:tool_call>",),
+    "step3": ("<\uff5ctool_calls_begin\uff5c>",),
+    "step3p5": ("<tool_call>",),
+}
+"""What begins the calls of a format that only vLLM reads, where models of it write reasoning."""
 
+_PLAIN_NAME = re.compile(rf"{NAME_CHARACTER}+")
+_PYTHON_NAME = re.compile(rf"[A-Za-z_]{NAME_CHARACTER}*")
+_ANY_NAME = {
+    "hermes": re.compile(r".+", re.DOTALL),
+    "llama3_json": re.compile(r".+", re.DOTALL),
+    "deepseek_v3": re.compile(r"[^\s<]([^\n<]*[^\s<])?"),
+    "deepseek_v31": re.compile(r"[^\s<]([^\n<]*[^\s<])?"),
+    "qwen3_coder": re.compile(r"[^\s>]([^\n>]*[^\s>])?"),
+}
+"""Names that a format can carry, where something stands around them; others: `_PLAIN_NAME`."""
 _SCHEMAS_BYTES = 32 * 1024 * 1024
 _PARSED_SIZE = 10  # JSON takes about that many times its bytes as Python objects
 
@@ -70,6 +102,10 @@ class AnswerFormat:
     reasoning_tags: tuple[str, str] = TAGS
     channels: str = ""
     """A name of `CHANNELS` where the model writes in channels and its calls stay text."""
+    one_call: bool = False
+    """Whether the template refuses two calls in one answer, so that answers end before a second."""
+    why: str = ""
+    """Why the format of calls is `UNKNOWN`; empty if it is known."""
 
     @property
     def reasoning_name(self) -> str:
@@ -93,6 +129,28 @@ class AnswerFormat:
             return CHANNELS[self.in_channels]
         delimiters = FORMATS[self.tools].delimiters if self.tools in FORMATS else self.shown
         return (*delimiters, *self.reasoning_tags) if self.reasoning else delimiters
+
+    def splitter(self, parser: ToolParser | None, *, inside: bool) -> ReasoningSplitter | None:
+        """Returns what separates the reasoning of one answer; None if there is nothing to separate.
+
+        Args:
+            parser: The parser of the same answer; without one no call ends the reasoning.
+            inside: Whether the generation prompt has opened the reasoning.
+        """
+        if not self.reasoning:
+            return None
+        calls = self._openings if parser is not None else ()
+        return ReasoningSplitter(inside=inside, tags=self.reasoning_tags, calls=calls)
+
+    @property
+    def _openings(self) -> tuple[str, ...]:
+        """What may begin the calls of an answer."""
+        if self.tools.startswith(VLLM):
+            return VLLM_OPENINGS.get(self.tools.removeprefix(VLLM), ())
+        format_ = FORMATS.get(self.tools)
+        if format_ is None:
+            return ()
+        return (*format_.opens, *(format_.around if isinstance(format_, ObjectFormat) else ()))
 
     def parser(
         self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False
@@ -118,6 +176,16 @@ class AnswerFormat:
             return PythonicCallParser(format_, schemas.keys())
         return ObjectCallParser(format_, schemas.keys())
 
+    def carries(self, name: str) -> bool:
+        """Returns whether a call of a tool with this name can be read back."""
+        if self.tools == "none" or self.tools.startswith(VLLM):
+            return True
+        format_ = FORMATS.get(self.tools)
+        names = _ANY_NAME.get(self.tools, _PLAIN_NAME)
+        if isinstance(format_, PythonicFormat):
+            names = _PYTHON_NAME
+        return len(name) <= MOST_NAME and names.fullmatch(name) is not None
+
     @property
     def in_channels(self) -> str:
         """The name of `CHANNELS` in whose channels the model writes; empty if it has none."""
@@ -128,7 +196,9 @@ class AnswerFormat:
             return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
         if self.in_channels == MUSE:
             return muse_calls.MuseParser(schemas)
-        return harmony.HarmonyParser(schemas.keys())
+        if self.in_channels == SOLAR:
+            return solar_calls.SolarParser(schemas)
+        return channels.HarmonyParser(schemas.keys())
 
 
 def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:

@@ -1,10 +1,51 @@
 """Common parts of the tool-call parsers."""
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from rollmesh.chat.json_values import replace_surrogates
-from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
+
+# What becomes certain of an answer while it is sampled, from the parsers up to the wire.
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningEvent:
+    """More text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEvent:
+    """The beginning of a tool call, with its id and name, or more of its arguments."""
+
+    index: int
+    """Place of the call among the calls of the answer, from 0."""
+    id: str = ""
+    """Set in the first event of a call; parsers leave it empty if the format has no ids."""
+    name: str = ""
+    """Set in the first event of a call."""
+    arguments: str = ""
+    """More text of the arguments."""
+
+
+ParserEvent: TypeAlias = TextEvent | ReasoningEvent | ToolCallEvent
+
+
+MOST_NAME = 256
+"""Most characters of a tool's name: without a bound, a head that never ends costs its square."""
+
+NAME_CHARACTER = r"[\w.:/-]"
+"""A character of a tool's name, where a format has nothing around names."""
 
 
 class ToolParser(Protocol):
@@ -12,12 +53,21 @@ class ToolParser(Protocol):
 
     malformed: bool
     """Whether something looked like a call and was not a complete one."""
-    calls: list[tuple[str, str]]
-    """Name and arguments of each call so far."""
-    content: str
-    """Text of the answer so far."""
-    reasoning: str
-    """Text of the reasoning so far."""
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """Name and arguments of each call so far."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Text of the answer so far."""
+        ...
+
+    @property
+    def reasoning(self) -> str:
+        """Text of the reasoning so far."""
+        ...
 
     @property
     def idle(self) -> bool:
@@ -34,7 +84,7 @@ class ToolParser(Protocol):
 
 
 class BaseParser:
-    """State that all parsers share: the calls and the text so far.
+    """State that all parsers share: the calls and the text so far, as pieces.
 
     Whitespace beside calls is dropped, because agents do not expect it; other text is unchanged.
     """
@@ -42,62 +92,140 @@ class BaseParser:
     def __init__(self) -> None:
         """Begins an empty answer."""
         self.malformed = False
-        self.calls: list[tuple[str, str]] = []
-        self.content = ""
-        self.reasoning = ""
-        self._whitespace = ""  # whitespace that counts only if other text follows
+        self._called: list[tuple[str, list[str]]] = []
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self._whitespace: list[str] = []  # counts only if other text follows
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """Name and arguments of each call so far."""
+        return [(name, "".join(arguments)) for name, arguments in self._called]
+
+    @property
+    def content(self) -> str:
+        """Text of the answer so far."""
+        return "".join(self._said)
+
+    @property
+    def reasoning(self) -> str:
+        """Text of the reasoning so far."""
+        return "".join(self._thought)
+
+    @property
+    def last_arguments(self) -> str:
+        """Arguments of the last call so far."""
+        return "".join(self._called[-1][1])
 
     def begin_call(self, name: str, events: list[ParserEvent], call_id: str = "") -> None:
         """Begins a call."""
-        self._whitespace = ""
+        self._whitespace.clear()
         if replace_surrogates(call_id) != call_id:
             call_id = ""  # no text could carry it
-        events.append(ToolCallEvent(len(self.calls), call_id, name))
-        self.calls.append((name, ""))
+        events.append(ToolCallEvent(len(self._called), call_id, name))
+        self._called.append((name, []))
 
     def emit_arguments(self, text: str, events: list[ParserEvent]) -> None:
         """Emits text of the last call's arguments."""
         if text:
-            name, before = self.calls[-1]
-            self.calls[-1] = (name, before + text)
-            events.append(ToolCallEvent(len(self.calls) - 1, arguments=text))
+            self._called[-1][1].append(text)
+            events.append(ToolCallEvent(len(self._called) - 1, arguments=text))
 
     def emit_text(self, text: str, events: list[ParserEvent]) -> None:
         """Emits text; whitespace is held until other text follows."""
-        text = self._whitespace + text
-        kept = text if not text.strip() else text[len(text.rstrip()) :]
-        self._whitespace = kept
-        certain = text[: len(text) - len(kept)]
-        if certain:
-            self.content += certain
+        size = len(text.rstrip())
+        if size:
+            certain = "".join([*self._whitespace, text[:size]])
+            self._whitespace.clear()
+            self._said.append(certain)
             events.append(TextEvent(certain))
+        if size < len(text):
+            self._whitespace.append(text[size:])
+
+    def emit_reasoning(self, text: str, events: list[ParserEvent]) -> None:
+        """Emits text of the reasoning."""
+        if text:
+            self._thought.append(text)
+            events.append(ReasoningEvent(text))
 
     def end_text(self, events: list[ParserEvent]) -> None:
         """Ends the text; trailing whitespace is kept if there was no call."""
-        if self._whitespace and not self.calls:
-            events.append(TextEvent(self._whitespace))
-            self.content += self._whitespace
+        if self._whitespace and not self._called:
+            left = "".join(self._whitespace)
+            events.append(TextEvent(left))
+            self._said.append(left)
 
 
 class StepParser(BaseParser, ABC):
-    """A parser that is a state machine."""
+    """A parser that is a state machine.
+
+    Each step looks at `_held`. Work is linear in the text: a step that needs text which may come
+    late sets `_wait`, and the pieces that come until then are looked at once each.
+    """
 
     def __init__(self) -> None:
         """Begins an empty answer."""
         super().__init__()
         self._held = ""  # text not yet passed on
+        self._late: list[str] = []  # text that follows it and came during a wait
+        self._wait: Callable[[str], bool] | None = None
+        """Takes text that comes; returns whether it ends the wait."""
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Takes text; returns the events that are now certain."""
-        self._held += text
+        self._late.append(text)
+        if self._wait is not None and not self._wait(text):
+            return []
         events: list[ParserEvent] = []
+        self._gather()
         while self._step(events):
-            pass
+            self._wait = None
         return events
+
+    def finish(self) -> list[ParserEvent]:
+        """Ends the text; returns the last events."""
+        events: list[ParserEvent] = []
+        self._gather()
+        self._end(events)
+        self.end_text(events)
+        return events
+
+    @property
+    def _holds(self) -> bool:
+        """Whether any text was not passed on yet."""
+        return bool(self._held or self._late)
+
+    def _gather(self) -> None:
+        self._held = "".join([self._held, *self._late])
+        self._late.clear()
+        self._wait = None
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; returns whether another one is possible."""
+
+    @abstractmethod
+    def _end(self, events: list[ParserEvent]) -> None:
+        """Reads what is held when no more text comes."""
+
+
+class Coming:
+    """Says when one of some strings is complete in text that comes piece by piece."""
+
+    def __init__(self, strings: Iterable[str], before: str) -> None:
+        """Begins after the text `before`, which has none of them."""
+        self._strings = tuple(strings)
+        self._kept = max(map(len, self._strings)) - 1
+        self._tail = self._end_of(before)
+
+    def __call__(self, text: str) -> bool:
+        """Takes text; returns whether one of the strings ends in it."""
+        text = self._tail + text
+        self._tail = self._end_of(text)
+        return any(one in text for one in self._strings)
+
+    def _end_of(self, text: str) -> str:
+        return text[max(len(text) - self._kept, 0) :]
 
 
 def possible_start(text: str, tags: tuple[str, ...]) -> int:

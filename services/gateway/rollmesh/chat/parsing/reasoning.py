@@ -4,7 +4,9 @@ Some families use other tags, often control tokens. Formats with channels (harmo
 have their own parsers, which read reasoning, text and calls.
 """
 
-from rollmesh.chat.parsing.parser import possible_start
+from collections.abc import Callable
+
+from rollmesh.chat.parsing.parser import Coming, first_of, possible_start
 
 OPEN, CLOSE = "<think>", "</think>"
 TAGS = (OPEN, CLOSE)
@@ -12,6 +14,8 @@ MISTRAL_TAGS = ("[THINK]", "[/THINK]")
 REASONING_TAGS = {
     "mistral": MISTRAL_TAGS,
     "seed_oss": ("<seed:think>", "</seed:think>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
     "cohere_command": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "think": TAGS,
 }
@@ -23,29 +27,53 @@ class ReasoningSplitter:
 
     The generation prompt may have opened the tag already; then the answer begins inside. Blank
     text around the reasoning is dropped: templates print it themselves.
+
+    A call may stand in the reasoning. Where the reasoning is closed behind it, the call is part of
+    it. Where the answer ends first, the call ended the reasoning, as in vLLM's parsers. So the text
+    from a call's beginning on is held until one of both is known.
     """
 
-    def __init__(self, *, inside: bool, tags: tuple[str, str] = TAGS) -> None:
+    def __init__(
+        self, *, inside: bool, tags: tuple[str, str] = TAGS, calls: tuple[str, ...] = ()
+    ) -> None:
         """Begins an empty answer.
 
         Args:
             inside: Whether the generation prompt has opened the tag.
             tags: What opens and closes the reasoning.
+            calls: What begins a call; empty if none is looked for.
         """
         self._open, self._close = tags
+        self._calls = calls
         self._state = "inside" if inside else "start"
         self._held = ""
-        self.reasoning = ""
+        self._late: list[str] = []  # text that follows it and came during a wait
+        self._wait: Callable[[str], bool] | None = None
+        self._thought: list[str] = []
+
+    @property
+    def reasoning(self) -> str:
         """The reasoning so far."""
+        return "".join(self._thought)
+
+    @property
+    def ended_by_call(self) -> bool:
+        """Whether the answer ended in reasoning that has the beginning of a call."""
+        return self._state == "call"
 
     def feed(self, text: str) -> tuple[str, str]:
         """Takes text; returns what is now certain: reasoning, and rest."""
-        self._held += text
+        self._late.append(text)
+        if self._wait is not None and not self._wait(text):
+            return "", ""
+        self._gather()
         thought = ""
         if self._state == "start":
             self._begin()
         if self._state == "inside":
             thought = self._think()
+        elif self._state == "call":
+            thought = self._think_on()
         if self._state == "after":
             self._held = self._held.lstrip("\n")
             if self._held:
@@ -57,12 +85,20 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Ends the text; returns what is left: reasoning, and rest."""
+        self._gather()
         if self._state == "inside":
-            thought = self._held if self.reasoning else self._held.lstrip()
-            thought = thought.rstrip()
-            self.reasoning += thought
-            return thought, ""
+            thought = self._held if self._thought else self._held.lstrip()
+            return self._thinks(thought.rstrip()), ""
         return "", "" if self._state == "after" else self._held
+
+    def take_back(self, rest: str) -> str:
+        """Takes what `finish` returned as the rest, where it has no call; returns the reasoning."""
+        return self._thinks((rest if self._thought else rest.lstrip()).rstrip())
+
+    def _gather(self) -> None:
+        self._held = "".join([self._held, *self._late])
+        self._late.clear()
+        self._wait = None
 
     def _begin(self) -> None:
         lead = self._held.lstrip()
@@ -70,17 +106,45 @@ class ReasoningSplitter:
             self._held, self._state = lead.removeprefix(self._open), "inside"
         elif not self._open.startswith(lead):
             self._state = "rest"
+        elif not lead:
+            self._wait = _has_words
 
     def _think(self) -> str:
-        if not self.reasoning:
+        if not self._thought:
             self._held = self._held.lstrip()
+        ends = (self._close, *self._calls)
+        at, end = first_of(self._held, ends)
+        if end == self._close:
+            return self._end(at)
+        certain = self._held[: at if end else len(self._held) - possible_start(self._held, ends)]
+        thought = certain.rstrip()  # whitespace before the closing tag is dropped
+        self._held = self._held[len(thought) :]
+        if end:
+            self._state = "call"
+            return self._thinks(thought) + self._think_on()
+        if not self._held.strip():
+            self._wait = _has_words
+        return self._thinks(thought)
+
+    def _think_on(self) -> str:
+        """Reads on behind the beginning of a call."""
         at = self._held.find(self._close)
         if at >= 0:
-            thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._close) :]
-            self._state = "after"
-        else:
-            certain = self._held[: len(self._held) - possible_start(self._held, (self._close,))]
-            thought = certain.rstrip()  # whitespace before the closing tag is dropped
-            self._held = self._held[len(thought) :]
-        self.reasoning += thought
+            return self._end(at)
+        self._wait = Coming([self._close], self._held)
+        return ""
+
+    def _end(self, at: int) -> str:
+        """Ends the reasoning at an index of the held text."""
+        thought = self._held[:at] if self._thought else self._held[:at].lstrip()
+        self._held, self._state = self._held[at + len(self._close) :], "after"
+        return self._thinks(thought.rstrip())
+
+    def _thinks(self, thought: str) -> str:
+        if thought:
+            self._thought.append(thought)
         return thought
+
+
+def _has_words(text: str) -> bool:
+    return bool(text.strip())

@@ -17,32 +17,268 @@ that prints earlier answers differently (without their reasoning, say) can still
 session keeps what was sampled. Each template is probed when it is loaded (`probe`).
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache, partial
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.images.encoding import ImageEncoder
-from rollmesh.chat.images.placing import Placeholder
-from rollmesh.chat.images.rules import ImageRule
+from rollmesh.chat.images import ImageEncoder, ImageRule, Placeholder
 from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName, images_of
 from rollmesh.chat.templates.cutter import Cutter
-from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.path import HeldGroup
-from rollmesh.chat.templates.printing import Comparison, compare, divide
-from rollmesh.chat.templates.probing.probe import Probed, probe
-from rollmesh.chat.templates.profile import REWRITING, Finding
-from rollmesh.chat.templates.windows import place
+from rollmesh.chat.templates.probing import Probed, probe
+from rollmesh.chat.templates.profile import (
+    REWRITING,
+    Finding,
+    TemplatePair,
+    TemplateProfile,
+    joined,
+)
+from rollmesh.chat.templates.windows import Ends, TemplateRefusedError, place
 from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime import clock
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.codec.arrays import TokenIds
 
+# Compares what a template would print with the ids that a session holds.
+#
+# A session keeps the tokens that were sampled. If the template would now print them differently (it
+# drops reasoning, strips whitespace, formats a call's arguments differently, or the text tokenizes
+# differently), the next turn reports it. This is not inferred from probing: the ids of the
+# template's render are compared with the session's ids.
+#
+# A prefix of a render that was compared before is known by its digest and is not tokenized again.
+# At the first difference, tokenizing stops.
+
+_ID_BYTES = 4
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A prefix of a render that was compared with the context and is equal to it."""
+
+    chars: int
+    """Length of the prefix."""
+    digest: bytes
+    """BLAKE2b digest of the prefix."""
+
+
+class HeldGroup(Protocol):
+    """One group of a conversation, with its ids."""
+
+    as_printed: bool | None
+    """Whether the template prints an answer as it was sampled; None before the comparison."""
+    seen: Seen | None
+    """The render of the context up to this group, if it was compared and is equal."""
+
+    @property
+    def end(self) -> int:
+        """Length of the context up to and including this group, in tokens."""
+        ...
+
+    @property
+    def messages(self) -> MessageGroup:
+        """The messages."""
+        ...
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The ids that the group adds; uint32 [N]."""
+        ...
+
+    @property
+    def sample(self) -> object | None:
+        """What was sampled; None for a group that the template printed."""
+        ...
+
+    @property
+    def ends_turn(self) -> bool:
+        """False for a truncated answer; the next group closes it."""
+        ...
+
+
+class Comparison(NamedTuple):
+    """What the template would print, against what a turn's prompt holds."""
+
+    at: int | None
+    """Index of the first node of the path that is printed otherwise, its length where only what the
+    request adds is; None if all ids are equal."""
+    seen: Seen | None = None
+    """The text of the prompt up to the model's turn, where it was compared and is equal."""
+
+
+def compare(
+    render: str,
+    generation_prompt: str,
+    path: Sequence[HeldGroup],
+    added: Sequence[TokenIds],
+    encoder_after: Callable[[int], Callable[[str], TokenIds]],
+    ends: Ends,
+) -> Comparison:
+    """Compares a render of a conversation with its ids.
+
+    Args:
+        render: The whole conversation as the template prints it, the model's turn opened.
+        generation_prompt: What opens the model's turn.
+        path: The nodes that hold the beginning of the conversation.
+        added: The ids that a request adds to them; uint32 [N] each.
+        encoder_after: Returns what makes ids of the render after so many nodes of the path, piece
+            by piece.
+        ends: How the template ends answers: text on both sides tokenizes apart.
+    """
+    begun, chars, digest = _known(render, path)
+    held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
+    at, encode = 0, encoder_after(begun)
+    for chunk in _chunks(render, chars, ends):
+        ids = encode(chunk)
+        differs = _first_difference(ids, held[at : at + len(ids)])
+        if differs is not None:
+            return Comparison(_node_at(path, begun, at + differs))
+        at += len(ids)
+    if at < len(held):
+        return Comparison(_node_at(path, begun, at))
+    if not render.endswith(generation_prompt):
+        return Comparison(None)
+    size = len(render) - len(generation_prompt)
+    digest.update(_bytes(render[chars:size]))
+    return Comparison(None, Seen(size, digest.digest()))
+
+
+def divide(
+    ids: TokenIds, known: Sequence[TokenIds | None], generation_prompt: TokenIds
+) -> list[TokenIds] | None:
+    """Divides the ids of a render among the groups that it prints.
+
+    Args:
+        ids: The ids of all groups, and of what opens the model's turn; uint32 [N].
+        known: The ids of each group; None for an answer, which takes what is left between others.
+        generation_prompt: What opens the model's turn; uint32 [N].
+
+    Returns:
+        The ids of each group, which joined with `generation_prompt` are `ids`; None if they are
+        not found.
+    """
+    if not _ends_with(ids, generation_prompt):
+        return None
+    parts: list[TokenIds] = []
+    end = len(ids) - len(generation_prompt)
+    for at in range(len(known) - 1, -1, -1):
+        own, before = known[at], known[at - 1]
+        if at == 0:
+            begin = 0
+        elif own is not None:
+            begin = end - len(own)
+        elif before is not None:
+            begin = _last_index(ids[:end], before) + len(before)
+        else:
+            return None
+        if begin < 0 or (own is not None and not _ends_with(ids[begin:end], own)):
+            return None
+        parts.append(ids[begin:end].copy())
+        end = begin
+    return parts[::-1]
+
+
+def _known(render: str, path: Sequence[HeldGroup]) -> tuple[int, int, "hashlib.blake2b"]:
+    """Returns how many nodes, and characters of them, were compared before, and their digest."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    begun = chars = 0
+    for at, node in enumerate(path):
+        if node.seen is None:
+            continue
+        longer = digest.copy()
+        longer.update(_bytes(render[chars : node.seen.chars]))
+        if longer.digest() != node.seen.digest:
+            break
+        begun, chars, digest = at + 1, node.seen.chars, longer
+    return begun, chars, digest
+
+
+def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
+    """Yields the rest of a render, cut where answers end."""
+    texts = ends.headers.values() if ends.headers else (ends.text, ends.call)
+    pattern = re.compile("|".join(map(re.escape, sorted(set(texts)))))
+    for found in pattern.finditer(render, begin):
+        seam = found.start() if ends.headers else found.end()
+        if seam > begin:
+            yield render[begin:seam]
+            begin = seam
+    yield render[begin:]
+
+
+def _first_difference(ids: TokenIds, held: TokenIds) -> int | None:
+    size = min(len(ids), len(held))
+    differing = np.flatnonzero(ids[:size] != held[:size])
+    if len(differing):
+        return int(differing[0])
+    return None if len(ids) == len(held) else size
+
+
+def _node_at(path: Sequence[HeldGroup], begun: int, offset: int) -> int:
+    """Returns the index of the node that holds an id, counted from the first of `path[begun:]`."""
+    offset += path[begun - 1].end if begun else 0
+    return next((at for at in range(begun, len(path)) if path[at].end > offset), len(path))
+
+
+def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
+    return len(end) <= len(ids) and np.array_equal(ids[len(ids) - len(end) :], end)
+
+
+def _last_index(ids: TokenIds, part: TokenIds) -> int:
+    """Returns the last index of `part` in `ids`; less than minus its length if absent."""
+    data, wanted = ids.tobytes(), part.tobytes()
+    at = data.rfind(wanted)
+    while at >= 0 and at % _ID_BYTES:
+        at = data.rfind(wanted, 0, at + len(wanted) - 1)
+    return at // _ID_BYTES if at >= 0 else -len(part) - 1
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+# The time that a template prints: a session's own, and no more exact than the template shows it.
+#
+# A prompt continues what was printed before, so a session prints the time at which it was opened in
+# all its turns. Sessions of one day share what is cached of a template that prints only the date.
+
+_ANY = re.compile("strftime_now")
+_DATES = re.compile(
+    r"""strftime_now\s*\(\s*(["'])(?:%-?[aAbBdDeFGhjmuUVwWxyY]|%%|[^%"'\\])*\1\s*\)"""
+    r"""|strftime_now\s+is\s+(?:not\s+)?defined"""
+)
+
+
+def shown_time(source: str) -> Callable[[int], int]:
+    """Returns the function that rounds a time, unix seconds, to what a template can print of it.
+
+    Args:
+        source: Text of the template.
+
+    Returns:
+        The time itself, noon of its day if the template prints dates only, or 1 if it prints none.
+    """
+    uses = len(_ANY.findall(source))
+    if not uses:
+        return lambda _: 1
+    return _noon if uses == len(list(_DATES.finditer(source))) else lambda now: now
+
+
+def _noon(now: int) -> int:
+    day = datetime.fromtimestamp(now).astimezone()
+    return int(day.replace(hour=12, minute=0, second=0).timestamp())
+
+
 Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
 """Returns groups as a template will see them."""
-_PROBED, _OPENINGS, _FIRST_BYTES = 64, 64, 16 * 1024 * 1024
+_PROBED, _OPENINGS, _TIMES, _FIRST_BYTES = 64, 64, 1024, 16 * 1024 * 1024
 
 
 class Continuation:
@@ -66,13 +302,15 @@ class Continuation:
         """
         self._tokenizer = tokenizer
         self._images = ImageEncoder(tokenizer, image_rule)
+        self._template = template
         self._probed = lru_cache(_PROBED)(
-            partial(probe, template, tokenizer, image=self._images.printed)
+            partial(probe, tokenizer=tokenizer, image=self._images.printed)
         )
+        self._shown_time = lru_cache(_TIMES)(shown_time(template.source))
         self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
         """Ids of first groups: many conversations begin with the same system message."""
         self._openings = lru_cache(_OPENINGS)(self._opening)
-        self.profile = self._of(RenderContext()).profile
+        self.profile = self._profile()
         """The result of probing the template without options."""
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
         self.stop_ids = tuple(sorted(map(self._id_of, self.profile.stops)))
@@ -89,9 +327,20 @@ class Continuation:
         return Finding.PRINTS_CALL_IDS in self.profile.findings
 
     def token_ids(
-        self, groups: Sequence[MessageGroup], start: int, context: RenderContext
+        self,
+        groups: Sequence[MessageGroup],
+        start: int,
+        context: RenderContext,
+        check: Callable[[list[str]], None] = lambda _: None,
     ) -> list[TokenIds]:
         """Returns the ids that each of `groups[start:]` adds; uint32 [N].
+
+        Args:
+            groups: All groups of a conversation.
+            start: Number of groups that are held.
+            context: Tools and template options that are rendered with the groups.
+            check: Called with the printed texts before they are tokenised; its exceptions
+                propagate.
 
         Raises:
             TemplateRenderError: The template refuses a group.
@@ -99,19 +348,26 @@ class Continuation:
             PlacementError: The template does not show the images of a group, or text spells one.
             ImageRefusedError: The model cannot take an image of that size.
         """
+        context = self._pinned(context)
         cutter = self._of(context).cutter
         if start > 0:
-            return self._encode(cutter.texts(groups, start, context), groups[start:])
+            texts = cutter.texts(groups, start, context)
+            check(texts)
+            return self._encode(texts, groups[start:])
 
         def first() -> TokenIds:
-            (ids,) = self._encode(cutter.texts(groups[:1], 0, context), groups[:1])
+            texts = cutter.texts(groups[:1], 0, context)
+            check(texts)
+            (ids,) = self._encode(texts, groups[:1])
             ids.flags.writeable = False
             return ids
 
-        key = spelling_key(groups[0]) + context.key
+        key = spelling_key(groups[0]) + context.key + context.now.to_bytes(8)
         size = len(groups[0][0].content) + len(context.tools_json)
         known = self._first_ids.get(key, size, first)
-        return [known, *self._encode(cutter.texts(groups, 1, context), groups[1:])]
+        texts = cutter.texts(groups, 1, context)
+        check(texts)
+        return [known, *self._encode(texts, groups[1:])]
 
     def places(self, group: MessageGroup, ids: TokenIds) -> tuple[Placeholder, ...]:
         """Returns where the images of a group are in the ids that it adds, uint32 [N].
@@ -144,18 +400,20 @@ class Continuation:
             TemplateRenderError: The template has no answer after such a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
+        context = self._pinned(context)
         cutter = self._of(context).cutter
         if len(groups) == 1 and cutter.is_joined(groups[0], context):
             raise TemplateRenderError(
                 "a system message alone cannot be rendered; send a user message with it"
             )
-        return self._openings(cutter.generation_prompt(place(groups, len(groups))))
+        return self._openings(cutter.generation_prompt(groups, context))
 
     def opens_reasoning(
         self, groups: Sequence[MessageGroup], context: RenderContext, tag: str
     ) -> bool:
         """Returns whether the generation prompt after `groups` opens the reasoning with `tag`."""
-        printed = self._of(context).cutter.generation_prompt(place(groups, len(groups)))
+        context = self._pinned(context)
+        printed = self._of(context).cutter.generation_prompt(groups, context)
         return printed.rstrip().endswith(tag)
 
     def compare(
@@ -178,6 +436,7 @@ class Continuation:
             added: The ids that those add, and those that open the model's turn; uint32 [N] each.
             show: Returns groups as the template will see them.
         """
+        context = self._pinned(context)
         probed = self._of(context)
         groups = [*(node.messages for node in path), *fresh]
         if not probed.profile.findings & REWRITING:
@@ -187,7 +446,7 @@ class Continuation:
                 pass
         try:
             render = self._render(show(groups), context)
-            generation_prompt = probed.cutter.generation_prompt(place(groups, len(groups)))
+            generation_prompt = probed.cutter.generation_prompt(groups, context)
         except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
@@ -217,6 +476,7 @@ class Continuation:
             The ids of each group after the path and of what opens the model's turn, uint32 [N]
             each; None if the template's render does not fall into these parts.
         """
+        context = self._pinned(context)
         cutter, begun = self._of(context).cutter, len(path)
         try:
             groups = show([*(node.messages for node in path), *groups[begun:]])
@@ -323,5 +583,27 @@ class Continuation:
             for text, group in zip(texts, groups, strict=True)
         ]
 
+    def _pinned(self, context: RenderContext) -> RenderContext:
+        """Returns a context with its time as the template prints it: caches are keyed by it."""
+        return replace(context, now=self._shown_time(context.now or clock.unix_ms() // 1000))
+
     def _of(self, context: RenderContext) -> Probed:
-        return self._probed(context.options_json)
+        template = self._template
+        if isinstance(template, TemplatePair):
+            template = template.of(context)
+        return self._probed(template, context.options_json)
+
+    def _profile(self) -> TemplateProfile:
+        """Returns what probing finds without options.
+
+        Raises:
+            TemplateRefusedError: The template cannot be continued exactly.
+        """
+        profile = self._of(RenderContext()).profile
+        if not isinstance(self._template, TemplatePair):
+            return profile
+        try:
+            tooled = self._probed(self._template.tool_use, b"").profile
+        except TemplateRefusedError as error:
+            raise TemplateRefusedError(f"the template for tools: {error}") from error
+        return joined(profile, tooled)

@@ -1,12 +1,203 @@
 """Splits a template's renders into the text that each message adds; see `continuation`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, images_of
-from rollmesh.chat.templates.boundaries import Boundaries
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.windows import WINDOWS, Place, followers, place
+from rollmesh.chat.templates.windows import (
+    ASKED,
+    CALL,
+    FOLLOWED,
+    FOLLOWERS,
+    MARKER,
+    WINDOWS,
+    Place,
+    TemplateRefusedError,
+    answers_no_call,
+    common_prefix,
+    find_ends,
+    followers,
+    place,
+    readable,
+    result,
+)
 from rollmesh.chat.tokenizer import ModelTokenizer
+
+# Where the text of a message begins and ends in a template's renders; see `continuation`.
+
+_CACHED = 64
+
+
+class Boundaries:
+    """Cuts the renders of one template, with one set of options, at the ends of messages."""
+
+    def __init__(
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
+    ) -> None:
+        """Finds out how the messages at each place end.
+
+        Raises:
+            TemplateRefusedError: An answer does not end with a special token.
+        """
+        self._template = template
+        self._tokenizer = tokenizer
+        self._options = options
+        self._render = lru_cache(_CACHED)(template.render)
+        self.ends = find_ends(template, tokenizer, options)
+        self.says_after_results = False
+        """Whether text beside calls is printed after their results."""
+        self._beside_calls = self._find_beside_calls()
+        self._leads: dict[Place, str] = {}
+        self._closings: dict[Place, str] = {}
+        self._ends: dict[Place, str] = {}
+        for one in WINDOWS:
+            self._learn(one)
+
+    @property
+    def last_end(self) -> str:
+        """The text between the last answer and the user turn after it."""
+        return self.ends.text or self.ends.headers["user"]
+
+    def window(self, before: Place, previous: MessageGroup) -> tuple[Message, ...]:
+        """Returns the messages to render in front of a group.
+
+        Args:
+            before: What the group stands after.
+            previous: The group in front of it; an answer's calls are part of the window.
+        """
+        if before != "assistant":
+            return WINDOWS[before]
+        calls = readable(previous[0].tool_calls)
+        return ASKED, Message("assistant", self._beside_calls if calls else MARKER, calls)
+
+    def after(
+        self,
+        before: Place,
+        window: tuple[Message, ...],
+        text: str,
+        options: RenderContext,
+    ) -> str:
+        """Returns what a render prints after the last message of its window.
+
+        Args:
+            before: Place after the window.
+            window: The messages in front.
+            text: Render of the window and what follows it.
+            options: What it was rendered with.
+
+        Raises:
+            TemplateRenderError: What follows changes how the window is printed.
+        """
+        if before == "assistant":
+            return self._after_answer(window, text, options)
+        lead = self._leads.get(before)
+        _, found, after = text.partition(MARKER)
+        if lead is None or not found or not after.startswith(lead):
+            raise TemplateRenderError(f"later messages change how a {before} message is printed")
+        return after[len(lead) :]
+
+    def without_closing(self, place: Place, group: MessageGroup, text: str) -> str:
+        """Returns a render up to the boundary after its last group, or after its last answer.
+
+        Args:
+            place: Place after the group.
+            group: The group; an answer is followed by `followers` in the render.
+            text: The render.
+
+        Raises:
+            TemplateRenderError: The end of the group is not found.
+        """
+        closing = self._closings.get(place)
+        if closing is None:
+            raise TemplateRenderError(f"the template does not print {place} messages")
+        if place == "assistant":
+            end, follower = self._end_of(group[0]), text.rfind(FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
+            if at < 0:
+                raise TemplateRenderError("the template does not end an answer in the history")
+            return text[: at + len(end)]
+        if not text.endswith(self._ends[place]):
+            raise TemplateRenderError(f"a {place} message does not end as others of its kind")
+        return text[: len(text) - len(closing)]
+
+    def _after_answer(self, window: tuple[Message, ...], text: str, options: RenderContext) -> str:
+        """Returns the text after the token that ends the window's answer."""
+        alone, end = self._render(window, options), self._end_of(window[-1])
+        # If content is not printed beside calls, the last end token is that of the answer.
+        at = alone.rfind(end, max(alone.find(MARKER), 0))
+        if at >= 0 and text.startswith(alone[: at + len(end)]):
+            return text[at + len(end) :]
+        if self.ends.headers:
+            raise TemplateRenderError("later messages change how an answer is printed")
+        _, found, after = text.partition(MARKER)
+        _, ended, after = after.partition(end)
+        if not found or not ended:
+            raise TemplateRenderError(
+                "the template prints no end of an answer before the next message"
+            )
+        return after
+
+    def _find_beside_calls(self) -> str:
+        """Returns a text that the template prints before calls; some templates print none there."""
+        said = Message("assistant", MARKER, (CALL,))
+        try:
+            text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
+        except TemplateRenderError:
+            return ""
+        self.says_after_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
+        return "" if self.says_after_results else MARKER
+
+    def _end_of(self, answer: Message) -> str:
+        return self.ends.call if answer.tool_calls else self.ends.text
+
+    def _learn(self, place: Place) -> None:
+        """Finds the lead and the closing of a place, unless the template refuses it."""
+        try:
+            alone = self._template.render(WINDOWS[place], self._options)
+        except TemplateRenderError as error:
+            if place == "user":
+                raise TemplateRefusedError(f"user: {error}") from error
+            return
+        _, found, tail = alone.partition(MARKER)
+        if not found:
+            if place == "user":
+                raise TemplateRefusedError("the template does not print a user message unchanged")
+            return
+        if place == "assistant":
+            at = tail.find(self.ends.text)
+            self._leads[place] = self.ends.text
+            self._closings[place] = tail[at + len(self.ends.text) :] if at >= 0 else tail
+            return
+        shared = tail
+        for follower in (FOLLOWERS[place], Message("user", "c")):
+            try:
+                longer = self._template.render((*WINDOWS[place], follower), self._options)
+            except TemplateRenderError:
+                continue
+            common = common_prefix(shared, longer.partition(MARKER)[2])
+            # A role that is printed into the message itself cannot follow; it is refused later.
+            shared = (
+                common if self._first_special(common) or not self._first_special(tail) else shared
+            )
+        special = self._first_special(shared)
+        lead = shared.partition(special)[0] + special if special else ""
+        self._leads[place], self._closings[place] = lead, tail[len(lead) :]
+        self._ends[place] = special + self._closings[place]
+
+    def _first_special(self, text: str) -> str:
+        """Returns the unmergeable token that ends first in a text; empty if there is none."""
+        ends = [
+            (at + len(name), name)
+            for name in self._tokenizer.added_texts
+            if (at := text.find(name)) >= 0
+        ]
+        return min(ends, default=(0, ""))[1]
+
+
+_OPENINGS = 64
+_SYSTEM = Message("system", "s")
 
 
 class Cutter:
@@ -16,9 +207,21 @@ class Cutter:
     """
 
     def __init__(
-        self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
+        self,
+        template: ModelTemplate,
+        tokenizer: ModelTokenizer,
+        options: RenderContext,
+        *,
+        behind_system: bool = False,
     ) -> None:
         """Finds the boundaries of messages.
+
+        Args:
+            template: The template.
+            tokenizer: Its tokenizer.
+            options: Its options.
+            behind_system: Whether a conversation that begins with a system message is cut over
+                windows that begin with one: some templates then print later messages differently.
 
         Raises:
             TemplateRefusedError: An answer does not end with a special token.
@@ -26,6 +229,11 @@ class Cutter:
         self._template = template
         self._options = options
         self.boundaries = Boundaries(template, tokenizer, options)
+        self._plain = template, self.boundaries
+        self._behind_system = self._plain
+        if behind_system:
+            begun = _BehindSystem(template)
+            self._behind_system = begun, Boundaries(begun, tokenizer, options)
         self.repeats_tools = False
         """Whether the tools are printed again after the conversation."""
         self.moves_system = False
@@ -40,9 +248,11 @@ class Cutter:
         """Roles that cannot be continued after others, and why."""
         self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
         """Roles that cannot be continued after others if there are tools, and why."""
+        self.refused_behind_system: dict[tuple[Place, RoleName], str] = {}
+        """Roles that cannot be continued after others behind a first system message, and why."""
         self.refused_prompts: dict[Place, str] = {}
         """Places after which no answer can be sampled, and why."""
-        self._generation_prompts: dict[Place, str] = {}
+        self._generation_prompts = lru_cache(_OPENINGS)(self._generation_prompt)
 
     def texts(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
@@ -56,15 +266,13 @@ class Cutter:
             raise TemplateRenderError(
                 "tools: the model's chat template does not print tools; leave them out"
             )
+        if any(map(answers_no_call, groups, (None, *groups))):
+            # Templates that check the order of roles take no notice of it in a short window.
+            self._template.render([one for group in groups for one in group], context)
         texts: list[str] = []
         for at in range(start, len(groups)):
-            before = place(groups, at)
-            order = before, groups[at][0].role
-            why = self.refused.get(order)
-            if why is None and context.tools_json:
-                why = self.refused_with_tools.get(order)
-            if why is not None:
-                raise TemplateRenderError(f"{groups[at][0].role} after {before}: {why}")
+            if why := self.refusal(groups, at, context):
+                raise TemplateRenderError(f"{groups[at][0].role} after {place(groups, at)}: {why}")
             message = groups[at][0]
             if message.role not in self.image_roles and images_of(groups[at : at + 1]):
                 raise TemplateRenderError(
@@ -84,6 +292,16 @@ class Cutter:
                 texts.append(self._delta(groups, at, context))
         return texts
 
+    def refusal(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
+        """Returns why a group cannot be continued where it stands; empty if it can."""
+        order = place(groups, at), groups[at][0].role
+        tables = [self.refused]
+        if context.tools_json:
+            tables.append(self.refused_with_tools)
+        if groups[0][0].role == "system":
+            tables.append(self.refused_behind_system)
+        return next((table[order] for table in tables if order in table), "")
+
     def is_joined(self, first: MessageGroup, context: RenderContext) -> bool:
         """Returns whether a first message is a system message that is printed with the user turn.
 
@@ -99,19 +317,22 @@ class Cutter:
             return True
         return False
 
-    def generation_prompt(self, last: Place) -> str:
-        """Returns the text between a group and the sampled answer.
+    def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
+        """Returns the text between the last of `groups` and the answer; tools do not change it.
 
         Raises:
             TemplateRenderError: The template has no answer after such a group.
         """
+        last = place(groups, len(groups))
         if last in self.refused_prompts:
             raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
-        if last not in self._generation_prompts:
-            window = WINDOWS[last]
-            text = self._template.render(window, self._options, generation_prompt=True)
-            self._generation_prompts[last] = self.boundaries.after(last, window, text)
-        return self._generation_prompts[last]
+        return self._generation_prompts(last, groups[0][0].role == "system", context.now)
+
+    def _generation_prompt(self, last: Place, behind_system: bool, now: int) -> str:  # noqa: FBT001 - of a cache
+        template, boundaries = self._behind_system if behind_system else self._plain
+        window, options = WINDOWS[last], replace(self._options, now=now)
+        text = template.render(window, options, generation_prompt=True)
+        return boundaries.after(last, window, text, options)
 
     def find_joined_system(self, context: RenderContext) -> bool:
         """Returns whether a first system message is printed only with the user turn after it."""
@@ -130,16 +351,42 @@ class Cutter:
         """Returns the text of groups that begin a conversation."""
         messages = tuple(message for group in groups for message in group)
         text = self._template.render((*messages, *followers(groups[-1])), context)
-        return self.boundaries.without_closing(place(groups, len(groups)), groups[-1], text)
+        _, boundaries = self._over(groups)
+        return boundaries.without_closing(place(groups, len(groups)), groups[-1], text)
 
     def _delta(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
         """Returns the text that a group adds after others."""
-        options = context if self.repeats_tools else self._options
+        options = context if self.repeats_tools else replace(self._options, now=context.now)
         before, group = place(groups, at), groups[at]
-        window = self.boundaries.window(before, groups[at - 1])
+        template, boundaries = self._over(groups)
+        window = boundaries.window(before, groups[at - 1])
         first, role = groups[0], group[0].role
         if self.moves_system and at > 1 and role == "user" and first[0].role == "system":
             window = (*first, *window)
-        text = self._template.render((*window, *group, *followers(group)), options)
-        after = self.boundaries.after(before, window, text, options)
-        return self.boundaries.without_closing(place(groups, at + 1), group, after)
+        text = template.render((*window, *group, *followers(group)), options)
+        after = boundaries.after(before, window, text, options)
+        return boundaries.without_closing(place(groups, at + 1), group, after)
+
+    def _over(self, groups: Sequence[MessageGroup]) -> tuple[ModelTemplate, Boundaries]:
+        """Returns the windows over which a conversation is cut."""
+        return self._behind_system if groups[0][0].role == "system" else self._plain
+
+
+class _BehindSystem:
+    """A template whose conversations all begin with a system message."""
+
+    def __init__(self, template: ModelTemplate) -> None:
+        self.source, self.sha256 = template.source, template.sha256
+        self._template = template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        first = () if messages[0].role == "system" else (_SYSTEM,)
+        return self._template.render(
+            (*first, *messages), context, generation_prompt=generation_prompt
+        )

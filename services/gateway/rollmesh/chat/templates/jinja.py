@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
@@ -20,7 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
 from rollmesh.chat.messages import Image, Message, RenderContext
 from rollmesh.chat.openai import write_call, write_message
-from rollmesh.chat.tokenizer import ModelFilesError, Tokenizer
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.runtime import clock
 
 _PROBE = "string7zq"
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -37,6 +37,10 @@ class ModelTemplate(Protocol):
     """Text from which the answer format is detected."""
     sha256: str
     """SHA-256 of the source, hexadecimal."""
+
+    def __hash__(self) -> int:
+        """Returns the hash of the object."""
+        ...
 
     def render(
         self,
@@ -94,7 +98,12 @@ class ChatTemplate:
                 messages=[as_template_message(one, parts=self._parts) for one in messages],
                 tools=json.loads(context.tools_json) if context.tools_json else None,
                 add_generation_prompt=generation_prompt,
-                **{"documents": None, **self._variables, **options},
+                **{
+                    "documents": None,
+                    "strftime_now": _clock(context.now),
+                    **self._variables,
+                    **options,
+                },
             )
             return replace_surrogates(text)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -110,33 +119,14 @@ class ChatTemplate:
             return "has no attribute" not in str(error)
 
 
-def load_template(model_path: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Loads a model directory's template: `chat_template.jinja`, else the one in its config.
-
-    Raises:
-        ModelFilesError: There is no template.
-        TemplateRenderError: It does not compile.
-    """
-    path = model_path / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else _configured(tokenizer)
-    if source is None:
-        raise ModelFilesError(
-            f"{model_path}: has neither a chat_template.jinja nor a chat template in its config"
-        )
+def variables_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer's config by name, as templates use them."""
     variables = {}
     for name in _SPECIALS:
         value = tokenizer.config.get(name)
         if value is not None:
             variables[name] = value["content"] if isinstance(value, dict) else str(value)
-    return ChatTemplate(source, variables)
-
-
-def _configured(tokenizer: Tokenizer) -> str | None:
-    value = tokenizer.config.get("chat_template")
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("tool_use") or named.get("default")
-    return value if isinstance(value, str) else None
+    return variables
 
 
 def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
@@ -152,6 +142,8 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
         result["content"] = [_template_part(part) for part in message.parts]
     elif parts:
         result["content"] = [_template_part(message.content)]
+    if message.reasoning:
+        result["reasoning"] = message.reasoning  # vLLM gives templates both names
     if message.tool_calls:
         calls = (write_call(call, _arguments(call.arguments)) for call in message.tool_calls)
         result["tool_calls"] = list(calls)
@@ -188,11 +180,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _tojson
-    globals_: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
-    environment.globals.update(globals_)
+    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
@@ -217,5 +205,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+def _clock(now: int) -> Callable[[str], str]:
+    """Returns the function by which templates print the time; 0 is the current time."""
+    moment = datetime.fromtimestamp(now or clock.unix_ms() // 1000).astimezone()
+    return moment.strftime

@@ -1,9 +1,20 @@
 """Loads what a model's directory says about conversations: its template and its tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
-from rollmesh.chat.templates.jinja import ModelTemplate, load_template
+from rollmesh.chat.messages import Message, RenderContext
+from rollmesh.chat.parsing.detection import Render
+from rollmesh.chat.templates.jinja import (
+    ChatTemplate,
+    ModelTemplate,
+    TemplateRenderError,
+    variables_of,
+)
+from rollmesh.chat.templates.profile import TemplatePair
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, Tokenizer, read_json
+
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 
 
 def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
@@ -33,6 +44,48 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
     return MistralTemplate(own), own
 
 
+def printer(template: ModelTemplate) -> Render:
+    """Returns what prints conversations with a template; an empty text where it refuses one."""
+
+    def render(
+        messages: tuple[Message, ...],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        try:
+            return template.render(messages, context, generation_prompt=generation_prompt)
+        except TemplateRenderError:
+            return ""
+
+    return render
+
+
+def load_template(model_path: Path, tokenizer: Tokenizer) -> ModelTemplate:
+    """Loads a model directory's template, or its pair of templates, as transformers does.
+
+    The template `default` is `chat_template.jinja`, else the one in the tokenizer's config;
+    `tool_use` is in `additional_chat_templates`, else in the config's list of templates.
+
+    Raises:
+        ModelFilesError: There is no template, or none of that name.
+        TemplateRenderError: One does not compile.
+    """
+    sources = _sources(model_path, tokenizer.config)
+    if not sources:
+        raise ModelFilesError(
+            f"{model_path}: has neither a chat_template.jinja nor a chat template in its config"
+        )
+    if _DEFAULT not in sources:
+        names = ", ".join(sorted(sources))
+        raise ModelFilesError(f"{model_path}: has chat templates {names}, and none is {_DEFAULT}")
+    variables = variables_of(tokenizer)
+    plain = ChatTemplate(sources[_DEFAULT], variables)
+    if _TOOL_USE not in sources:
+        return plain
+    return TemplatePair(plain, ChatTemplate(sources[_TOOL_USE], variables))
+
+
 def vocabulary_of(model_path: Path) -> int:
     """Returns the number of ids of the model as its `config.json` has it; 0 if it has none."""
     return _size_of(model_path, "vocab_size")
@@ -60,10 +113,25 @@ def _size_of(model_path: Path, name: str) -> int:
 
 
 def _has_template(model_path: Path) -> bool:
-    if (model_path / "chat_template.jinja").exists():
-        return True
-    config = model_path / "tokenizer_config.json"
-    return config.exists() and bool(read_json(config).get("chat_template"))
+    path = model_path / "tokenizer_config.json"
+    return bool(_sources(model_path, read_json(path) if path.exists() else {}))
+
+
+def _sources(model_path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Returns the templates of a model's directory by name; files come before the config."""
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+    else:
+        named = {_DEFAULT: value}
+    sources = {str(name): one for name, one in named.items() if isinstance(one, str) and one}
+    folder = model_path / "additional_chat_templates"
+    paths = {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+    paths[_DEFAULT] = model_path / "chat_template.jinja"
+    for name, path in paths.items():
+        if path.exists():
+            sources[name] = path.read_text(encoding="utf-8")
+    return sources
 
 
 def _mistral_file(model_path: Path) -> Path | None:

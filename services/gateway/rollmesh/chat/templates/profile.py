@@ -1,10 +1,13 @@
 """The result of probing how a chat template renders a growing conversation."""
 
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rollmesh.chat.messages import RoleName
-from rollmesh.chat.templates.windows import Place
+from rollmesh.chat.messages import Message, RenderContext, RoleName
+from rollmesh.chat.templates.jinja import ModelTemplate
+from rollmesh.chat.templates.windows import ANY_TOOLS, Place, TemplateRefusedError
 
 
 class Kind(StrEnum):
@@ -88,10 +91,14 @@ class RefusedOrder:
     with_tools: bool
     """Whether the order is refused only if there are tools."""
     why: str
+    behind_system: bool = False
+    """Whether the order is refused only if a system message begins the conversation."""
 
     def __str__(self) -> str:
         """Returns the order, such as "assistant, system with tools"."""
-        return f"{self.place}, {self.role or 'answer'}{' with tools' if self.with_tools else ''}"
+        tools = " with tools" if self.with_tools else ""
+        system = " behind a system message" if self.behind_system else ""
+        return f"{self.place}, {self.role or 'answer'}{tools}{system}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +130,86 @@ class TemplateProfile:
         """Returns a one-line summary."""
         named = "; ".join(sorted(self.findings & REWRITING))
         return f"{self.kind} {named}" if self.kind is Kind.APPEND_ONLY_EXCEPT else str(self.kind)
+
+
+# Models with a chat template for requests with tools, and another one for all others.
+
+
+class TemplatePair:
+    """Two templates, of which a request's tools choose one, as in transformers."""
+
+    def __init__(self, plain: ModelTemplate, tool_use: ModelTemplate) -> None:
+        """Takes the template of requests without tools, and that of requests with tools."""
+        self.plain, self.tool_use = plain, ToolTemplate(tool_use)
+        self.source = f"{plain.source}\n{tool_use.source}"
+        self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        return self.of(context).render(messages, context, generation_prompt=generation_prompt)
+
+    def of(self, context: RenderContext) -> ModelTemplate:
+        """Returns the template of a request."""
+        return self.tool_use if context.tools_json else self.plain
+
+
+class ToolTemplate:
+    """A template that is only rendered with tools: of windows without tools it is given one."""
+
+    def __init__(self, template: ModelTemplate) -> None:
+        """Takes the template."""
+        self.source, self.sha256 = template.source, template.sha256
+        self._template = template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        tooled = replace(context, tools_json=context.tools_json or ANY_TOOLS)
+        return self._template.render(messages, tooled, generation_prompt=generation_prompt)
+
+
+def joined(plain: TemplateProfile, tooled: TemplateProfile) -> TemplateProfile:
+    """Returns the profile of a pair.
+
+    Raises:
+        TemplateRefusedError: The two end answers differently.
+    """
+    ends = [
+        (one.end_text, one.call_end_text or one.end_text, one.headers) for one in (plain, tooled)
+    ]
+    if ends[0] != ends[1]:
+        raise TemplateRefusedError(
+            f"the template for tools ends answers with {tooled.end_text or 'a header'}, and the "
+            f"other one with {plain.end_text or 'a header'}"
+        )
+    kinds = list(Kind)
+    refused = [order for order in tooled.refused if order not in plain.refused]
+    return replace(
+        plain,
+        kind=max(plain.kind, tooled.kind, key=kinds.index),
+        findings=(plain.findings - {Finding.IGNORES_TOOLS}) | tooled.findings,
+        refused=(*plain.refused, *(replace(order, with_tools=True) for order in refused)),
+        verified=plain.verified + tooled.verified,
+        kept=plain.kept + tooled.kept,
+        image_roles=plain.image_roles & tooled.image_roles,
+        stops=tuple(dict.fromkeys((*plain.stops, *tooled.stops))),
+    )

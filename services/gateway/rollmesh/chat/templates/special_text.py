@@ -70,6 +70,7 @@ class SpecialText:
         shown_context, in_context = self._contexts.get(
             source, sum(map(len, source)), lambda: self._shown_context(context)
         )
+        shown_context = replace(shown_context, now=context.now)
         spelled = [at for at in range(start, len(groups)) if self._is_spelled(groups[at])]
         found = bool(spelled) or (in_context and start == 0)
         if found and self._refuses:

@@ -1,4 +1,4 @@
-"""Who may call a service: roles, the secrets and certificates that show them, and their files.
+"""Access to a service: roles, the secrets and certificates that show them, and their files.
 
 May import `config`, `errors` and the modules of `runtime` itself.
 """

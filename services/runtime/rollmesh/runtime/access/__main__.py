@@ -1,6 +1,6 @@
 """`rollmesh tokens DIR`: makes a token for each role of a mesh.
 
-Start a service with `--tokens-dir DIR/accepted --token-file DIR/ROLE.token`; give trainers
+Start a service with `--tokens-dir DIR/accepted --token-file DIR/ROLE.token`. Give trainers
 `DIR/trainer.token` and tools `DIR/operator.token` (ROLLMESH_TOKEN_FILE). With `--metrics-token-file
 DIR/scrapers`, Prometheus shows `DIR/scraper.token`.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollmesh.runtime.access.making import make_tokens
+from rollmesh.runtime.access.tokens import make_tokens
 
 
 def main() -> int:

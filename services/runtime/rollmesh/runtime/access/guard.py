@@ -1,8 +1,9 @@
-"""The guard of a server: who calls, and whether the caller may."""
+"""The guard of a server: identifies callers and admits them by their roles."""
 
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,18 +12,67 @@ from typing import Any, TypeAlias
 import grpc
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.certificates import roles_of
-from rollmesh.runtime.access.failures import Failures, address_of
-from rollmesh.runtime.access.roles import OPEN, TABLE, Role, may_call
+from rollmesh.runtime.access.roles import OPEN, TABLE, Role, may_call, roles_of
 from rollmesh.runtime.access.tokens import AcceptedTokens, token_of
 from rollmesh.runtime.errors import CallerUnknownError, RoleRefusedError, RollmeshError
+
+# Calls that were refused, by the address that they came from.
+
+_FREE = 16
+"""Refusals that an address gets at once."""
+_HALF_LIFE_MS = 10_000
+_FIRST_DELAY_MS, _LONGEST_DELAY_MS = 10, 2_000
+
+
+class Failures:
+    """Counts refused calls, and says how long the next answer to the same address takes.
+
+    Only refusals are delayed, so callers with valid credentials never wait. A count halves
+    every ten seconds, and the oldest addresses are forgotten.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        """Takes the number of addresses that are remembered."""
+        self._most = most
+        self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def failed(self, peer: str, now_ms: int) -> tuple[int, int]:
+        """Counts a refused call.
+
+        Args:
+            peer: Address that it came from, without its port.
+            now_ms: The time, milliseconds.
+
+        Returns:
+            The address's count, rounded, and the delay of the answer, milliseconds.
+        """
+        count, at_ms = self._counts.pop(peer, (0.0, now_ms))
+        count = count * 0.5 ** ((now_ms - at_ms) / _HALF_LIFE_MS) + 1
+        self._counts[peer] = (count, now_ms)
+        if len(self._counts) > self._most:
+            self._counts.popitem(last=False)
+        over = round(count) - _FREE
+        if over <= 0:
+            return round(count), 0
+        delay_ms = _FIRST_DELAY_MS * 2 ** min(over - 1, 16)
+        return round(count), min(delay_ms, _LONGEST_DELAY_MS)
+
+    def __len__(self) -> int:
+        """Returns the number of addresses that are remembered."""
+        return len(self._counts)
+
+
+def address_of(peer: str) -> str:
+    """Returns a peer as gRPC names it, `ipv4:10.0.0.1:4711`, without its port."""
+    return peer.rpartition(":")[0] or peer
+
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 _log = logging.getLogger(__name__)
 _NOBODY: frozenset[Role] = frozenset()
 _MOST_WAITING = 256
-"""Refusals that are delayed at a time; further ones are answered at once."""
+"""Most refusals that are delayed together. Further ones are answered at once."""
 _MOST_DRAINED = 64
 _SILENCE_S = 1.0
 
@@ -30,7 +80,7 @@ _caller: ContextVar[frozenset[Role] | None] = ContextVar("caller", default=None)
 
 
 def caller_roles() -> frozenset[Role] | None:
-    """Returns the roles of who makes the running call; None if the server lets everybody in."""
+    """Returns the roles of the running call's caller, or None if the server is open."""
     return _caller.get()
 
 
@@ -59,7 +109,7 @@ class Guard:
         """Makes a guard.
 
         Args:
-            tokens: The tokens that are accepted; None accepts none.
+            tokens: The tokens that are accepted. None accepts none.
             certificates: Whether callers show certificates that were verified.
             count: Counts a refused call by its reason.
         """
@@ -78,18 +128,18 @@ class Guard:
         return Entry(method, roles, token=token is not None)
 
     def is_refused(self, entry: Entry) -> bool:
-        """Returns whether a call is refused whatever its certificate says: nobody parses it."""
+        """Returns whether a call is refused whatever its certificate says, so it is not parsed."""
         return not self._certificates and not may_call(entry.method, entry.roles)
 
     async def admit(
         self, entry: Entry, context: _Context, requests: AsyncIterator[Any] | None
     ) -> None:
-        """Returns if the caller may make a call; `caller_roles` are its roles then.
+        """Returns if the caller may make a call, and sets `caller_roles`.
 
         Args:
             entry: From `meet`.
             context: Of the call.
-            requests: The stream of requests; None if there is one request.
+            requests: The stream of requests, or None if there is one request.
 
         Raises:
             CallerUnknownError: It shows no token or certificate that is accepted.
@@ -105,7 +155,7 @@ class Guard:
         self._count(reason)
         peer = address_of(context.peer())
         count, delay_ms = self._failures.failed(peer, clock.monotonic_ms())
-        if count & (count - 1) == 0:  # 1, 2, 4, ...: a peer that goes on fills no log
+        if count & (count - 1) == 0:  # 1, 2, 4, ...: a persistent peer must not fill the log
             _log.warning("call refused from %s (%s so far): %s", peer, count, error.message)
         if self._waiting < _MOST_WAITING:
             self._waiting += 1
@@ -119,7 +169,7 @@ class Guard:
 
 
 async def _drained(requests: AsyncIterator[Any]) -> None:
-    """Takes what a refused client has sent: a status that overtakes it may lose its reason."""
+    """Drains a refused client's requests: a status that overtakes them may lose its reason."""
     with contextlib.suppress(TimeoutError, StopAsyncIteration):
         for _ in range(_MOST_DRAINED):
             async with asyncio.timeout(_SILENCE_S):

@@ -1,4 +1,4 @@
-"""What this process shows to the servers that it calls: a token, a certificate, or both."""
+"""Client credentials of this process: a token, a certificate, or both."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from rollmesh.runtime.config import Config, describe
 
 @dataclass(frozen=True, kw_only=True)
 class CallerConfig(Config):
-    """Files that show servers who calls."""
+    """Files with the credentials of a caller."""
 
     token_file: str = ""
-    """File with the token that this process presents to the services that it calls; its first line
+    """File with the token that this process presents to the services that it calls. Its first line
     counts. It is read again when it changes. Others must not be able to read it (mode 0600)."""
 
     tls_certificate_file: str = ""
@@ -26,9 +26,9 @@ class CallerConfig(Config):
     """File with the key of the certificate, PEM. Others must not be able to read it (mode 0600)."""
     tls_ca_file: str = ""
     """File with the certificates of the CAs by which this process knows others, PEM. With it, all
-    services are called over TLS; without it, in plain text."""
+    services are called over TLS, without it in plain text."""
     tls_server_name: str = ""
-    """Name that the certificates of services must have; empty means the host of their address."""
+    """Name that the certificates of services must have. Empty means the host of their address."""
 
     def or_of(self, environ: Mapping[str, str]) -> "CallerConfig":
         """Returns these files, and for those not given what `ROLLMESH_TOKEN_FILE` and so on name.
@@ -45,7 +45,7 @@ class CallerConfig(Config):
 
 
 class Identity:
-    """What a caller shows."""
+    """The credentials of a caller."""
 
     def __init__(self, config: CallerConfig) -> None:
         """Reads the files.
@@ -54,15 +54,15 @@ class Identity:
             ConfigError: One of them cannot be read, or others may read it.
         """
         self.token = PresentedToken(Path(config.token_file)) if config.token_file else None
-        """The token that it presents; None if it has none."""
+        """The token that it presents, or None if it has none."""
         self.tls: TlsFiles | None = None
-        """Certificates for calls over TLS; None for calls in plain text."""
+        """Certificates for calls over TLS, or None for calls in plain text."""
         if config.tls_ca_file:
             self.tls = TlsFiles(
                 config.tls_ca_file, config.tls_certificate_file, config.tls_key_file
             )
         self.tls_server_name = config.tls_server_name
-        """Name that certificates of services must have; empty means the host of the address."""
+        """Name that certificates of services must have. Empty means the host of the address."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def present_files(options: Namespace, environ: Mapping[str, str]) -> None:
-    """Makes this process show what the flags of a tool name, or else the environment.
+    """Presents the credentials that the flags of a tool name, or the environment.
 
     Raises:
         ConfigError: A file cannot be read, or others may read it.
@@ -93,5 +93,5 @@ def present(identity: Identity) -> None:
 
 
 def presented() -> Identity:
-    """Returns what this process shows."""
+    """Returns the credentials of this process."""
     return _of_process

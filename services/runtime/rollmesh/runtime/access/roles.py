@@ -1,11 +1,11 @@
 """The roles of a mesh, and the one table of which methods each of them may call."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a caller is to the mesh. A token or a certificate shows one or several roles."""
+    """The role of a caller. A token or a certificate shows one or several."""
 
     OPERATOR = "operator"
     TRAINER = "trainer"
@@ -18,7 +18,7 @@ class Role(StrEnum):
 
 
 def role_named(name: str) -> Role | None:
-    """Returns the role of a name; None if there is none."""
+    """Returns the role of a name, or None if there is none."""
     return _BY_NAME.get(name)
 
 
@@ -39,7 +39,7 @@ MEANING: Mapping[Role, str] = {
     Role.AGENT: "An agent. It calls the HTTP of a sidecar with the key of its session; of gRPC, "
     "only what describes a server.",
 }
-"""What each role is, in a sentence or two."""
+"""The meaning of each role."""
 
 _R = Role
 _EVERY_ROLE = frozenset(Role)
@@ -47,14 +47,14 @@ _SERVICES = frozenset({_R.ENGINE, _R.GATEWAY, _R.COLLECTOR, _R.SIDECAR})
 _OPERATES = frozenset({_R.OPERATOR, _R.TRAINER})
 _TRAINS = frozenset({_R.TRAINER})
 _CONTROLS = frozenset({_R.OPERATOR, _R.ROUTER})
-_GENERATES = frozenset({_R.GATEWAY, _R.ROUTER, _R.TRAINER})
+_GENERATES = frozenset({_R.GATEWAY, _R.TRAINER})
 _TALKS = frozenset({_R.SIDECAR, _R.TRAINER})
 _ROUTES = frozenset({_R.ROUTER})
 
 _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "rollmesh.v1.RouterService": {
         "Register": _SERVICES,
-        "Dispatch": frozenset({_R.GATEWAY, _R.ROUTER}),
+        "Dispatch": frozenset({_R.GATEWAY}),
         "PlaceSession": _OPERATES,
         "ListGateways": _OPERATES | _TALKS,
         "ListReplicas": _OPERATES | {_R.GATEWAY},
@@ -67,14 +67,15 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "PushWeights": _OPERATES,
         "ForgetWeights": _OPERATES,
         "InitWeightTransfers": _TRAINS,
-        "ListKeptWeights": _ROUTES,
-        "FetchWeights": _ROUTES,
-        "SyncWeights": _ROUTES,
     },
+    "rollmesh.internal.v1.PeerService": dict.fromkeys(
+        ("ListKeptWeights", "FetchWeights", "SyncWeights"), _ROUTES
+    ),
     "rollmesh.v1.EngineService": {
         "Generate": _GENERATES,
         "StreamGenerate": _GENERATES,
-        "Abort": _GENERATES | {_R.OPERATOR},
+        "Generations": _GENERATES,
+        "Abort": _GENERATES | _CONTROLS,
         "GetInfo": _GENERATES | {_R.OPERATOR},
         "Pause": _CONTROLS,
         "Resume": _CONTROLS,
@@ -103,6 +104,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     },
     "rollmesh.v1.CollectorService": {
         "Ingest": frozenset({_R.GATEWAY}),
+        "AbandonSeat": _TRAINS,
         "CreateConsumer": _TRAINS,
         "GetConsumer": _OPERATES,
         "ListConsumers": _OPERATES,
@@ -127,7 +129,7 @@ TABLE: Mapping[str, frozenset[Role]] = {
     for service, methods in _BY_SERVICE.items()
     for method, roles in methods.items()
 }
-"""Roles that may call a method, by its full name; a method that is missing has no caller."""
+"""Roles that may call a method, by its full name. A method that is missing has no caller."""
 OPEN = frozenset({"/grpc.health.v1.Health/Check"})
 """Methods that answer anyone who reaches the port. Probes of containers carry no secrets, and the
 answer says only whether the service serves."""
@@ -138,6 +140,28 @@ def may_call(method: str, roles: frozenset[Role]) -> bool:
 
     Args:
         method: Its full name: `/rollmesh.v1.RouterService/Register`.
-        roles: What the caller has shown; none for a stranger.
+        roles: Roles that the caller has shown, none for a stranger.
     """
     return method in OPEN or not roles.isdisjoint(TABLE.get(method, ()))
+
+
+# Roles that a client certificate shows: URIs such as `rollmesh://role/engine`.
+
+_PREFIX = b"rollmesh://role/"
+
+
+def role_uri(role: Role) -> str:
+    """Returns the URI of a certificate that shows a role."""
+    return f"{_PREFIX.decode()}{role}"
+
+
+def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role]:
+    """Returns the roles of a verified client certificate. Unknown ones do not count.
+
+    Args:
+        auth_context: What gRPC says of the connection.
+    """
+    names = auth_context.get("x509_subject_alternative_name", ())
+    found = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+    roles = (role_named(name.decode(errors="replace")) for name in found)
+    return frozenset(role for role in roles if role is not None)

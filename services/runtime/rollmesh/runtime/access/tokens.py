@@ -1,24 +1,29 @@
-"""Bearer tokens: what a server accepts, and what a process presents.
+"""Bearer tokens: accepted by servers and presented by callers.
 
-A file has a token on each line; empty lines and lines that begin with `#` do not count. Several are
-valid at a time, so that they can be changed: add the new one to what servers accept, let callers
-present it, then remove the old one.
+A file has a token on each line. Empty lines and lines that begin with `#` do not count. Several may
+be valid, so that they can be changed: add the new one to the accepted tokens, let callers present
+it, then remove the old one.
 """
 
 import hmac
+import logging
+import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from rollmesh.runtime.access.files import Reloaded, read_secret
 from rollmesh.runtime.access.roles import Role, role_named
+from rollmesh.runtime.access.tls import Reloaded, read_secret
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.owner_only import make_folder
 
+_log = logging.getLogger(__name__)
 _TOKEN = re.compile(r"[\x21-\x7e]{32,512}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MOST_TOKENS = 64
-_Digests = tuple[tuple[bytes, Role], ...]
 
 
 def digest_line(token: str) -> str:
@@ -27,7 +32,7 @@ def digest_line(token: str) -> str:
 
 
 class AcceptedTokens:
-    """The tokens that a server accepts, as digests; each shows one role or several."""
+    """The tokens that a server accepts, as digests. Each shows one role or several."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the tokens.
@@ -39,35 +44,58 @@ class AcceptedTokens:
             ConfigError: A file cannot be read, is readable by others, or no role has a token.
         """
         self._folder = folder
-        self._digests = Reloaded(self._read, lambda: (folder, *_entries(folder)))
+        self._tokens: dict[Role, Reloaded[tuple[bytes, ...]]] | None = None
+        self._roles = Reloaded(self._read, lambda: (folder,))
+        if len(self._digests()) > _MOST_TOKENS:  # each call is compared with all
+            raise ConfigError(f"tokens_dir: {folder} has more than {_MOST_TOKENS} tokens")
+        if not self._digests():
+            raise ConfigError(
+                f"tokens_dir: {folder} has no token; `rollmesh tokens DIR` makes some"
+            )
 
     def roles(self, token: str) -> frozenset[Role]:
-        """Returns the roles that a token shows; none if it is not accepted."""
+        """Returns the roles that a token shows, none if it is not accepted."""
         digest = sha256(token.encode(errors="replace")).digest()
         # Every digest is compared, each in constant time: no answer tells how close a guess was.
         return frozenset(
-            role for accepted, role in self._digests.get() if hmac.compare_digest(accepted, digest)
+            role
+            for accepted, role in self._digests()[:_MOST_TOKENS]
+            if hmac.compare_digest(accepted, digest)
         )
 
-    def _read(self) -> _Digests:
-        found: list[tuple[bytes, Role]] = []
+    def _digests(self) -> list[tuple[bytes, Role]]:
+        found = self._roles.get().items()
+        return [(digest, role) for role, tokens in found for digest in tokens.get()]
+
+    def _read(self) -> dict[Role, Reloaded[tuple[bytes, ...]]]:
+        """Returns the tokens of each role, whose files are read again each by itself.
+
+        A damaged file so holds up the tokens of its own role alone. A folder that is emptied, or
+        removed, accepts no caller.
+        """
+        known = self._tokens
+        found: dict[Role, Reloaded[tuple[bytes, ...]]] = {}
         for path in _entries(self._folder):
             role = role_named(path.name)
             if role is None:
-                known = ", ".join(Role)
-                raise ConfigError(f"tokens_dir: {path}: is not a role; name it one of {known}")
-            found += ((digest, role) for digest in _digests("tokens_dir", path))
-        if not found:
-            raise ConfigError(
-                f"tokens_dir: {self._folder} has no token; `rollmesh tokens DIR` makes some"
+                names = ", ".join(Role)
+                problem = f"tokens_dir: {path}: is not a role; name it one of {names}"
+                if known is None:
+                    raise ConfigError(problem)
+                _log.error("token file skipped: %s", problem)
+                continue
+            read, files = partial(_digests_of, path), partial(tuple[Path], (path,))
+            found[role] = (known or {}).get(role) or Reloaded(
+                read, files, last=None if known is None else ()
             )
-        if len(found) > _MOST_TOKENS:  # each call is compared with all
-            raise ConfigError(f"tokens_dir: {self._folder} has more than {_MOST_TOKENS} tokens")
-        return tuple(found)
+        if known and not found:
+            _log.error("tokens revoked: %s has no token, so every caller is refused", self._folder)
+        self._tokens = found
+        return found
 
 
 class TokensOfFile:
-    """The tokens of one file, as digests; each opens the same."""
+    """The tokens of one file, as digests. Each opens the same."""
 
     def __init__(self, setting: str, path: Path) -> None:
         """Reads the tokens.
@@ -81,6 +109,8 @@ class TokensOfFile:
         """
         self._setting, self._path = setting, path
         self._digests = Reloaded(self._read, lambda: (path,))
+        if not self._digests.get():
+            raise ConfigError(f"{setting}: {path} has no token")
 
     def has(self, token: str) -> bool:
         """Returns whether a token is one of them."""
@@ -90,9 +120,8 @@ class TokensOfFile:
         return any(same)
 
     def _read(self) -> tuple[bytes, ...]:
+        """Returns the tokens: none once the file is emptied."""
         found = tuple(_digests(self._setting, self._path))
-        if not found:
-            raise ConfigError(f"{self._setting}: {self._path} has no token")
         if len(found) > _MOST_TOKENS:  # each request is compared with all
             raise ConfigError(f"{self._setting}: {self._path} has more than {_MOST_TOKENS} tokens")
         return found
@@ -125,7 +154,7 @@ class PresentedToken:
 
 
 def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """Returns the bearer token of a call's metadata; None without one."""
+    """Returns the bearer token of a call's metadata, or None without one."""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):
             scheme, _, token = value.partition(" ")
@@ -136,9 +165,9 @@ def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
 def new_tokens(secret: Mapping[Role, str], scraper: str) -> dict[str, str]:
     """Returns the files of a folder of tokens, by their paths in it.
 
-    `ROLE.token` is what a process of a role presents, and `accepted/ROLE` the digest that servers
-    accept, so that no server holds a token that opens another. `scraper.token` is what Prometheus
-    presents, and `scrapers` its digest for `metrics_token_file`.
+    A process of a role presents `ROLE.token`, and servers accept the digest `accepted/ROLE`, so
+    that no server holds a token that opens another. Prometheus presents `scraper.token`, and
+    `metrics_token_file` takes its digest `scrapers`.
 
     Args:
         secret: A token for each role.
@@ -150,11 +179,17 @@ def new_tokens(secret: Mapping[Role, str], scraper: str) -> dict[str, str]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Returns the files of a folder; Kubernetes keeps its own beside them, with a dot."""
+    """Returns the files of a folder. Kubernetes keeps its own beside them, with a dot."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"tokens_dir: {folder}: {error.strerror}") from error
+
+
+def _digests_of(path: Path) -> tuple[bytes, ...]:
+    return tuple(_digests("tokens_dir", path))
 
 
 def _digests(setting: str, path: Path) -> Iterator[bytes]:
@@ -179,3 +214,43 @@ def _malformed(setting: str, path: Path, number: int) -> str:
         f"{setting}: {path}, line {number}: is not a token; give 32 to 512 printable ASCII "
         "characters without spaces"
     )
+
+
+# Makes tokens and writes files that only their owner may read.
+
+_TOKEN_BYTES = 32
+
+
+def make_tokens(folder: Path) -> None:
+    """Makes a token for each role: `ROLE.token` to present, `accepted/ROLE` for servers.
+
+    Prometheus gets one too: `scraper.token` to present, `scrapers` for `metrics_token_file`.
+
+    Raises:
+        FileExistsError: The folder has one of the files. Nothing is written then.
+        OSError: A file cannot be written.
+    """
+    secret = {role: secrets.token_urlsafe(_TOKEN_BYTES) for role in Role}
+    files = new_tokens(secret, secrets.token_urlsafe(_TOKEN_BYTES))
+    write_private(folder, {name: text.encode() for name, text in files.items()})
+
+
+def write_private(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes new files of mode 0600 into folders of mode 0700.
+
+    Args:
+        folder: Made if it is absent.
+        files: Contents by paths in it.
+
+    Raises:
+        FileExistsError: One of the files exists. Nothing is written then.
+        OSError: A file cannot be written.
+    """
+    for name in files:
+        if (folder / name).exists():
+            raise FileExistsError(f"{folder / name} exists and is not overwritten")
+    for name, content in files.items():
+        path = folder / name
+        make_folder(path.parent)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)

@@ -40,22 +40,26 @@ def unpack_ids(data: bytes, field: str) -> TokenIds:
     """Reads ids [N] from 4 N bytes, without a copy and read-only.
 
     Raises:
-        InvalidFieldError: The length is not a multiple of 4; names `field`.
+        InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    return np.frombuffer(_checked(data, field), dtype=_U32)
+    if len(data) % 4:
+        raise _torn(data, field)
+    return np.frombuffer(data, dtype=_U32)
 
 
 def unpack_logprobs(data: bytes, field: str) -> Logprobs:
     """Reads log-probabilities [N] from 4 N bytes, without a copy and read-only.
 
     Raises:
-        InvalidFieldError: The length is not a multiple of 4; names `field`.
+        InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    return np.frombuffer(_checked(data, field), dtype=_F32)
+    if len(data) % 4:
+        raise _torn(data, field)
+    return np.frombuffer(data, dtype=_F32)
 
 
 def wrong_logprob(logprobs: Logprobs) -> int | None:
-    """Returns the index of the first impossible value of [N]; None if all are possible.
+    """Returns the index of the first impossible value of [N], or None if all are possible.
 
     NaN, infinities and values above 0 by more than rounding are impossible.
     """
@@ -68,7 +72,7 @@ def unpack_mask(data: bytes, field: str) -> Mask:
     """Reads flags [N] from N bytes, without a copy and read-only.
 
     Raises:
-        InvalidFieldError: A byte is neither 0 nor 1; names `field`.
+        InvalidFieldError: A byte is neither 0 nor 1. Names `field`.
     """
     flags = np.frombuffer(data, dtype=_U8)
     if flags.size and int(flags.max()) > 1:
@@ -76,9 +80,7 @@ def unpack_mask(data: bytes, field: str) -> Mask:
     return flags.view(np.bool_)
 
 
-def _checked(data: bytes, field: str) -> bytes:
-    if len(data) % 4:
-        raise InvalidFieldError(
-            field, f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
-        )
-    return data
+def _torn(data: bytes, field: str) -> InvalidFieldError:
+    return InvalidFieldError(
+        field, f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
+    )

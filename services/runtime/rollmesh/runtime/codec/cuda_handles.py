@@ -1,7 +1,7 @@
 """CUDA IPC handles of a weight transfer as JSON values: engines read no pickle.
 
 A handle is the arguments of torch's `rebuild_cuda_tensor`, as `reduce_tensor` makes them. Its two
-classes are always the same and do not travel; bytes are base64, a dtype is its name.
+classes are always the same and do not travel. Bytes are base64, a dtype is its name.
 """
 
 import base64

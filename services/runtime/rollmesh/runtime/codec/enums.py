@@ -1,4 +1,4 @@
-"""Enum numbers on the wire, including those that only a newer peer knows."""
+"""Enum numbers on the wire, including numbers that only a newer peer knows."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +8,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import chat_pb2
 
 _UNSPECIFIED = "UNSPECIFIED"
 
@@ -40,7 +41,7 @@ class _Enum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The enum fields of a message type; message fields without enums are skipped."""
+    """The enum fields of a message type. Message fields without enums are skipped."""
 
     enums: tuple[_Enum, ...]
     inner: "tuple[tuple[str, bool, _Plan], ...]"
@@ -48,7 +49,7 @@ class _Plan:
 
 
 class _UnknownNumberError(Exception):
-    """An enum number is unknown; `path` grows from the field outwards."""
+    """An enum number is unknown. `path` grows from the field outwards."""
 
     def __init__(self, field: str, number: int, enum: str) -> None:
         super().__init__(field)
@@ -104,3 +105,11 @@ def _plan(descriptor: Descriptor) -> _Plan:
             if plan.enums or plan.inner:
                 inner.append((field.name, field.is_repeated, plan))
     return _Plan(tuple(enums), tuple(inner))
+
+
+# Message content: text as parts, and parts as text.
+
+
+def text_of(message: chat_pb2.ChatMessage) -> str:
+    """Returns the text of a message, joined from its text parts."""
+    return "".join(part.text for part in message.content)

@@ -35,7 +35,7 @@ def unpack_tokens(
     """Reads the three arrays [N], without a copy and read-only.
 
     Raises:
-        InvalidFieldError: They differ in length, or the mask has a byte other than 0 and 1; names
+        InvalidFieldError: They differ in length, or the mask has a byte other than 0 and 1. Names
             `field`.
     """
     loss_mask = unpack_mask(tokens.loss_mask_u8, f"{field}.loss_mask_u8")

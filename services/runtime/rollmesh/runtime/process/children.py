@@ -1,7 +1,10 @@
 """Child processes that a service talks to through their standard input and output."""
 
 import asyncio
+import ctypes
+import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +14,7 @@ _LIMIT_BYTES = 64 * 1024
 
 
 class Child:
-    """A running program in a session of its own, connected by one socket."""
+    """A running program in its own session, connected by one socket."""
 
     def __init__(
         self,
@@ -19,12 +22,12 @@ class Child:
         stdout: asyncio.StreamReader,
         stdin: asyncio.StreamWriter,
     ) -> None:
-        """Wraps a process; `start_child` starts one."""
+        """Wraps a process. `start_child` starts one."""
         self._process = process
         self.stdout = stdout
-        """What the program prints; ends when it does."""
+        """Standard output of the program."""
         self.stdin = stdin
-        """What the program reads."""
+        """Standard input of the program."""
 
     @property
     def pid(self) -> int:
@@ -33,7 +36,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, below 0 for a signal; None while the program runs."""
+        """Exit code, below 0 for a signal, or None while the program runs."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -42,14 +45,14 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Waits for the end of the program and closes the socket; returns the exit code."""
+        """Waits for the end of the program, closes the socket and returns the exit code."""
         code = await asyncio.to_thread(self._process.wait)
         self.stdin.close()
         return code
 
 
 async def start_child(*command: str, limit: int = _LIMIT_BYTES) -> Child:
-    """Starts a program, whose standard error is that of this process.
+    """Starts a program, which inherits standard error.
 
     Under uvloop, asyncio's own subprocesses run Python code between fork and exec. In a process
     that uses gRPC, one in some hundred of them dies there of SIGSEGV. `subprocess` runs none.
@@ -62,12 +65,16 @@ async def start_child(*command: str, limit: int = _LIMIT_BYTES) -> Child:
         OSError: The program cannot be started.
     """
     ours, theirs = socket.socketpair()
+    process: subprocess.Popen[bytes] | None = None
     try:
         with theirs:
-            process = await asyncio.to_thread(_start, command, theirs)
+            process = _start(command, theirs)  # milliseconds, and a thread could not be cancelled
         stdout, stdin = await asyncio.open_connection(sock=ours, limit=limit)
     except BaseException:
-        ours.close()  # a program that was started reads the end of its input
+        ours.close()
+        if process is not None:
+            process.kill()
+            process.wait()
         raise
     return Child(process, stdout, stdin)
 
@@ -75,3 +82,32 @@ async def start_child(*command: str, limit: int = _LIMIT_BYTES) -> Child:
 def _start(command: tuple[str, ...], theirs: socket.socket) -> subprocess.Popen[bytes]:
     fd = theirs.fileno()
     return subprocess.Popen(command, stdin=fd, stdout=fd, start_new_session=True)  # noqa: S603 - ours
+
+
+# The end of a process with its parent, whichever way the parent ends.
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Has Linux kill this process of `multiprocessing` when its parent ends.
+
+    A parent that is killed closes nothing in order, and a child that waits for work would never
+    release an accelerator's memory. The parent is the thread that started this process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent.pid:  # it ended before this call
+        os._exit(1)
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the limit of open files as far as the process may and returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

@@ -36,7 +36,7 @@ class FreedMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def served(self, request_bytes: int) -> None:
-        """Notes a request; after one of 4 MiB or more, memory is returned soon."""
+        """Notes a request. After one of 4 MiB or more, memory is returned soon."""
         if request_bytes >= _LARGE_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_PAUSE_S, self._give_back)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ipaddress
+import re
 import weakref
 from collections.abc import (
     AsyncGenerator,
@@ -11,21 +13,201 @@ from collections.abc import (
     Iterable,
     Iterator,
 )
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from rollmesh.runtime.access.identity import Identity, presented
 from rollmesh.runtime.access.tokens import PresentedToken
-from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError
-from rollmesh.runtime.rpc.addresses import target_of
-from rollmesh.runtime.rpc.options import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
-from rollmesh.runtime.rpc.renewal import RenewedChannel
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.runtime.telemetry.logs import current_request_id
 
+# TLS channels with current certificates.
+#
+# gRPC gives a channel its certificates once. Here a call after a change goes through a new channel,
+# and running calls keep the channel on which they began.
+
+
+class RenewedChannel(grpc.aio.Channel):
+    """A channel whose calls go through the newest of several."""
+
+    def __init__(self, make: Callable[[], grpc.aio.Channel], revision: Callable[[], int]) -> None:
+        """Makes the first channel.
+
+        Args:
+            make: Makes a channel with the current certificates.
+            revision: Returns a number that changes with the certificates.
+        """
+        self._make = make
+        self._revision = revision
+        self._made_at = revision()
+        self._newest = make()
+        self._all = weakref.WeakSet([self._newest])
+        """The newest, and earlier ones with running calls."""
+
+    def _current(self) -> grpc.aio.Channel:
+        if (revision := self._revision()) != self._made_at:
+            self._made_at = revision
+            self._newest = self._make()
+            self._all.add(self._newest)
+        return self._newest
+
+    def _method(self, kind: str, *given: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a multicallable of the newest channel, which is made once for each channel."""
+        channel: grpc.aio.Channel | None = None
+        made: Any = None
+
+        def call(*request: Any, **more: Any) -> Any:
+            nonlocal channel, made
+            current = self._current()
+            if current is not channel:
+                made = getattr(current, kind)(*given, **options)
+                channel = current
+            started = made(*request, **more)
+            started.channel = channel  # gRPC ends the calls of a channel that is collected
+            return started
+
+        return call
+
+    unary_unary: Any = partialmethod(_method, "unary_unary")
+    unary_stream: Any = partialmethod(_method, "unary_stream")
+    stream_unary: Any = partialmethod(_method, "stream_unary")
+    stream_stream: Any = partialmethod(_method, "stream_stream")
+
+    async def __aenter__(self) -> "RenewedChannel":
+        """Returns itself."""
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Closes the channels."""
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes the channels, and ends their calls after a grace, in seconds."""
+        for channel in list(self._all):
+            await channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002 - gRPC's signature
+        """Returns the state of the newest channel."""
+        return self._current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Waits until the newest channel has another state."""
+        await self._current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Waits until the newest channel is connected."""
+        await self._current().channel_ready()
+
+
+# Addresses of peers: which ones are accepted, and how they are dialled.
+#
+# gRPC dials more than TCP: `unix:/run/socket`, `vsock:2:80`, `xds:///name`, `ipv4:10.0.0.1:80`. An
+# address that comes over the wire never selects such a scheme.
+
+_FORM = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_.-]+)):(?P<port>[0-9]+)")
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_MOST_CHARS = 253 + len(":65535")
+_MOST_PORT = 65_535
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+_SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p", "inproc"}
+"""Host names that clients in other languages would read as a scheme."""
+
+
+def check_address(address: str, field: str = "address") -> None:
+    """Checks an address that came over the wire.
+
+    Allowed are an IPv4 address, a bracketed IPv6 address without a zone, or a DNS name, each with a
+    port from 1 to 65535.
+
+    Raises:
+        InvalidFieldError: It has another form. The error names `field`.
+    """
+    if problem := _problem(address):
+        raise InvalidFieldError(
+            field, f"{address[:_MOST_CHARS]!r} {problem}; give host:port, such as 10.0.0.7:7400"
+        )
+
+
+def target_of(address: str) -> str:
+    """Returns the gRPC target of an address: always TCP, whatever the address looks like."""
+    return "dns:///" + quote(address, safe=":")
+
+
+def _problem(address: str) -> str:
+    """Returns the problem of an address, empty if it is allowed."""
+    if not address:
+        return "is empty"
+    form = _FORM.fullmatch(address) if len(address) <= _MOST_CHARS else None
+    if form is None:
+        return "is not host:port"
+    if not 1 <= int(form["port"]) <= _MOST_PORT:
+        return "has no port from 1 to 65535"
+    return _host_problem(form["ipv6"] or form["name"], is_ipv6=form["ipv6"] is not None)
+
+
+def _host_problem(host: str, *, is_ipv6: bool) -> str:
+    labels = host.removesuffix(".").split(".")
+    if is_ipv6 or _NUMBER.fullmatch(labels[-1]):  # no top-level domain is a number
+        try:
+            number = ipaddress.IPv6Address(host) if is_ipv6 else ipaddress.IPv4Address(host)
+        except ValueError:
+            return "is not an IP address"
+        return "is no address of one host" if number.is_unspecified or number.is_multicast else ""
+    if not all(_LABEL.fullmatch(label) for label in labels):
+        return "is not a DNS name"
+    return "begins with the name of a scheme" if host.lower() in _SCHEMES else ""
+
+
+# gRPC options that both sides of a connection share.
+
+WINDOW_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.http2.lookahead_bytes", 1024 * 1024),
+    ("grpc.http2.max_frame_size", 1024 * 1024),
+]
+"""For both sides: a long conversation is sent at once instead of in 64 KB windows."""
+KEEPALIVE_MS = 20_000
+"""Idle time after which the peer is pinged, milliseconds."""
+SHORT_KEEPALIVE_MS = 6_000
+"""The same for a peer that another one can replace. Servers accept a ping every 5 s."""
+
+
+def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:
+    """Returns options that close a connection if a ping is not answered within half the time."""
+    return [
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms // 2),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms // 2),  # the default in grpc 1.85 is a minute
+    ]
+
+
+SERVER_BOUNDS: list[tuple[str, int]] = [
+    # A sidecar has a stream to a gateway for each turn, a client one to an engine for a generation:
+    # a client with more waits for a free one. Streams beyond it are refused as they arrive.
+    ("grpc.max_concurrent_streams", 2_048),
+    # Calls that wait for the event loop, of all connections together. Beyond 1,000 gRPC would
+    # cancel calls at random, also those of other clients.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
+    # Of headers and trailers. gRPC's own default, stated because errors are cut to fit into it.
+    ("grpc.max_metadata_size", 8 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    # Clients ping every 6 s at most; one that pings more often is told so, then disconnected.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 2),
+    # The times of ServerConfig bound the rest. There is no greatest age of a connection: leases,
+    # registrations and deliveries are streams that last for days.
+]
+"""Limits of one peer, which protect the calls of others: milliseconds, bytes and counts."""
+
+
+TAKEN = ("rollmesh-taken", "1")
+"""Initial metadata of an engine's stream: the engine has the request."""
 _Request = TypeVar("_Request", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
 _Stub = TypeVar("_Stub")
@@ -62,7 +244,7 @@ def open_channel(
     own_connection: bool = False,
     identity: Identity | None = None,
 ) -> grpc.aio.Channel:
-    """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
+    """Opens a channel to `host:port`. It connects on first use and reconnects by itself.
 
     Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes. Other
     schemes of gRPC (`unix:`, `xds:`) are never dialled, because members give each other addresses.
@@ -70,8 +252,8 @@ def open_channel(
     Args:
         address: `host:port`.
         keepalive_ms: Idle time after which it is pinged while calls are open, milliseconds.
-        own_connection: Whether the channel has a connection to itself; channels share one else.
-        identity: What the calls show of the caller; None means what the process shows.
+        own_connection: Whether the channel has its own connection. Other channels share one.
+        identity: Credentials of the caller. None means the credentials of the process.
     """
     shown = identity or presented()
     options: list[tuple[str, Any]] = [*_OPTIONS, *keepalive_options(keepalive_ms)]
@@ -184,7 +366,7 @@ def ended_with(reason: Callable[[], RollmeshError | None]) -> Iterator[None]:
     A cancellation of the task stays one.
 
     Args:
-        reason: Returns the reason; None if this process did not cancel the call.
+        reason: Returns the reason, or None if this process did not cancel the call.
     """
     try:
         yield
@@ -232,7 +414,7 @@ async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None
 
 
 async def _more(requests: AsyncIterator[Any]) -> bool:
-    """Reads one more request of a stream; returns whether there was one, refused or not."""
+    """Reads one more request of a stream and returns whether there was one, refused or not."""
     with contextlib.suppress(RollmeshError):
         return await anext(requests, None) is not None
     return True

@@ -1,29 +1,34 @@
-"""The server interceptor: request ids, metrics, and typed errors as gRPC statuses."""
+"""The server interceptor: request ids, metrics, limits, and typed errors as gRPC statuses."""
 
 import asyncio
-import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from rollmesh.runtime.access.guard import Entry, Guard
-from rollmesh.runtime.errors import RollmeshError, StartingError
+from rollmesh.runtime.access.guard import Guard
+from rollmesh.runtime.codec.enums import check_enums
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    OverloadedError,
+    RollmeshError,
+    StartingError,
+    UndecodableError,
+)
 from rollmesh.runtime.in_flight import BytesInFlight
-from rollmesh.runtime.rpc.answers import Answers
-from rollmesh.runtime.rpc.requests import AcceptedRequests, RequestReader, accepted
 from rollmesh.runtime.rpc.statuses import status_code_of, to_status
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.telemetry.metrics import count_rpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
 _log = logging.getLogger(__name__)
 _RETRY_MS = 200
 _UNREAD_S = 600.0
@@ -42,18 +47,16 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         """Makes an interceptor.
 
         Args:
-            in_flight: Limit on the requests of unary calls; None sets none.
+            in_flight: Limit on the requests of unary calls. None sets none.
             starting: Full names of the gRPC services that cannot answer yet.
-            guard: Says who may call; None lets everybody.
-            unread_s: How long an answer of a stream may be left unread, seconds.
+            guard: Admits callers. None admits all.
+            unread_s: Longest time that an answer of a stream may be left unread, seconds.
         """
-        self._in_flight = in_flight
-        self._guard = guard
-        self._unread_s = unread_s
+        self.in_flight = in_flight
+        self.guard = guard
+        self.unread_s = unread_s
         self.starting = starting
         """Full names of the gRPC services that cannot answer yet."""
-        self.locked = guard is not None
-        """Whether callers have to show who they are."""
 
     async def intercept_service(
         self,
@@ -64,102 +67,189 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        call = _Call(method, _request_id(handler_call_details))
-        in_flight = None if handler.request_streaming else self._in_flight
-        reader = RequestReader(handler.request_deserializer, in_flight)
-        if self._guard is not None:
-            call.guard = self._guard
-            call.entry = self._guard.meet(method, handler_call_details.invocation_metadata)
-            if self._guard.is_refused(call.entry):
-                reader = RequestReader(None)  # a stranger's bytes are not parsed
+        call = _Call(self, handler, handler_call_details)
         if handler.response_streaming:
-            inner_stream: Any = handler.stream_stream or handler.unary_stream
-            # A streaming handler either yields its responses or writes them to the context.
-            inner = self._reading(inner_stream, handler, method)
-            stream = (
-                _wrap_unary(inner, reader, call)
-                if inspect.iscoroutinefunction(inner_stream)
-                else _wrap_stream(inner, reader, call, self._unread_s)
-            )
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            return make(stream, reader.read, handler.response_serializer)
-        inner_unary: Any = handler.stream_unary or handler.unary_unary
-        unary = _wrap_unary(self._reading(inner_unary, handler, method), reader, call)
-        make = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        return make(unary, reader.read, handler.response_serializer)
-
-    def _reading(
-        self, inner: Callable[[Any, Context], Any], handler: "Handler", method: str
-    ) -> Callable[..., Any]:
-        """Returns a handler that raises the error of a refused request as it reads the request."""
-        if self.starting and method[1:].rpartition("/")[0] in self.starting:
-            inner = _not_yet
-        if handler.request_streaming:
-            return lambda requests, context: inner(AcceptedRequests(requests), context)
-        return lambda request, context: inner(accepted(request), context)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return make(call.answer, call.read, handler.response_serializer)
 
 
-def _not_yet(_request: Any, _context: Context) -> NoReturn:
-    raise StartingError("the service is reading its store", retry_delay_ms=_RETRY_MS)
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Replaces a request that was refused while it was read.
+
+    grpc answers malformed bytes with UNKNOWN and a logged traceback, and raises the parser's
+    exception inside a handler that reads a stream. So the error is carried to the place where the
+    handler takes the request.
+    """
+
+    error: RollmeshError
 
 
-def _request_id(details: grpc.HandlerCallDetails) -> str:
-    for key, value in details.invocation_metadata or ():
-        if key == "x-request-id" and isinstance(value, str):
-            return value
-    return uuid.uuid4().hex
-
-
-@dataclass(slots=True)
 class _Call:
-    """One RPC, before its handler."""
+    """One RPC. For a handler that takes a stream, it is the iterator of the requests.
 
-    method: str
-    request_id: str
-    guard: Guard | None = None
-    entry: Entry | None = None
-    """What the guard knows of its caller."""
+    A malformed request of a stream raises its error, and the handler may read on.
+    """
 
-    async def admitted(self, request: Any, context: Context) -> None:
-        """Returns if its caller may make it.
+    def __init__(
+        self, server: RpcInterceptor, handler: "Handler", details: grpc.HandlerCallDetails
+    ) -> None:
+        self._server = server
+        self._method = details.method
+        inner: Any = (
+            handler.stream_stream
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.unary_unary
+        )
+        self._inner: Callable[[Any, Context], Any] = inner
+        self._parse = handler.request_deserializer
+        self._in_flight = None if handler.request_streaming else server.in_flight
+        self._held = 0
+        self._requests: AsyncIterator[Any] | None = None
+        self._streams_requests = handler.request_streaming
+        metadata = details.invocation_metadata
+        self._request_id = next(
+            (value for key, value in metadata or () if key == "x-request-id"), None
+        )
+        self._entry = None
+        if server.guard is not None:
+            self._entry = server.guard.meet(details.method, metadata)
+            if server.guard.is_refused(self._entry):
+                self._parse = self._in_flight = None  # a stranger's bytes are not parsed
+        self._code = "CANCELLED"
+        # While an answer waits for the caller: since when, and the task that ends the call.
+        self._waits_since: float | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._answers: AsyncGenerator[Any, None] | None = None
 
-        Args:
-            request: The request, or the stream of them.
-            context: Of the call.
+    def read(self, data: bytes) -> Any:
+        """Deserialises a request and counts its bytes. Returns a `_Refusal` instead of raising."""
+        try:
+            if self._in_flight is not None:
+                self._in_flight.take(len(data), held=self._held, size=len(data))
+                self._held += len(data)
+            if self._parse is None:
+                return data
+            request = self._parse(data)
+            check_enums(request)
+        except DecodeError as error:
+            return _Refusal(
+                UndecodableError("request", f"is not a message of this method: {error}")
+            )
+        except (InvalidFieldError, OverloadedError) as error:
+            return _Refusal(error)
+        return request
+
+    def __aiter__(self) -> "_Call":
+        """Returns itself."""
+        return self
+
+    async def __anext__(self) -> Any:
+        """Returns the next request of the stream.
 
         Raises:
-            RollmeshError: The caller may not.
+            RollmeshError: It was refused.
         """
-        if self.guard is not None and self.entry is not None:
-            requests = request if isinstance(request, AsyncIterator) else None
-            await self.guard.admit(self.entry, context, requests)
+        assert self._requests is not None
+        request = await anext(self._requests)
+        if isinstance(request, _Refusal):
+            raise request.error
+        return request
 
+    async def answer(self, request: Any, context: Context) -> Any:
+        """Runs the handler, sends its answers, and turns its exception into a status."""
+        set_request_id(self._request_id if isinstance(self._request_id, str) else uuid.uuid4().hex)
+        started = time.perf_counter()
+        try:
+            answer = await self._run(request, context)
+            self._code = "OK"
+        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+            await self._fail(error, context)
+        else:
+            return answer
+        finally:
+            self._release()
+            count_rpc(self._method, self._code, time.perf_counter() - started)
 
-class _Watch:
-    """Measures one RPC and turns its exception into a status."""
+    async def _run(self, request: Any, context: Context) -> Any:
+        """Admits the caller, runs the handler and returns the answer of a unary method.
 
-    def __init__(self, call: _Call) -> None:
-        set_request_id(call.request_id)
-        self._method = call.method
-        self._started = time.perf_counter()
-        self._code = "CANCELLED"
+        Raises:
+            RollmeshError: The call or its request is refused.
+        """
+        if self._streams_requests:
+            self._requests = request
+        if self._server.guard is not None and self._entry is not None:
+            await self._server.guard.admit(self._entry, context, self._requests)
+        if isinstance(request, _Refusal):
+            raise request.error
+        starting = self._server.starting
+        if starting and self._method[1:].rpartition("/")[0] in starting:
+            raise StartingError("the service is reading its store", retry_delay_ms=_RETRY_MS)
+        answers = self._inner(self if self._streams_requests else request, context)
+        if not hasattr(answers, "__aiter__"):
+            return await answers  # of a unary method, or of a stream that is written to the context
+        await self._send(answers, context)
+        return None
 
-    def ended(self) -> None:
-        count_rpc(self._method, self._code, time.perf_counter() - self._started)
+    async def _send(self, answers: AsyncGenerator[Any, None], context: Context) -> None:
+        """Sends all answers and closes their generator.
 
-    def succeeded(self) -> None:
-        self._code = "OK"
+        gRPC takes an answer only when the caller has read most of those before it. A caller that
+        stops reading but keeps its connection would never release the call and its resources, so
+        the generator is closed when an answer has waited too long. The status has to wait until the
+        caller reads on or leaves: gRPC sends nothing past an answer.
 
-    async def failed(self, error: Exception, context: Context) -> NoReturn:
+        Raises:
+            DeadlineError: The caller did not read in time.
+        """
+        self._answers = answers
+        self._loop, unread_s = asyncio.get_running_loop(), self._server.unread_s
+        # One timer looks periodically: an answer may be a single token.
+        self._timer = self._loop.call_later(unread_s, self._look)
+        try:
+            async for answer in answers:
+                self._waits_since = self._loop.time()
+                await context.write(answer)
+                self._waits_since = None
+                if self._closing is not None:
+                    raise DeadlineError(
+                        f"the caller read nothing of the stream for {unread_s:g} s; call again"
+                    )
+        finally:
+            self._timer.cancel()
+            await (self._closing or answers.aclose())
+
+    def _look(self) -> None:
+        """Ends the call if an answer has waited too long."""
+        now = self._loop.time()
+        since = now if self._waits_since is None else self._waits_since
+        if (left := since + self._server.unread_s - now) > 0:
+            self._timer = self._loop.call_later(left, self._look)
+            return
+        _log.warning("call ended: its caller does not read the stream")
+        self._closing = self._loop.create_task(self._close())
+
+    async def _close(self) -> None:
+        assert self._answers is not None
+        try:
+            await self._answers.aclose()
+        finally:
+            self._release()
+
+    async def _fail(self, error: Exception, context: Context) -> NoReturn:
+        """Ends the call with the status of an error."""
         if isinstance(error, grpc.aio.AbortError):  # the handler set a status itself
             self._code = context.code().name if hasattr(context.code(), "name") else "UNKNOWN"
             raise error
@@ -177,42 +267,8 @@ class _Watch:
             raise asyncio.CancelledError from None
         raise AssertionError("abort returned")
 
-
-def _wrap_unary(
-    inner: Callable[[Any, Context], Awaitable[Any]],
-    reader: RequestReader,
-    call: _Call,
-) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def handle(request: Any, context: Context) -> Any:
-        watch = _Watch(call)
-        try:
-            await call.admitted(request, context)
-            answer = await inner(request, context)
-        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
-            await watch.failed(error, context)
-        else:
-            watch.succeeded()
-            return answer
-        finally:
-            reader.release()
-            watch.ended()
-
-    return handle
-
-
-def _wrap_stream(
-    inner: Callable[[Any, Context], Any], reader: RequestReader, call: _Call, unread_s: float
-) -> Callable[[Any, Context], Awaitable[None]]:
-    async def handle(request: Any, context: Context) -> None:
-        watch = _Watch(call)
-        try:
-            await call.admitted(request, context)
-            await Answers(inner(request, context), context, unread_s, reader.release).send()
-            watch.succeeded()
-        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
-            await watch.failed(error, context)
-        finally:
-            reader.release()
-            watch.ended()
-
-    return handle
+    def _release(self) -> None:
+        """Stops counting the bytes of the requests."""
+        if self._in_flight is not None and self._held:
+            self._in_flight.give(self._held)
+            self._held = 0

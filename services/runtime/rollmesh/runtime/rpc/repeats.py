@@ -9,32 +9,17 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 
 REMEMBERED = 4096
-"""Number of calls whose answers are kept; the contract states it."""
+"""Number of calls whose answers are kept. The contract states it."""
 _MAX_ID_CHARS = 128
 _DIGEST_BYTES = 16
 _Answer = TypeVar("_Answer")
-
-
-class Serialisable(Protocol):
-    """A message that can be serialized."""
-
-    def SerializeToString(self, *, deterministic: bool = ...) -> bytes:  # noqa: N802 - protobuf's
-        """Returns the message as bytes."""
-        ...
-
-
-class Write(Serialisable, Protocol):
-    """A request that carries a request id."""
-
-    @property
-    def request_id(self) -> str:
-        """Identifies retries of the call; empty makes every call distinct."""
-        ...
 
 
 @dataclass(slots=True)
@@ -48,14 +33,15 @@ class Repeats:
     """The idempotent calls of one service."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """Starts without calls; keeps at most `remembered` answers."""
+        """Starts without calls, and keeps at most `remembered` answers."""
         self._remembered = remembered
         self._calls: dict[tuple[type, str], _Call] = {}
 
-    async def once(self, request: Write, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def once(self, request: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Returns the answer of the first call with the request's id, or runs `work`.
 
-        A retry of a running call waits for its answer. A failed call is forgotten.
+        A retry of a running call waits for its answer. A failed call is forgotten. Without a
+        request id every call is distinct.
 
         Raises:
             InvalidFieldError: The request id is too long.
@@ -95,7 +81,7 @@ class Repeats:
             del self._calls[oldest]
 
 
-def digest_of(request: Serialisable) -> bytes:
+def digest_of(request: Message) -> bytes:
     """Returns a digest that tells a retry from a request with a different body."""
     data = request.SerializeToString(deterministic=True)
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

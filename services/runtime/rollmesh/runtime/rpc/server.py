@@ -1,37 +1,168 @@
 """Builds, serves, drains and stops a service.
 
 Startup: bind, health NOT_SERVING, start the service, wait for the router's answer, health SERVING,
-announce. Until the service has started, its RPCs are refused with STARTING. Health stays SERVING if
-the router is lost later: running calls continue, and all services reconnect when the router
-returns. A supervisor that restarted them would only do harm.
+announce. Until the service has started, its RPCs are refused with STARTING. A stop cancels the
+start. Health stays SERVING if the router is lost later: running calls continue, and all services
+reconnect when the router returns. A supervisor that restarted them would only do harm.
 
 Shutdown: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls within
 the grace period, flush and close the store, stop.
 """
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rollmesh.runtime import clock
+from rollmesh.runtime.access.guard import Guard
+from rollmesh.runtime.access.tls import TlsFiles
+from rollmesh.runtime.access.tokens import AcceptedTokens
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
-from rollmesh.runtime.rpc.locks import LOCK, check_exposed, credentials_of, guard_of
-from rollmesh.runtime.rpc.options import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
-from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
+from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc.listening import (
+    Bound,
+    ListeningConfig,
+    PortInUseError,
+    ServerConfig,
+    bind_host,
+)
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import watch_bytes
+from rollmesh.runtime.telemetry.metrics import count_refused, watch_bytes
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
+# ServerService: the release and the capabilities of a server.
+
+API_REVISION = 20
+"""Incremented with every addition to the contract."""
+NAME = "rollmesh.v1.ServerService"
+
+
+class ServerServicer(server_pb2_grpc.ServerServiceServicer):
+    """Describes one server. It answers even while the server is starting."""
+
+    def __init__(
+        self, service: str, capabilities: Iterable[server_pb2.Capability.ValueType]
+    ) -> None:
+        """Takes the full name of the gRPC service and the capabilities of the server."""
+        self._info = server_pb2.GetServerInfoResponse(
+            service=service,
+            release=release(),
+            api_revision=API_REVISION,
+            capabilities=sorted(capabilities),
+        )
+
+    async def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, context: Context
+    ) -> server_pb2.GetServerInfoResponse:
+        return self._info
+
+
+@cache
+def release() -> str:
+    """Returns the release of rollmesh, empty if it runs from a source tree."""
+    try:
+        return version("rollmesh")
+    except PackageNotFoundError:
+        return ""
+
+
+# Server authentication and TLS credentials.
+
+LOCK = "--tokens-dir, or --tls-certificate-file with --tls-ca-file"
+"""Flags that lock a server."""
 _log = logging.getLogger(__name__)
+
+
+def guard_of(config: ServerConfig) -> Guard | None:
+    """Returns the guard of a server, or None if its settings admit every caller.
+
+    Raises:
+        ConfigError: A file with tokens cannot be read, or others may read it.
+    """
+    certificates = _asks_certificates(config)
+    if not config.tokens_dir and not certificates:
+        return None
+    tokens = AcceptedTokens(Path(config.tokens_dir)) if config.tokens_dir else None
+    return Guard(tokens, certificates=certificates, count=count_refused)
+
+
+def credentials_of(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """Returns the TLS credentials of a server, or None if it serves plain text.
+
+    Raises:
+        ConfigError: A file cannot be read, others may read the key, or they do not fit.
+    """
+    if not config.tls_certificate_file and not config.tls_key_file:
+        return None
+    files = TlsFiles(config.tls_ca_file, config.tls_certificate_file, config.tls_key_file)
+    requires = _asks_certificates(config)
+    known = files.revision
+
+    def fetch() -> "grpc.ServerCertificateConfiguration | None":
+        """Returns the files' contents if they have changed. gRPC asks before each handshake."""
+        nonlocal known
+        if (revision := files.revision) == known:
+            return None
+        known = revision
+        return _certificates(files, requires=requires)
+
+    first = _certificates(files, requires=requires)
+    fetcher: Any = fetch  # None says that nothing has changed; the stubs do not know that
+    return grpc.dynamic_ssl_server_credentials(first, fetcher, requires)
+
+
+def check_exposed(config: ListeningConfig, host: str, remedy: str, *, locked: bool) -> None:
+    """Refuses an open service on an address that other machines reach.
+
+    Args:
+        config: Its settings.
+        host: The address that it binds.
+        remedy: Flags to set.
+        locked: Whether callers need credentials.
+
+    Raises:
+        ConfigError: The address is not a loopback address and the service is not locked.
+    """
+    if ipaddress.ip_address(host.strip("[]")).is_loopback or config.insecure_bind:
+        return
+    if not locked:
+        raise ConfigError(
+            f"host: {config.host} is reached from other machines, and everybody may call this "
+            f"service; set {remedy}, or --insecure-bind=true"
+        )
+    if not config.tls_certificate_file:
+        _log.warning("tokens and sessions travel in plain text to %s; set TLS", config.host)
+
+
+def _asks_certificates(config: ServerConfig) -> bool:
+    return bool(
+        config.tls_certificate_file and config.tls_ca_file and config.tls_client_certificates
+    )
+
+
+def _certificates(files: TlsFiles, *, requires: bool) -> grpc.ServerCertificateConfiguration:
+    pems = files.get()
+    assert pems.key is not None
+    assert pems.certificate is not None
+    return grpc.ssl_server_certificate_configuration(
+        [(pems.key, pems.certificate)], pems.ca if requires else None
+    )
+
+
 _LAST_WORD_S = 0.2
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
@@ -51,7 +182,7 @@ class Service(Protocol):
 
     @property
     def capabilities(self) -> Collection[server_pb2.Capability.ValueType]:
-        """Capabilities of the service as configured; clients check them before they rely on one."""
+        """Capabilities of the service as configured. Clients check them before they rely on one."""
         ...
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -59,7 +190,10 @@ class Service(Protocol):
         ...
 
     def running(self, address: str) -> AbstractAsyncContextManager[None]:
-        """Starts on entry, flushes and closes on exit. Others reach it at `address`."""
+        """Starts on entry, flushes and closes on exit. Others reach it at `address`.
+
+        The entry may be cancelled. It then leaves nothing behind.
+        """
         ...
 
     async def ready(self) -> None:
@@ -71,7 +205,7 @@ class Service(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Leaves the router and refuses new work; running calls continue."""
+        """Leaves the router and refuses new work. Running calls continue."""
         ...
 
     async def failed(self) -> str:
@@ -80,7 +214,7 @@ class Service(Protocol):
 
 
 class _Health(health.aio.HealthServicer):
-    """Ends its watches on shutdown; they would keep the server for the full grace period."""
+    """Ends its watches on shutdown. They would keep the server for the full grace period."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +223,11 @@ class _Health(health.aio.HealthServicer):
     def end_watches(self) -> None:
         self._ended.set()
 
-    async def List(self, _request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        """Is not served, as the health protocol allows; grpcio's own would be an internal error."""
+    async def List(self, _request: Any, context: Any) -> Any:
+        """Is not served, as the health protocol allows. grpcio's own would be an internal error."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "List is not served; call Check")
 
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+    async def Watch(self, request: Any, context: Any) -> None:
         try:
             await self._watch(request, context)
         except ExceptionGroup as errors:  # of the group's only task that may fail
@@ -119,7 +253,7 @@ async def serve(
     """Serves until `stop` is set or the service fails.
 
     Returns:
-        Why the service failed; None after a stop.
+        Why the service failed, or None after a stop.
 
     Raises:
         PortInUseError: The port is taken.
@@ -136,7 +270,7 @@ async def serve(
         ("grpc.max_allowed_incoming_connections", config.max_connections),
     ]
     interceptor = _interceptor(service, config)
-    check_exposed(config, host, LOCK, locked=interceptor.locked)
+    check_exposed(config, host, LOCK, locked=interceptor.guard is not None)
     credentials = credentials_of(config)
     scrapers = tokens_of(config.metrics_token_file)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
@@ -149,7 +283,10 @@ async def serve(
         with metrics_endpoint(
             config.host, metrics_port, scrapers, tls_of(config)
         ) as bound_metrics_port:
-            async with service.running(address):
+            async with AsyncExitStack() as stack:
+                if not await _entered(stack, service.running(address), stop):
+                    _log.info("stopped before it had started")
+                    return None
                 interceptor.starting = ()
                 bound = Bound(port, bound_metrics_port)
 
@@ -161,16 +298,39 @@ async def serve(
                 failure = await _until_over(service, stop, begin)
                 _log.info("stopping", extra=fields(failure=failure))
                 await probe.enter_graceful_shutdown()
+                until_ms = clock.monotonic_ms() + config.grace_ms
                 await _drain(service, config.grace_ms / 1000)
                 probe.end_watches()
-                await server.stop(0 if failure else config.grace_ms / 1000)
+                left_ms = max(until_ms - clock.monotonic_ms(), 0)
+                await server.stop(0 if failure else left_ms / 1000)
         return failure
     finally:
         await server.stop(0)
 
 
+async def _entered(
+    stack: AsyncExitStack, running: AbstractAsyncContextManager[None], stop: asyncio.Event
+) -> bool:
+    """Enters a service and returns False if a stop came first, which cancels the entry."""
+    try:
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+
+            async def cut() -> None:
+                await stop.wait()
+                limit.reschedule(asyncio.get_running_loop().time())
+
+            cutting = group.create_task(cut())
+            await stack.enter_async_context(running)
+            cutting.cancel()
+    except ExceptionGroup as errors:  # of the entry, the only one that may fail
+        raise errors.exceptions[0] from None
+    except TimeoutError:
+        return False
+    return True
+
+
 async def _registered(server: grpc.aio.Server, service: Service, config: ServerConfig) -> _Health:
-    """Adds the service and what describes it to a server; returns its health, not serving yet."""
+    """Adds the service, its description and its health to a server, and returns the health."""
     probe = _Health()
     for name in ("", *service.names):
         await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -219,7 +379,7 @@ async def _drain(service: Service, grace_s: float) -> None:
 async def _until_over(
     service: Service, stop: asyncio.Event, begin: Callable[[], Awaitable[None]]
 ) -> str | None:
-    """Calls `begin` once a service is ready; returns why it failed, or None after a stop."""
+    """Calls `begin` once a service is ready. Returns why it failed, or None after a stop."""
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(stop.wait())
         failed = group.create_task(service.failed())
@@ -237,7 +397,7 @@ async def _until_over(
 
 
 async def _readiness(service: Service) -> str | None:
-    """Waits until a service is ready; returns the reason if it can never be."""
+    """Waits until a service is ready and returns the reason if it can never be."""
     try:
         await service.ready()
     except RollmeshError as error:

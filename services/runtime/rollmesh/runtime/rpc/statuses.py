@@ -13,7 +13,7 @@ import grpc
 from google.protobuf import duration_pb2, message as protobuf_message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+from rollmesh.runtime.errors import BY_REASON, InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.v1 import errors_pb2
 
 DOMAIN = "rollmesh"
@@ -24,23 +24,13 @@ MAX_MESSAGE_BYTES = 1500
 """Limit for a message, and for all metadata together: peers drop trailers above 8 KiB."""
 
 
-def _all_classes(root: type[RollmeshError]) -> dict[str, type[RollmeshError]]:
-    found = {root.reason: root}
-    for child in root.__subclasses__():
-        found |= _all_classes(child)
-    return found
-
-
-_CLASSES = _all_classes(RollmeshError)
-
-
 def status_code_of(error: RollmeshError) -> grpc.StatusCode:
     """Returns the code that a client sees."""
     return grpc.StatusCode[error.code]
 
 
 def cut_text(text: str, most_bytes: int) -> str:
-    """Truncates a text to at most `most_bytes` of UTF-8; surrogates become `?`."""
+    """Truncates a text to at most `most_bytes` of UTF-8. Surrogates become `?`."""
     return text[:most_bytes].encode(errors="replace")[:most_bytes].decode(errors="ignore")
 
 
@@ -65,7 +55,7 @@ def to_status(error: RollmeshError) -> status_pb2.Status:
 
 
 def reason_of(name: str) -> errors_pb2.ErrorReason.ValueType:
-    """Returns the number of a reason; UNSPECIFIED if the contract does not define it."""
+    """Returns the number of a reason, or UNSPECIFIED if the contract does not define it."""
     value = errors_pb2.ErrorReason.DESCRIPTOR.values_by_name.get(f"{_PREFIX}{name}")
     return errors_pb2.ErrorReason.ValueType(value.number if value is not None else 0)
 
@@ -101,7 +91,7 @@ gone: the peer has given no status."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
-    """Returns the typed error of a failed call; `RemoteError` if the peer gave no reason."""
+    """Returns the typed error of a failed call, or `RemoteError` if the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
         return RemoteError(str(error), "UNKNOWN")
     code = _code_of(error)
@@ -116,18 +106,18 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
 
 
 def from_status(status: status_pb2.Status, code: str = "") -> RollmeshError:
-    """Returns the typed error of a status; `RemoteError` if it has no rollmesh reason.
+    """Returns the typed error of a status, or `RemoteError` if it has no rollmesh reason.
 
     Args:
-        status: An error status; its code is not OK.
-        code: Name of the code that the call ended with; empty means the status's own code.
+        status: An error status. Its code is not OK.
+        code: Name of the code that the call ended with. Empty means the status's own code.
     """
     code = code or _CODES.get(status.code, "UNKNOWN")
     info = _detail(status, error_details_pb2.ErrorInfo())
     if info is None or info.domain != DOMAIN:
         return RemoteError(status.message, code)
     retry = _detail(status, error_details_pb2.RetryInfo())
-    found = _CLASSES.get(info.reason, RollmeshError)
+    found = BY_REASON.get(info.reason, RollmeshError)
     result = found.__new__(found)
     RollmeshError.__init__(
         result,

@@ -16,7 +16,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, router_pb2
 
 _LEAST_BYTES_PER_MS = 256
-"""Pace below which an upload is given up; a sender could hold others up for days else."""
+"""Lowest rate of an upload. A slower sender would hold up others for days."""
 UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
 
 
@@ -35,7 +35,7 @@ def check_pause_mode(mode: engine_pb2.PauseMode.ValueType, field: str) -> None:
     """Checks that a pause mode is set.
 
     Raises:
-        InvalidFieldError: It is not; the error names `field`.
+        InvalidFieldError: It is not. The error names `field`.
     """
     if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
         raise InvalidFieldError(field, "is not set; say what happens to running requests")
@@ -54,7 +54,7 @@ async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[byt
 
 
 def check_room(folder: Path, size: int, claimed: int = 0) -> None:
-    """Checks that a file fits on a disk; asks the disk, which may block.
+    """Checks that a file fits on a disk, and asks the disk, which may block.
 
     Args:
         folder: Where the file will be.
@@ -79,7 +79,7 @@ async def write_chunks(
     """Writes the chunks to a file.
 
     Args:
-        file: File opened for writing; writes run in threads.
+        file: File opened for writing. Writes run in threads.
         size: Announced size of the file, bytes.
         chunks: Parts of the file, in order.
         silence_ms: Longest wait for a chunk, milliseconds.

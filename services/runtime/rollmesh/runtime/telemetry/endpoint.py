@@ -1,4 +1,4 @@
-"""The Prometheus endpoint: `/metrics` over HTTP or HTTPS, in threads of its own."""
+"""The Prometheus endpoint: `/metrics` over HTTP or HTTPS, in its own threads."""
 
 import io
 import socket
@@ -22,12 +22,12 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry.metrics import count_refused
 
 _MOST_CONNECTIONS = 16
-"""Connections at a time, each with a thread."""
+"""Most open connections, each with a thread."""
 _LEAST_S = 0.25
-"""Time that each has; afterwards the oldest is closed if a new one waits."""
+"""Time that each has. Afterwards the oldest is closed if a new one waits."""
 _MOST_HEAD_BYTES = 16 * 1024
 _LONGEST_S = 10.0
-"""Time for a request and its answer together; Prometheus gives up after as long by default."""
+"""Time for a request and its answer together. Prometheus gives up after as long by default."""
 _App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -38,13 +38,13 @@ def metrics_endpoint(
     tokens: TokensOfFile | None = None,
     tls: TlsFiles | None = None,
 ) -> Iterator[int | None]:
-    """Serves `/metrics` while the block runs; yields the port, or None if it is turned off.
+    """Serves `/metrics` while the block runs, and yields the port, or None if it is turned off.
 
     Args:
         host: Address to listen on.
-        port: Port; 0 takes a free one, None turns the endpoint off.
-        tokens: Bearer tokens that are answered; None answers everybody.
-        tls: Certificate that it shows; None serves plain text.
+        port: Port. 0 takes a free one, None turns the endpoint off.
+        tokens: Bearer tokens that are answered. None answers every client.
+        tls: Certificate that it shows. None serves plain text.
 
     Raises:
         ConfigError: The port is taken.
@@ -67,7 +67,7 @@ def metrics_endpoint(
 
 
 def tokens_of(path: str) -> TokensOfFile | None:
-    """Returns the tokens of the setting `metrics_token_file`; None if it is empty.
+    """Returns the tokens of the setting `metrics_token_file`, or None if it is empty.
 
     Raises:
         ConfigError: The file cannot be read, is readable by others, or has no token.
@@ -76,7 +76,7 @@ def tokens_of(path: str) -> TokensOfFile | None:
 
 
 def tls_of(config: CallerConfig) -> TlsFiles | None:
-    """Returns the certificate of a service, which its metrics have too; None without one.
+    """Returns the certificate of a service, which its metrics share, or None without one.
 
     Scrapers show a token and no certificate: they are not of the mesh, and its CA need not know
     them.
@@ -108,14 +108,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Binds; `HTTPServer` would ask the resolver for the name of the address too."""
+        """Binds without asking the resolver for the name of the address, as `HTTPServer` would."""
         TCPServer.server_bind(self)
         host, self.server_port = self.socket.getsockname()[:2]
         self.server_name = str(host)
         self.setup_environ()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accepts a connection; its thread makes the handshake, as it reads first."""
+        """Accepts a connection. Its thread makes the handshake, as it reads first."""
         request, address = super().get_request()
         if self._tls is None or self._context is None:
             return request, address
@@ -148,7 +148,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return self._free.acquire(timeout=_LEAST_S)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a connection; ends it after the longest time, whatever its client does."""
+        """Answers a connection, and ends it after the longest time, whatever its client does."""
         ending = threading.Timer(_LONGEST_S, _hang_up, (request,))
         ending.daemon = True
         ending.start()
@@ -178,7 +178,7 @@ class _Head(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Reads what has arrived."""
+        """Reads the bytes that have arrived."""
         found = self._stream.read1(min(self._left, memoryview(buffer).nbytes))
         self._left -= len(found)
         memoryview(buffer)[: len(found)] = found
@@ -189,7 +189,7 @@ class _Handler(WSGIRequestHandler):
     """Answers one request."""
 
     def setup(self) -> None:
-        """Bounds what is read of a request."""
+        """Bounds the bytes that are read of a request."""
         super().setup()
         self.rfile = io.BufferedReader(_Head(self.rfile))
 

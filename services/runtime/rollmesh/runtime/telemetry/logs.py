@@ -15,7 +15,7 @@ _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", 
 
 
 def current_request_id() -> str:
-    """Returns the id of the current request; empty outside of requests."""
+    """Returns the id of the current request, empty outside of requests."""
     return _request_id.get()
 
 
@@ -25,7 +25,7 @@ def set_request_id(request_id: str) -> None:
 
 
 def without_keys(text: str) -> str:
-    """Returns a text with session keys cut to their ids; errors of HTTP clients contain URLs."""
+    """Returns a text with session keys cut to their ids. Errors of HTTP clients contain URLs."""
     return _KEY.sub(r"rmk-\1-...", text)
 
 

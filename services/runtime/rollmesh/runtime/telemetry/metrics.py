@@ -2,9 +2,12 @@
 
 from functools import lru_cache
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 
 from rollmesh.runtime.in_flight import BytesInFlight
+
+# They would double the series of each counter and histogram.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 RPCS = Counter("rollmesh_rpcs_total", "RPCs answered, by method and gRPC code.", ["method", "code"])
 RPC_SECONDS = Histogram(

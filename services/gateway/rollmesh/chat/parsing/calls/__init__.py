@@ -1,4 +1,4 @@
 """One module for each way in which models write tool calls.
 
-May import `parsing.events` and `json_values`.
+May import `parsing.parser` and `json_values`.
 """

@@ -2,14 +2,33 @@
 
     HEADER<|message|>BODY<end>HEADER<|message|>BODY<end>
 
+A format may have several tokens that begin a body, one for each kind.
+
 The delimiters are special tokens: no text contains them. Rules as for other calls (`object_calls`).
+
+Answers in the harmony format of gpt-oss: messages in channels, after `<|start|>assistant`.
+
+    <|channel|>analysis<|message|> ... <|end|><|start|>assistant
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 4}<|call|>
+    <|channel|>final<|message|> ... <|return|>
+
+The analysis channel is the reasoning, a recipient `functions.f` means a call, and the rest is text.
 """
 
+import re
 from abc import abstractmethod
+from collections.abc import Set
 from typing import Literal
 
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
-from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
+from rollmesh.chat.json_values import is_object
+from rollmesh.chat.parsing.parser import (
+    NAME_CHARACTER,
+    Coming,
+    ParserEvent,
+    StepParser,
+    first_of,
+    possible_start,
+)
 
 MESSAGE = "<|message|>"
 Kind = Literal["reasoning", "text", "call"]
@@ -18,24 +37,23 @@ Kind = Literal["reasoning", "text", "call"]
 class ChannelParser(StepParser):
     """Turns one answer's text into events. `_held` is text not yet emitted."""
 
-    def __init__(self, ends: tuple[str, ...]) -> None:
+    def __init__(self, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)) -> None:
         """Begins an empty answer.
 
         Args:
             ends: Delimiters that end a message.
+            opens: Delimiters that end a header.
         """
         super().__init__()
-        self._ends = ends
+        self._ends, self._opens = ends, opens
         self._kind: Kind | None = None  # None while a header is read
 
     @property
     def idle(self) -> bool:
         """Whether all text was passed on and no call or possible start of one is held."""
-        return self._kind is None and not self._held
+        return self._kind is None and not self._holds
 
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
-        events: list[ParserEvent] = []
+    def _end(self, events: list[ParserEvent]) -> None:
         if self._kind is None:
             if self._held.strip() and not self._is_header(self._held):
                 self.malformed = True  # no channel: what the model wrote is all there is
@@ -43,16 +61,14 @@ class ChannelParser(StepParser):
         else:
             self._emit(self._held, events)
             self._end_body(events)
-        self.end_text(events)
-        return events
 
     @abstractmethod
     def _is_header(self, text: str) -> bool:
         """Returns whether the rest of an answer is a truncated header."""
 
     @abstractmethod
-    def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:
-        """Reads a header and begins its message; returns the kind of message."""
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
+        """Reads a header and the delimiter behind it; returns the kind of message that begins."""
 
     @abstractmethod
     def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
@@ -68,11 +84,13 @@ class ChannelParser(StepParser):
 
     def _step(self, events: list[ParserEvent]) -> bool:
         if self._kind is None:
-            header, found, rest = self._held.partition(MESSAGE)
-            if found:
-                self._held = rest
-                self._kind = self._begin_body(header, events)
-            return bool(found)
+            at, opening = first_of(self._held, self._opens)
+            if opening:
+                header, self._held = self._held[:at], self._held[at + len(opening) :]
+                self._kind = self._begin_body(header, opening, events)
+            else:
+                self._wait = Coming(self._opens, self._held)
+            return bool(opening)
         at, delimiter = first_of(self._held, self._ends)
         if at < 0:
             keep = self._keep(self._held)
@@ -93,11 +111,45 @@ class ChannelParser(StepParser):
             self._emit_call(text, events)
         elif self._kind == "text":
             self.emit_text(text, events)
-        elif text:
-            self.reasoning += text
-            events.append(ReasoningEvent(text))
+        else:
+            self.emit_reasoning(text, events)
 
     def _end_body(self, events: list[ParserEvent]) -> None:
         if self._kind == "call":
             self._end_call(events)
         self._kind = None
+
+
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(rf"\bto=(?:functions\.)?({NAME_CHARACTER}+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+SPECIAL_TOKENS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
+
+
+class HarmonyParser(ChannelParser):
+    """Turns one answer's text into events."""
+
+    def __init__(self, names: Set[str]) -> None:
+        """Begins an empty answer; `names` are the known tools."""
+        super().__init__(_ENDS)
+        self._names = names
+
+    def _is_header(self, text: str) -> bool:
+        return text.strip().startswith(("<|start|>", "<|channel|>"))
+
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - there is one
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        analysis = channel is not None and channel[1] == "analysis"
+        if recipient is None:
+            return "reasoning" if analysis else "text"
+        if recipient[1] in self._names:
+            self.begin_call(recipient[1], events)
+            return "call"
+        self.malformed = True
+        return "text"
+
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
+        self.emit_arguments(text, events)
+
+    def _end_call(self, events: list[ParserEvent]) -> None:  # noqa: ARG002 - its arguments have left
+        self.malformed |= not is_object(self.last_arguments)

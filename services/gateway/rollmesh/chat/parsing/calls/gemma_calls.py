@@ -10,14 +10,19 @@ the tool's schema declares as one.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
 from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
-from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds, properties_of
-from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
-from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
+from rollmesh.chat.parsing.parser import (
+    NAME_CHARACTER,
+    Coming,
+    ParserEvent,
+    StepParser,
+    first_of,
+    possible_start,
+)
+from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -26,8 +31,9 @@ THOUGHT = f"{_CHANNEL}thought"
 SPECIAL_TOKENS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
 _LABEL = "thought\n"
 _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
-_IN_CALL = re.compile("|".join(map(re.escape, (_CALL, _CALL_END, _QUOTE))))
-_NAME = re.compile(r"\s*(?:call)?:(?P<name>[\w.-]+)(?=\{)")
+_MARKS = (_CALL, _CALL_END, _QUOTE)
+_IN_CALL = re.compile("|".join(map(re.escape, _MARKS)))
+_NAME = re.compile(rf"\s*(?:call)?:(?P<name>{NAME_CHARACTER}+)(?=\{{)")
 _STRING = re.compile(f"{re.escape(_QUOTE)}.*?{re.escape(_QUOTE)}", re.DOTALL)
 _BARE = re.compile(r"[^,:{}\[\]<]+")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
@@ -51,22 +57,18 @@ class GemmaParser(StepParser):
     @property
     def idle(self) -> bool:
         """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state == "text" and not self._held
+        return self._state == "text" and not self._holds
 
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
-        events: list[ParserEvent] = []
+    def _end(self, events: list[ParserEvent]) -> None:
         if self._state == "call":
             self._end_call(len(self._held), "", events)
             while self._step(events):
                 pass
         if self._state in {"label", "reasoning"}:
             bare = self._state == "label" and self._held == _LABEL.rstrip()
-            self._think("" if bare else self._held.rstrip(), events)
+            self.emit_reasoning("" if bare else self._held.rstrip(), events)
         else:
             self.emit_text(self._held, events)
-        self.end_text(events)
-        return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; returns whether another may follow."""
@@ -93,11 +95,13 @@ class GemmaParser(StepParser):
             certain = (
                 certain.rstrip()
             )  # the template prints a line break before the closing delimiter
-            self._think(certain, events)
+            self.emit_reasoning(certain, events)
         else:
             self.emit_text(certain, events)
         if at < 0:
             self._held = self._held[len(certain) :]
+            if thinks and self._held.isspace():
+                self._wait = _has_other_text
             return False
         self._held = self._held[at + len(delimiter) :]
         if delimiter == _CALL:
@@ -108,11 +112,6 @@ class GemmaParser(StepParser):
             self._state = "text"
         return True
 
-    def _think(self, text: str, events: list[ParserEvent]) -> None:
-        if text:
-            self.reasoning += text
-            events.append(ReasoningEvent(text))
-
     def _step_call(self, events: list[ParserEvent]) -> bool:
         for delimiter in _IN_CALL.finditer(self._held, self._looked):
             if delimiter.group() == _QUOTE:
@@ -121,6 +120,7 @@ class GemmaParser(StepParser):
                 self._end_call(delimiter.start(), delimiter.group(), events)
                 return True
             self._looked = delimiter.end()
+        self._wait = Coming(_MARKS, self._held)
         return False
 
     def _end_call(self, size: int, delimiter: str, events: list[ParserEvent]) -> None:
@@ -145,7 +145,7 @@ def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
         return None
     reader = _Reader(body, call.end())
     try:
-        arguments = reader.read_object(schemas[call["name"]])
+        arguments = reader.read_object(Schema(schemas[call["name"]]))
         reader.end()
     except NoLiteralError:
         return None
@@ -153,24 +153,22 @@ def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
 
 
 class _Reader(LiteralReader):
-    def read_object(self, schema: object) -> dict[str, Any]:
-        known = properties_of(schema)
+    def read_object(self, schema: Schema) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in self.entries("{", "}"):
             key = self._string() if self.stands(_QUOTE) else self._bare()
             self.take_delimiter(":")
-            found[key] = self._value(known.get(key))
+            found[key] = self._value(schema.member(key))
         return found
 
-    def _value(self, schema: object) -> Any:
+    def _value(self, schema: Schema) -> Any:
         self.skip()
         if self.stands(_QUOTE):
             return self._string()
         if self.stands("{"):
             return self.read_object(schema)
         if self.stands("["):
-            items = schema.get("items") if isinstance(schema, Mapping) else None
-            return [self._value(items) for _ in self.entries("[", "]")]
+            return [self._value(schema.items) for _ in self.entries("[", "]")]
         return _scalar(self._bare(), schema)
 
     def _string(self) -> str:
@@ -183,9 +181,13 @@ class _Reader(LiteralReader):
         return text
 
 
-def _scalar(text: str, schema: object) -> Any:
+def _has_other_text(text: str) -> bool:
+    return bool(text.strip())
+
+
+def _scalar(text: str, schema: Schema) -> Any:
     """Returns the value of bare text: a string if the schema or the text says so."""
-    if kinds(schema) == {"string"}:
+    if schema.kinds() == {"string"}:
         return text
     if text in _WORDS:
         return _WORDS[text]

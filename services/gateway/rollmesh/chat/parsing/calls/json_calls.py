@@ -8,25 +8,143 @@ Rules:
 * A call that breaks off or is malformed inside its arguments stays a call with what was sampled,
   and the answer is flagged: the beginning may have been streamed. The next call's delimiter ends
   it, unless that delimiter is inside a string.
+* A header is bounded (`_MOST_HEADER`): what is longer has no name that a tool could have.
 * The joined events do not depend on how the text was cut.
 """
 
 import json
 import re
 from collections.abc import Set
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from rollmesh.chat.json_values import is_object, read_json, write_json
-from rollmesh.chat.parsing.calls.json_formats import ObjectFormat
-from rollmesh.chat.parsing.events import ParserEvent
-from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
+from rollmesh.chat.parsing.parser import (
+    MOST_NAME,
+    NAME_CHARACTER,
+    Coming,
+    ParserEvent,
+    StepParser,
+    first_of,
+    possible_start,
+)
+
+# How models write calls whose arguments are a JSON object.
+#
+# Hermes and Qwen (a JSON object in tags), Llama 3 (a JSON object after `<|python_tag|>`, or the
+# whole answer), Mistral, DeepSeek V3 and V3.1, Kimi K2 (the name outside of the object).
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFormat:
+    """How one family of models writes a call."""
+
+    open: str
+    """Begins a call."""
+    header: re.Pattern[str]
+    """From after `open` to the `{` of the arguments; groups `name` and, where it has one, `id`."""
+    tail: re.Pattern[str]
+    """What may stand between the arguments and `close`."""
+    close: str
+    """Ends a call; empty if the arguments' last brace does."""
+    around: tuple[str, ...] = ()
+    """Delimiters around the calls; no part of the text."""
+    inside: tuple[str, ...] = ()
+    """Delimiters inside of calls; text where there is none."""
+    keys: tuple[str, ...] = ()
+    """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
+    id_key: str = ""
+    """Key of a call's id where the calls are JSON; empty if the format has none there."""
+    bare: bool = False
+    """Whether an answer may begin with a call that nothing opens."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """What begins a call."""
+        return (self.open,)
+
+    @property
+    def delimiters(self) -> tuple[str, ...]:
+        """What must be visible in the text, special tokens included."""
+        return tuple(filter(None, (self.open, self.close, *self.around, *self.inside)))
+
+
+def _named(keys: str) -> str:
+    return rf'\s*\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)'
+
+
+HERMES = ObjectFormat(
+    open="<tool_call>",
+    header=re.compile(_named("arguments|parameters"), re.DOTALL),
+    tail=re.compile(r"\s*\}\s*"),
+    close="</tool_call>",
+    keys=("arguments", "parameters"),
+)
+LLAMA3 = ObjectFormat(
+    open="<|python_tag|>",
+    header=re.compile(_named("parameters|arguments"), re.DOTALL),
+    tail=re.compile(r"\s*"),
+    close="}",
+    keys=("parameters", "arguments"),
+    bare=True,
+)
+MISTRAL = ObjectFormat(
+    open="[TOOL_CALLS]",
+    header=re.compile(
+        rf"\s*+(?P<name>{NAME_CHARACTER}++)\s*+(?:\[CALL_ID\](?P<id>\w++))?\s*+(?:\[ARGS\])?\s*+(?=\{{)"
+    ),
+    tail=re.compile(r"\s*"),
+    close="",
+    inside=("[CALL_ID]", "[ARGS]"),
+    keys=("arguments", "parameters"),
+    id_key="id",
+)
+DEEPSEEK_V3 = ObjectFormat(
+    open="<\uff5ctool\u2581call\u2581begin\uff5c>",
+    header=re.compile(r"function<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n<]+)\n```json\s*(?=\{)"),
+    tail=re.compile(r"\s*```\s*"),
+    close="<\uff5ctool\u2581call\u2581end\uff5c>",
+    around=(
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    ),
+    inside=("<\uff5ctool\u2581sep\uff5c>",),
+)
+DEEPSEEK_V31 = ObjectFormat(
+    open=DEEPSEEK_V3.open,
+    header=re.compile(r"(?P<name>[^\n<]+)<\uff5ctool\u2581sep\uff5c>\s*(?=\{)"),
+    tail=re.compile(r"\s*"),
+    close=DEEPSEEK_V3.close,
+    around=DEEPSEEK_V3.around,
+    inside=DEEPSEEK_V3.inside,
+)
+KIMI_K2 = ObjectFormat(
+    open="<|tool_call_begin|>",
+    header=re.compile(
+        rf"\s*+(?P<id>(?:functions\.)?(?P<name>{NAME_CHARACTER}+?):\d++)\s*+"
+        r"<\|tool_call_argument_begin\|>\s*+(?=\{)"
+    ),
+    tail=re.compile(r"\s*"),
+    close="<|tool_call_end|>",
+    around=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    inside=("<|tool_call_argument_begin|>",),
+)
+
 
 _SEPARATORS = "; \t\r\n"
+_MOST_HEADER = 6 * MOST_NAME + 512
+"""Most characters before the arguments; each of the name may be an escape."""
 
 
 class _State(Enum):
     TEXT = auto()
     HEADER = auto()
+    BODY = auto()
     ARGUMENTS = auto()
     TAIL = auto()
 
@@ -34,9 +152,9 @@ class _State(Enum):
 class ObjectCallParser(StepParser):
     """Parses one answer.
 
-    States: TEXT outside of calls; HEADER between the opening delimiter and the arguments; ARGUMENTS
-    inside the object; TAIL between its last brace and the closing delimiter. `_held` is text not
-    yet emitted.
+    States: TEXT outside of calls; HEADER between the opening delimiter and the arguments; BODY
+    where no header came, up to the end of what may still be a call; ARGUMENTS inside the object;
+    TAIL between its last brace and the closing delimiter. `_held` is text not yet emitted.
     """
 
     def __init__(self, format_: ObjectFormat, names: Set[str] | None = None) -> None:
@@ -53,38 +171,33 @@ class ObjectCallParser(StepParser):
         self._state = _State.TEXT
         self._opened = ""  # the delimiter or the whitespace in front of a call
         self._scanner = _ObjectScanner(format_.open)
-        self._scanned = 0
+        self._scanned, self._unscanned, self._looked = 0, "", 0
         self._between = False  # only separators follow the last call
 
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
-        events: list[ParserEvent] = []
-        if self._state is _State.TEXT:
-            self._end_outside(events)
-        elif self._state is _State.HEADER:
-            self._whole_body(self._held, "", events)
-        elif self._state is _State.ARGUMENTS:
-            self.emit_arguments(self._held, events)
-            self.malformed = True
-        else:
-            self._end_tail(events)
-        self.end_text(events)
-        return events
+    def _end(self, events: list[ParserEvent]) -> None:
+        match self._state:
+            case _State.TEXT:
+                self._end_outside(events)
+            case _State.HEADER | _State.BODY:
+                self._whole_body(self._held, "", events)
+            case _State.ARGUMENTS:
+                self.emit_arguments(self._held, events)
+                self.malformed = True
+            case _State.TAIL:
+                self._end_tail(events)
 
     @property
     def idle(self) -> bool:
         """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state is _State.TEXT and not self._held
-
-    @property
-    def _arguments(self) -> str:
-        return self.calls[-1][1]
+        return self._state is _State.TEXT and not self._holds
 
     def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; returns whether another may follow."""
         match self._state:
             case _State.TEXT:
                 return self._step_bare() or self._step_text(events)
+            case _State.BODY:
+                return self._step_body(events)
             case _State.HEADER:
                 return self._step_header(events)
             case _State.ARGUMENTS:
@@ -94,13 +207,15 @@ class ObjectCallParser(StepParser):
 
     def _open(self, delimiter: str) -> None:
         self._state, self._opened = _State.HEADER, delimiter
-        self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
+        self._scanner = _ObjectScanner(self._format.open)
+        self._scanned, self._unscanned = 0, ""
+        self._looked = 0  # no end of the body is in so many characters
 
     def _step_bare(self) -> bool:
         """Begins a call without a delimiter: at the start, or after a call and a semicolon."""
-        if not self._format.bare or self.content:
+        if not self._format.bare or self._said:
             return False
-        lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
+        lead = self._held.lstrip(_SEPARATORS if self._called else " \t\r\n")
         if not self._may_begin_call(lead):
             return False
         whitespace, self._held = self._held[: len(self._held) - len(lead)], lead
@@ -118,8 +233,9 @@ class ObjectCallParser(StepParser):
                 self._open(delimiter)
             return True
         keep = possible_start(self._held, self._outside)
-        if self._format.bare and not self.content and not self._held.strip(_SEPARATORS):
+        if self._format.bare and not self._said and not self._held.strip(_SEPARATORS):
             keep = len(self._held)  # a call may follow
+            self._wait = _has_other_text
         self.emit_text(self._held[: len(self._held) - keep], events)
         self._held = self._held[len(self._held) - keep :]
         return False
@@ -128,6 +244,8 @@ class ObjectCallParser(StepParser):
         """Drops the separators between two calls; returns whether what follows is certain."""
         rest = self._held.lstrip(_SEPARATORS)
         if self._format.open.startswith(rest) and rest != self._format.open:
+            if not rest:
+                self._wait = _has_other_text
             return False
         if rest.startswith(self._format.open):
             self._held = rest
@@ -135,25 +253,39 @@ class ObjectCallParser(StepParser):
         return True
 
     def _end_outside(self, events: list[ParserEvent]) -> None:
-        between = self.calls and not self._held.strip(_SEPARATORS)
+        between = self._called and not self._held.strip(_SEPARATORS)
         if not (self._format.bare and between):
             self.emit_text(self._held, events)
 
     def _step_header(self, events: list[ParserEvent]) -> bool:
-        at = self._end_of_body()  # first, so that the result does not depend on the cuts
-        header = self._format.header.match(self._held if at < 0 else self._held[:at])
-        if header:
-            return self._begin(header, events)
-        if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(self._held):
+        head = self._held[:_MOST_HEADER]
+        body = head.lstrip()
+        twice = len(head) - len(body) if body.startswith(self._format.open) else -1
+        at = twice if twice >= 0 else self._end_of_body()  # so that the cuts do not matter
+        header = self._format.header.match(head if at < 0 else head[:at])
+        if header and self._is_known(name := _name_of(header)):
+            self._begin(name, header, events)
+            return True
+        if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(head):
             # JSON but no call, which may follow.
             self._state = _State.TEXT
             self.emit_text(self._opened + self._held[:1], events)
             self._held = self._held[1:]
             return True
+        if at >= 0:
+            self._end_body(at, events)
+            return True
+        if header or len(self._held) >= _MOST_HEADER:
+            self._state = _State.BODY
+            return True
+        return False
+
+    def _step_body(self, events: list[ParserEvent]) -> bool:
+        at = self._end_of_body()
         if at < 0:
+            self._wait = self._ends_body if self._is_scanned else Coming([self._ending], self._held)
             return False
-        self._whole_body(*self._take_body(at), events)
-        self._state = _State.TEXT
+        self._end_body(at, events)
         return True
 
     def _may_begin_call(self, text: str) -> bool:
@@ -162,16 +294,38 @@ class ObjectCallParser(StepParser):
         starts = ('{"name":"', *(f'{{"{key}":{{' for key in self._format.keys))
         return bool(plain) and any(plain.startswith(s) or s.startswith(plain) for s in starts)
 
+    @property
+    def _is_scanned(self) -> bool:
+        """Whether the end of a body is that of its JSON."""
+        if self._format.bare:
+            return True
+        head = self._held[:_MOST_HEADER].lstrip()
+        return not self._format.close and head[:1] in {"[", "{"}
+
+    @property
+    def _ending(self) -> str:
+        """What ends a body that is not scanned."""
+        return self._format.close or self._format.open
+
+    def _ends_body(self, text: str) -> bool:
+        text = self._unscanned + text
+        size = self._scanner.scan(text)
+        self._scanned, self._unscanned = self._scanned + size, text[size:]
+        return self._scanner.done
+
     def _end_of_body(self) -> int:
         """Returns the end of a body that did not begin as usual; -1 while it is undecided."""
-        body = self._held.lstrip()
-        if body.startswith(self._format.open):
-            return len(self._held) - len(body)  # opened twice
-        if self._format.bare or (not self._format.close and body.startswith(("[", "{"))):
-            if not self._scanner.done:
-                self._scanned += self._scanner.scan(self._held[self._scanned :])
-            return self._scanned if self._scanner.done else -1
-        return self._held.find(self._format.close or self._format.open)
+        if self._is_scanned:
+            seen = self._scanned + len(self._unscanned)
+            done = self._scanner.done or self._ends_body(self._held[seen:])
+            return self._scanned if done else -1
+        at = self._held.find(self._ending, self._looked)
+        self._looked = max(len(self._held) - len(self._ending), 0)
+        return at
+
+    def _end_body(self, at: int, events: list[ParserEvent]) -> None:
+        self._whole_body(*self._take_body(at), events)
+        self._state = _State.TEXT
 
     def _take_body(self, at: int) -> tuple[str, str]:
         """Takes a body and its closing delimiter from the text."""
@@ -180,22 +334,14 @@ class ObjectCallParser(StepParser):
         body, self._held = self._held[:at], self._held[at + len(close) :]
         return body, close
 
-    def _begin(self, header: "re.Match[str]", events: list[ParserEvent]) -> bool:
-        name = header["name"]
-        name = json_string(name) if name.startswith('"') else name.strip()
-        if self._names is not None and name not in self._names:
-            at = self._end_of_body()
-            if at < 0:
-                return False  # text, once its end is known
-            self._refuse("".join(self._take_body(at)), events)
-            self._state = _State.TEXT
-            return True
-        groups = header.groupdict()
-        self.begin_call(name, events, groups.get("id") or "")
+    def _is_known(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+    def _begin(self, name: str, header: "re.Match[str]", events: list[ParserEvent]) -> None:
+        self.begin_call(name, events, header.groupdict().get("id") or "")
         self._held = self._held[header.end() :]
         self._scanner = _ObjectScanner(self._format.open)
         self._state = _State.ARGUMENTS
-        return True
 
     def _step_arguments(self, events: list[ParserEvent]) -> bool:
         size = self._scanner.scan(self._held)
@@ -206,17 +352,19 @@ class ObjectCallParser(StepParser):
         if self._format.close:
             self._state = _State.TAIL
         else:
-            self.malformed |= not is_object(self._arguments)
+            self.malformed |= not is_object(self.last_arguments)
             self._state = _State.TEXT
         return True
 
     def _step_tail(self) -> bool:
-        at, delimiter = first_of(self._held, (self._format.close, self._format.open))
+        ends = (self._format.close, self._format.open)
+        at, delimiter = first_of(self._held, ends)
         if at < 0:
+            self._wait = Coming(ends, self._held)
             return False
         closed = delimiter == self._format.close
         whole = closed and self._format.tail.fullmatch(self._held[:at])
-        self.malformed |= not whole or not is_object(self._arguments)
+        self.malformed |= not whole or not is_object(self.last_arguments)
         # Anything between an unclosed call and the next one is text.
         self._held = self._held[at + len(delimiter) if closed else self._size_of_tail() :]
         self._state, self._between = _State.TEXT, self._format.bare
@@ -230,7 +378,7 @@ class ObjectCallParser(StepParser):
         size = self._size_of_tail()
         rest = self._held[size:]
         whole = self._held[:size].strip() and not rest
-        self.malformed |= not whole or not is_object(self._arguments)
+        self.malformed |= not whole or not is_object(self.last_arguments)
         if not self._format.close.startswith(rest):
             self._held, self._state = rest, _State.TEXT
             while self._step_text(events):
@@ -248,7 +396,7 @@ class ObjectCallParser(StepParser):
     def _whole_body(self, body: str, close: str, events: list[ParserEvent]) -> None:
         """Reads a body that did not begin as usual: keys in another order, or no call at all."""
         calls = _read_calls(body, self._format.keys, self._format.id_key)
-        known = self._names is None or all(name in self._names for name, _, _ in calls)
+        known = all(self._is_known(name) for name, _, _ in calls)
         if not calls or not known:
             if body.strip() or self._opened:
                 self._refuse(body + close, events)
@@ -257,6 +405,16 @@ class ObjectCallParser(StepParser):
             self.begin_call(name, events, call_id)
             self.emit_arguments(arguments, events)
         self._between = self._format.bare
+
+
+def _has_other_text(text: str) -> bool:
+    """Returns whether a text has more than what may stand between two calls."""
+    return bool(text.strip(_SEPARATORS))
+
+
+def _name_of(header: "re.Match[str]") -> str:
+    name = header["name"]
+    return json_string(name) if name.startswith('"') else name.strip()
 
 
 def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
@@ -303,7 +461,7 @@ class _ObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def scan(self, text: str) -> int:  # noqa: C901 - one flat table of characters
+    def scan(self, text: str) -> int:
         """Returns how many characters of `text` belong to the object."""
         for at, char in enumerate(text):
             if self._in_string:

@@ -16,22 +16,25 @@ from typing import Any
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
-from rollmesh.chat.parsing.calls.xml_calls import Schemas, properties_of, typed
-from rollmesh.chat.parsing.events import ParserEvent
-from rollmesh.chat.parsing.parser import possible_start
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent, possible_start
+from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
 _BREAKS = (*_ENDS, _START, MESSAGE)
-_RECIPIENT = re.compile(r"\bto=([\w.-]+)\s*$")
-_UNENDED = re.compile(r"[^\S\n]*\bto=[\w.-]+$")
-_UNENDED_BEGUN = re.compile(r"[^\S\n]+(?:t|to|to=[\w.-]*)?$")
+_RECIPIENT = re.compile(rf"\bto=({NAME_CHARACTER}+)\s*$")
+_SPACES = 16  # before the header of a message that follows one without an end
+_UNENDED = re.compile(rf"[^\S\n]{{0,{_SPACES}}}\bto={NAME_CHARACTER}{{1,{MOST_NAME}}}$")
+_UNENDED_BEGUN = re.compile(
+    rf"[^\S\n]{{1,{_SPACES}}}(?:t|to|to={NAME_CHARACTER}{{0,{MOST_NAME}}})?$"
+)
+_MOST_UNENDED = _SPACES + len("to=") + MOST_NAME
 _INVOKE = re.compile(
-    r'<atem:invoke\b[^>]*?\bname="(?P<name>[^"]+)"[^>]*>(?P<body>.*?)</atem:invoke>', re.DOTALL
+    rf'<atem:invoke\b[^>]{{0,64}}?\bname="(?P<name>[^"]{{1,{MOST_NAME}}})"[^>]{{0,64}}>'
 )
 _PARAMETER = re.compile(
-    r'\s*<atem:parameter\b[^>]*?\bname="(?P<key>[^"]+)"[^>]*?>(?P<value>.*?)</atem:parameter>\s*',
-    re.DOTALL,
+    rf'\s*+<atem:parameter\b[^>]{{0,64}}?\bname="(?P<key>[^"]{{1,{MOST_NAME}}})"[^>]{{0,64}}>'
 )
+_INVOKE_END, _PARAMETER_END = "</atem:invoke>", "</atem:parameter>"
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _AROUND = re.compile(r"</?atem:function_calls>")
 SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
@@ -44,29 +47,35 @@ class MuseParser(ChannelParser):
         """Begins an empty answer; `schemas` are those of the tools."""
         super().__init__(_BREAKS)
         self._schemas = schemas
-        self._body = ""
+        self._body: list[str] = []
 
     def _is_header(self, text: str) -> bool:
         left = _END.sub("", text).strip()
         return not left or left.startswith(_START) or "to=".startswith(left[:3])
 
-    def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - no name yet
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - there is one
         recipient = _RECIPIENT.search(header)
         if recipient is None or recipient[1] == "user":
             return "text"
-        self._body = ""
+        self._body = []
         return "reasoning" if recipient[1] == "self" else "call"
 
     def _keep(self, text: str) -> int:
-        begun = _UNENDED_BEGUN.search(text[: len(text) - (kept := possible_start(text, _BREAKS))])
+        kept = possible_start(text, _BREAKS)
+        size = len(text) - kept
+        begun = _UNENDED_BEGUN.search(text, max(size - _MOST_UNENDED, 0), size)
         return len(text) - begun.start() if begun else kept
+
+    def _unended(self, end: int) -> "re.Match[str] | None":
+        """Returns the header at the end of a message that nothing ended."""
+        return _UNENDED.search(self._held, max(end - _MOST_UNENDED, 0), end)
 
     def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
         if delimiter in _ENDS:
             super()._close(at, delimiter, events)
             return
         # Nothing ended this message, so the header of the next one is at its end.
-        header = _UNENDED.search(self._held[:at]) if delimiter == MESSAGE else None
+        header = self._unended(at) if delimiter == MESSAGE else None
         begin = header.start() if header else at
         if delimiter == MESSAGE and header is None:
             super()._close(at, delimiter, events)
@@ -78,21 +87,24 @@ class MuseParser(ChannelParser):
         self._held = rest
 
     def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # noqa: ARG002 - kept till whole
-        self._body += text
+        self._body.append(text)
 
     def _end_call(self, events: list[ParserEvent]) -> None:
-        at = 0
-        for invoke in _INVOKE.finditer(self._body):
-            self._say(self._body[at : invoke.start()], events)
-            at = invoke.end()
-            arguments = self._arguments(invoke["name"], invoke["body"])
+        body, at = "".join(self._body), 0
+        while invoke := _INVOKE.search(body, at):
+            end = body.find(_INVOKE_END, invoke.end())
+            if end < 0:
+                break
+            self._say(body[at : invoke.start()], events)
+            at = end + len(_INVOKE_END)
+            arguments = self._arguments(invoke["name"], body[invoke.end() : end])
             if arguments is None:
                 self.malformed = True
-                self.emit_text(invoke.group(), events)
+                self.emit_text(body[invoke.start() : at], events)
             else:
                 self.begin_call(invoke["name"], events)
                 self.emit_arguments(write_json(arguments), events)
-        self._say(self._body[at:], events)
+        self._say(body[at:], events)
 
     def _say(self, text: str, events: list[ParserEvent]) -> None:
         """Emits text beside the calls of a message; there should be none."""
@@ -104,12 +116,13 @@ class MuseParser(ChannelParser):
         """Returns a call's arguments; None if it is incomplete or no tool has the name."""
         if name not in self._schemas:
             return None
-        properties = properties_of(self._schemas[name])
+        schema = Schema(self._schemas[name])
         arguments: dict[str, Any] = {}
         at = 0
-        for one in _PARAMETER.finditer(body):
-            if body[at : one.start()].strip():
+        while one := _PARAMETER.match(body, at):
+            end = body.find(_PARAMETER_END, one.end())
+            if end < 0:
                 return None
-            at = one.end()
-            arguments[one["key"]] = typed(one["value"], properties.get(one["key"]))
+            arguments[one["key"]] = schema.member(one["key"]).typed(body[one.end() : end])
+            at = end + len(_PARAMETER_END)
         return None if body[at:].strip() else arguments

@@ -8,21 +8,158 @@ complete. An incomplete call, a call of an unknown tool and anything else in a l
 answer is flagged. A list that does not begin with a call (`[1, 2]`, `[link](x)`) is plain text.
 """
 
+import math
 import re
+import sys
+import unicodedata
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.parsing.calls.python_literals import read_call
-from rollmesh.chat.parsing.events import ParserEvent
-from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
+from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
+from rollmesh.chat.parsing.parser import (
+    MOST_NAME,
+    NAME_CHARACTER,
+    ParserEvent,
+    StepParser,
+    first_of,
+    possible_start,
+)
 
-_NAME = r"[A-Za-z_][\w.-]*"
-_HEAD = re.compile(rf"\s*\[\s*(?={_NAME}\s*\()")
-_HEAD_BEGUN = re.compile(rf"\s*(?:\[\s*(?:{_NAME}\s*)?)?")
-_CALL = re.compile(rf"\s*{_NAME}\s*\(")
-_CALL_BEGUN = re.compile(rf"\s*(?:{_NAME}\s*)?")
+# Reads a call that is written as Python, `f(a=1, b=["x"])`; nothing is ever evaluated.
+#
+# Values are those that JSON has: strings with Python's escapes, numbers, True, False and None (or
+# as JSON spells them), lists and tuples, dicts with strings as keys. Anything else is not a call.
+
+_NAME = re.compile(rf"[A-Za-z_]{NAME_CHARACTER}*")
+_KEY = re.compile(r"[^\W\d]\w*")
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
+_WORD = re.compile(r"[A-Za-z]+")
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_MOST_DIGITS = 400
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(
+    rf"\\(?:((?:x|u{_HEX}{{2}}|U{_HEX}{{6}}){_HEX}{{2}})|([0-7]{{1,3}})|N\{{([^{{}}]+)\}}|(.))",
+    re.DOTALL,
+)
+_ESCAPED: dict[str, str] = dict(zip("\n\\'\"abfnrtv", ("", *"\\'\"\a\b\f\n\r\t\v"), strict=True))
+
+
+def read_call(source: str) -> tuple[str, dict[str, Any]] | None:
+    """Returns name and arguments of a complete call; None if the text is not one."""
+    reader = _Reader(source)
+    try:
+        name = reader.take(_NAME)
+        arguments = reader.arguments()
+        reader.end()
+    except NoLiteralError:
+        return None
+    return name, arguments
+
+
+class _Reader(LiteralReader):
+    def arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in self.entries("(", ")"):
+            key = self.take(_KEY)
+            self.take_delimiter("=")
+            if key in found:
+                raise NoLiteralError
+            found[key] = self._value()
+        return found
+
+    def _value(self) -> Any:
+        self.skip()
+        if self.stands("'") or self.stands('"'):
+            return self._string()
+        if self.stands("["):
+            return [self._value() for _ in self.entries("[", "]")]
+        if self.stands("("):
+            return self._tuple()
+        if self.stands("{"):
+            return self._dict()
+        char = self._source[self._at : self._at + 1]
+        if not (char.isascii() and char.isalpha()):
+            return _number(self.take(_NUMBER))
+        word = self.take(_WORD)
+        if word not in _WORDS:
+            raise NoLiteralError
+        return _WORDS[word]
+
+    def _tuple(self) -> list[Any]:
+        found = [self._value() for _ in self.entries("(", ")")]
+        if len(found) == 1 and self._source[: self._at - 1].rstrip()[-1:] != ",":
+            raise NoLiteralError  # in brackets, no tuple
+        return found
+
+    def _dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in self.entries("{", "}"):
+            key = self._string()
+            self.take_delimiter(":")
+            found[key] = self._value()
+        return found
+
+    def _string(self) -> str:
+        """Takes a string, and those that follow it directly: Python joins them."""
+        text = ""
+        while True:
+            text += _string_value(self.take(_STRING))
+            self.skip()
+            if not (self.stands("'") or self.stands('"')):
+                return text
+
+
+def _string_value(source: str) -> str:
+    """Returns the value of a string literal; it may contain line breaks."""
+    text = _ESCAPE.sub(_unescaped, source[1:-1])
+    try:
+        # Models write JSON's escapes of characters beyond 16 bits, two of them each.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except ValueError as error:
+        raise NoLiteralError from error
+
+
+def _unescaped(escape: "re.Match[str]") -> str:
+    code, octal, name, char = (str(group or "") for group in escape.groups())
+    if code or octal:
+        number = int(code[1:], 16) if code else int(octal, 8)
+        if number > sys.maxunicode:
+            raise NoLiteralError
+        return chr(number)
+    if name:
+        try:
+            return unicodedata.lookup(name)
+        except KeyError as error:
+            raise NoLiteralError from error
+    if char in "xuUN":
+        raise NoLiteralError  # one of those above, not whole
+    return _ESCAPED.get(char, f"\\{char}")
+
+
+def _number(text: str) -> int | float:
+    if len(text) > _MOST_DIGITS:
+        raise NoLiteralError
+    if re.fullmatch(r"[-+]?\d+", text):
+        if re.match(r"[-+]?0+[1-9]", text):
+            raise NoLiteralError  # Python has no such number
+        return int(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise NoLiteralError
+    return value
+
+
+_CALL_NAME = rf"[A-Za-z_]{NAME_CHARACTER}*"
+_HEAD = re.compile(rf"\s*\[\s*(?={_CALL_NAME}\s*\()")
+_HEAD_BEGUN = re.compile(rf"\s*(?:\[\s*(?:{_CALL_NAME}\s*)?)?")
+_CALL = re.compile(rf"\s*{_CALL_NAME}\s*\(")
+_CALL_BEGUN = re.compile(rf"\s*(?:{_CALL_NAME}\s*)?")
+_MOST_HEAD = MOST_NAME + 256
+"""Most characters in front of a call's arguments: whitespace, brackets and the name."""
 _COMMA = re.compile(r"\s*,")
 _END = re.compile(r"\s*\]")
 
@@ -76,21 +213,17 @@ class PythonicCallParser(StepParser):
         self._state = _State.START
         self._opened = ""  # what stands in front of the first call, until there is one
         self._refused = False  # the last entry of the list is text
-        self._end = _CallEnd()
+        self._end_of_call = _CallEnd()
 
     @property
     def idle(self) -> bool:
         """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state in {_State.START, _State.TEXT} and not self._held + self._opened
+        return self._state in {_State.START, _State.TEXT} and not (self._holds or self._opened)
 
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
-        events: list[ParserEvent] = []
+    def _end(self, events: list[ParserEvent]) -> None:
         if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
         self.emit_text(self._opened + self._held, events)
-        self.end_text(events)
-        return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; returns whether another may follow."""
@@ -107,8 +240,8 @@ class PythonicCallParser(StepParser):
                 return self._step_comma(events)
 
     def _step_start(self) -> bool:
-        head = _HEAD.match(self._held)
-        if head is None and _HEAD_BEGUN.fullmatch(self._held):
+        head = _HEAD.match(self._held, 0, _MOST_HEAD)
+        if head is None and self._may_follow(_HEAD_BEGUN):
             return False
         self._state = _State.TEXT
         if head is not None:
@@ -136,25 +269,28 @@ class PythonicCallParser(StepParser):
         return True
 
     def _step_head(self, events: list[ParserEvent]) -> bool:
-        head = _HEAD.match(self._held)
+        head = _HEAD.match(self._held, 0, _MOST_HEAD)
         if head is not None:
             self._begin_list(head)
             return True
-        if _HEAD_BEGUN.fullmatch(self._held):
-            return False
-        return self._leave_list(events)
+        return not self._may_follow(_HEAD_BEGUN) and self._leave_list(events)
+
+    def _may_follow(self, begun: "re.Pattern[str]") -> bool:
+        """Returns whether the held text may be the beginning of a head."""
+        return len(self._held) < _MOST_HEAD and begun.fullmatch(self._held) is not None
 
     def _step_call(self, events: list[ParserEvent]) -> bool:
-        if _END.match(self._held):  # after a comma
+        if _END.match(self._held, 0, _MOST_HEAD):  # after a comma
             self._state = _State.COMMA
             return True
-        if not _CALL.match(self._held):
-            return not _CALL_BEGUN.fullmatch(self._held) and self._leave_list(events)
-        size = self._end.find(self._held)
-        if size < 0:
+        if not _CALL.match(self._held, 0, _MOST_HEAD):
+            return not self._may_follow(_CALL_BEGUN) and self._leave_list(events)
+        if not self._end_of_call.scan(self._held[self._end_of_call.size :]):
+            self._wait = self._end_of_call.scan
             return False
+        size = self._end_of_call.size
         source, self._held = self._held[:size], self._held[size:]
-        self._end = _CallEnd()
+        self._end_of_call = _CallEnd()
         self._state = _State.COMMA
         call = read_call(source.strip())
         self._refused = call is None or call[0] not in self._names
@@ -173,7 +309,10 @@ class PythonicCallParser(StepParser):
                     self.emit_text(found.group(), events)
                 self._held, self._state = self._held[found.end() :], state
                 return True
-        return bool(self._held.strip()) and self._leave_list(events)
+        if self._held.strip():
+            return self._leave_list(events)
+        self._wait = _has_other_text
+        return False
 
     def _refuse(self, source: str, events: list[ParserEvent]) -> None:
         self.malformed = True
@@ -187,23 +326,27 @@ class PythonicCallParser(StepParser):
         return True
 
 
+def _has_other_text(text: str) -> bool:
+    return bool(text.strip())
+
+
 class _CallEnd:
     """Finds the bracket that ends a call, by brackets, strings and escapes."""
 
     def __init__(self) -> None:
-        self._looked = 0
+        self.size = 0
+        """Characters so far; those of the call once it is found."""
+        self._found = False
         self._depth = 0
         self._quote = ""
         self._escaped = False
 
-    def find(self, text: str) -> int:
-        """Returns the size of the call that `text` begins with; -1 while that is open.
-
-        Args:
-            text: What was given before, and more.
-        """
-        for at in range(self._looked, len(text)):
-            char = text[at]
+    def scan(self, text: str) -> bool:
+        """Takes text that follows; returns whether the call ends in it."""
+        if self._found:
+            return True
+        for char in text:
+            self.size += 1
             if self._quote:
                 if self._escaped:
                     self._escaped = False
@@ -218,6 +361,6 @@ class _CallEnd:
             elif char in ")]}":
                 self._depth -= 1
                 if self._depth == 0:
-                    return at + 1
-        self._looked = len(text)
-        return -1
+                    self._found = True
+                    break
+        return self._found

@@ -14,26 +14,24 @@ flagged. Tags inside an open value are part of the value.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.chat.json_values import read_json, write_json
-from rollmesh.chat.parsing.events import ParserEvent
-from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
+from rollmesh.chat.json_values import write_json
+from rollmesh.chat.parsing.parser import (
+    NAME_CHARACTER,
+    Coming,
+    ParserEvent,
+    StepParser,
+    first_of,
+    possible_start,
+)
+from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
-_NAMES: tuple[tuple[type, set[str]], ...] = (
-    (bool, {"boolean"}),  # first: it is an int too
-    (int, {"integer", "number"}),
-    (float, {"integer", "number"}),
-    (str, {"string"}),
-    (list, {"array"}),
-    (dict, {"object"}),
-)
-Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schema of each tool's parameters, by the tool's name."""
+_MOST_REFUSED = 32
+"""Calls of one answer that are refused; what follows is text. Each is read from its own opening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,8 @@ class TaggedFormat:
     """Tags around a value."""
     shows_end: bool
     """Whether a body shows its own end, so that the closing tag may be missing."""
+    marks: re.Pattern[str]
+    """Tags of calls, and of values."""
     opens: tuple[str, ...] = (_OPEN,)
     """Text that begins a call: the tag, or the start of a body if models omit the tag."""
 
@@ -65,10 +65,13 @@ QWEN_CODER = TaggedFormat(
     ),
     value=("<parameter=", "</parameter>"),
     shows_end=True,
+    marks=re.compile(f"{_OPEN}|{_CLOSE}|<parameter=|</parameter>"),
     opens=(_OPEN, "<function="),
 )
 GLM = TaggedFormat(
-    body=re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<arguments>(?:<arg_key>.*)?)", re.DOTALL),
+    body=re.compile(
+        rf"\s*(?P<name>{NAME_CHARACTER}+)\s*(?P<arguments>(?:<arg_key>.*)?)", re.DOTALL
+    ),
     argument=re.compile(
         r"\s*<arg_key>(?P<key>(?:(?!<arg_key>).)*?)</arg_key>"
         r"\s*<arg_value>(?P<value>(?:(?!<arg_value>).)*?)</arg_value>\s*",
@@ -76,6 +79,7 @@ GLM = TaggedFormat(
     ),
     value=("<arg_value>", "</arg_value>"),
     shows_end=False,
+    marks=re.compile(f"{_OPEN}|{_CLOSE}|<arg_value>|</arg_value>"),
 )
 
 
@@ -83,6 +87,7 @@ class TaggedCallParser(StepParser):
     """Turns one answer's text into events.
 
     `_held` is text not yet emitted; tags in its first `_looked` characters are part of a value.
+    `_in_value` says whether a value is open there.
     """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas) -> None:
@@ -97,16 +102,15 @@ class TaggedCallParser(StepParser):
         self._schemas = schemas
         self._inside = False
         self._opened = ""  # the opening tag, if there was one
-        self._looked = 0
+        self._looked, self._in_value = 0, False
+        self._refused = 0
 
     @property
     def idle(self) -> bool:
         """Whether all text was passed on and no call or possible start of one is held."""
-        return not (self._inside or self._held)
+        return not (self._inside or self._holds)
 
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
-        events: list[ParserEvent] = []
+    def _end(self, events: list[ParserEvent]) -> None:
         while self._inside:
             if not (self._format.shows_end and self._take_call(self._held, events)):
                 self._refuse(events)
@@ -115,15 +119,14 @@ class TaggedCallParser(StepParser):
             else:
                 self._go_behind(len(self._held), inside=False)
         self.emit_text(self._held, events)
-        self.end_text(events)
-        return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; returns whether another may follow."""
         return self._step_inside(events) if self._inside else self._step_text(events)
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
-        at, delimiter = first_of(self._held, self._format.opens)
+        gave_up = self._refused > _MOST_REFUSED
+        at, delimiter = (-1, "") if gave_up else first_of(self._held, self._format.opens)
         if at < 0:
             keep = possible_start(self._held, self._format.opens)
             self.emit_text(self._held[: len(self._held) - keep], events)
@@ -135,26 +138,29 @@ class TaggedCallParser(StepParser):
         return True
 
     def _step_inside(self, events: list[ParserEvent]) -> bool:
-        for tag in _TAG.finditer(self._held, self._looked):
-            begin, end = (
-                self._held.rfind(delimiter, 0, tag.start()) for delimiter in self._format.value
-            )
-            if begin > end:
-                self._looked = tag.end()
-                continue
-            closed = tag.group() == _CLOSE
-            body = self._held[: tag.start()]
-            if (closed or self._format.shows_end) and self._take_call(body, events):
-                self.malformed |= not closed
-                self._opened = _OPEN
-                self._go_behind(tag.end(), inside=not closed)
-            else:
-                self._refuse(events)
-            return True
+        for mark in self._format.marks.finditer(self._held, self._looked):
+            self._looked = mark.end()
+            if mark.group() in self._format.value:
+                self._in_value = mark.group() == self._format.value[0]
+            elif not self._in_value:
+                self._end_call(mark, events)
+                return True
+        self._wait = Coming((*self._format.value, _OPEN, _CLOSE), self._held)
         return False
 
+    def _end_call(self, tag: "re.Match[str]", events: list[ParserEvent]) -> None:
+        closed = tag.group() == _CLOSE
+        body = self._held[: tag.start()]
+        if (closed or self._format.shows_end) and self._take_call(body, events):
+            self.malformed |= not closed
+            self._opened = _OPEN
+            self._go_behind(tag.end(), inside=not closed)
+        else:
+            self._refuse(events)
+
     def _go_behind(self, at: int, *, inside: bool) -> None:
-        self._held, self._looked, self._inside = self._held[at:], 0, inside
+        self._held, self._inside = self._held[at:], inside
+        self._looked, self._in_value = 0, False
 
     def _take_call(self, body: str, events: list[ParserEvent]) -> bool:
         """Emits a call; returns whether it was complete."""
@@ -168,6 +174,12 @@ class TaggedCallParser(StepParser):
     def _refuse(self, events: list[ParserEvent]) -> None:
         """Emits the held text, up to its first tag, as text."""
         self.malformed = True
+        self._refused += 1
+        if self._refused > _MOST_REFUSED:
+            self.emit_text(self._opened, events)
+            self._opened = ""
+            self._go_behind(0, inside=False)
+            return
         tag = _TAG.search(self._held)
         inside = tag is not None and tag.group() == _OPEN
         size = len(self._held) if tag is None else tag.start() if inside else tag.end()
@@ -183,59 +195,13 @@ class TaggedCallParser(StepParser):
         name, rest = call["name"].strip(), call["arguments"]
         if name not in self._schemas:
             return None
-        properties = properties_of(self._schemas[name])
+        schema = Schema(self._schemas[name])
         arguments: dict[str, Any] = {}
         at = 0
-        for argument in self._format.argument.finditer(rest):
-            if argument.start() != at:
-                return None
+        while argument := self._format.argument.match(rest, at):
             at = argument.end()
             key = argument["key"].strip()
-            arguments[key] = typed(argument["value"], properties.get(key))
+            arguments[key] = schema.member(key).typed(argument["value"])
         if rest[at:].strip():
             return None
         return name, write_json(arguments)
-
-
-def properties_of(schema: object) -> Mapping[str, object]:
-    """Returns the schema of each property of an object's JSON schema; empty if it has none."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def typed(text: str, schema: object) -> Any:
-    """Converts a value's text as its JSON schema says; returns the text if it does not fit."""
-    allowed = kinds(schema)
-    if not allowed or allowed == {"string"}:
-        return text
-    try:
-        value = read_json(text)
-    except ValueError:
-        spelled = {"true": True, "false": False, "none": None, "null": None}
-        word = text.strip().lower()
-        if word not in spelled:
-            return text
-        value = spelled[word]
-    return value if _kind_of(value) & allowed else text
-
-
-def kinds(schema: object) -> set[str]:
-    """Returns the types that a JSON schema allows; empty if it names none, or is no schema."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    found = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
-    for key in ("anyOf", "oneOf"):
-        options = schema.get(key)
-        if isinstance(options, list):
-            found |= {one for option in options for one in kinds(option)}
-    if not found and isinstance(schema.get("enum"), list):
-        found = {one for value in schema["enum"] for one in _kind_of(value)}
-    return found
-
-
-def _kind_of(value: object) -> set[str]:
-    """Returns the JSON schema type names of a value."""
-    if isinstance(value, float) and not value.is_integer():
-        return {"number"}
-    return next((names for kind, names in _NAMES if isinstance(value, kind)), {"null"})

@@ -9,8 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from rollmesh.chat.json_values import escape_surrogates, is_object, replace_surrogates
-from rollmesh.chat.parsing.events import ParserEvent
-from rollmesh.chat.parsing.parser import BaseParser
+from rollmesh.chat.parsing.parser import BaseParser, ParserEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,21 @@ class WholeCallParser(BaseParser):
         super().__init__()
         self._names = names
         self._reading: Reading | None = None
-        self.text = ""
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
         """The answer so far."""
+        return "".join(self._pieces)
 
     @property
     def idle(self) -> bool:
         """Whether all text was passed on."""
-        return not self.text
+        return not self._pieces
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Takes text; nothing of it is certain."""
-        self.text += text
+        self._pieces.append(text)
         return []
 
     def take(self, reading: Reading | None) -> None:

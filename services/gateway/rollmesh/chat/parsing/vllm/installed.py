@@ -4,29 +4,14 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from rollmesh.runtime.config import ConfigError
 
-
-def check(name: str) -> None:
-    """Says at start what would fail at the first answer, without importing vLLM.
-
-    Raises:
-        ConfigError: vLLM is not installed, or has no parser of this name.
-    """
-    if not installed():
-        raise ConfigError(
-            f"tool_parser: vllm:{name} needs the vllm package, which is not installed"
-        )
+def problem(name: str) -> str:
+    """Returns why a parser of vLLM's would fail at the first answer; empty if it would not."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vllm:{name} needs the vllm package, which is not installed"
     known = names()
-    if known and name not in known:
-        raise ConfigError(
-            f"tool_parser: vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
-        )
-
-
-def installed() -> bool:
-    """Returns whether the vllm package is there, without importing it."""
-    return importlib.util.find_spec("vllm") is not None
+    lacks = f"vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
+    return lacks if known and name not in known else ""
 
 
 def names() -> set[str]:

@@ -1,1 +1,0 @@
-"""The HTTP door: what servers cost, and what they survive."""

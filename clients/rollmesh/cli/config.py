@@ -1,0 +1,572 @@
+"""`rollmesh config`: checks a mesh file, and shows the settings that services have with it."""
+
+import argparse
+import ipaddress
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rollmesh.launch.plan import plan_mesh
+from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.runtime.access.tls import TlsFiles
+from rollmesh.runtime.access.tokens import AcceptedTokens
+from rollmesh.runtime.config import (
+    MODEL_SERVICES,
+    SERVICES,
+    ConfigError,
+    Given,
+    Resolved,
+    Setting,
+    Tables,
+    describe,
+    examine,
+    from_environment,
+    from_file,
+    has_secret,
+    masked,
+    mesh_config,
+    mesh_models,
+    mesh_problems,
+    read_file,
+    read_mesh,
+    resolve,
+)
+from rollmesh.runtime.rpc.listening import bind_host
+from rollmesh.runtime.rpc.server import LOCK, check_exposed
+
+# The settings of the installed services.
+
+
+def installed() -> dict[str, type[Any]]:
+    """Returns the settings' class of each service whose packages are installed."""
+    found: dict[str, type[Any]] = {}
+    for service in SERVICES:
+        try:
+            module = import_module(f"rollmesh.{service}.config")
+        except ImportError:
+            continue
+        found[service] = getattr(module, f"{service.capitalize()}Config")
+    return found
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the settings that the environment gives, by service."""
+    found: dict[str, dict[str, str]] = {}
+    for service, cls in installed().items():
+        given = from_environment(describe(cls, service), environ)
+        found[service] = {name: one.value for name, one in given.items()}
+    return found
+
+
+# The services of a mesh file, each with the settings that it would start with.
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A service, or the engines or gateways of one model."""
+
+    service: str
+    model: str
+    """Its model, empty if its service has none, or the file has one model."""
+    config: Any
+    """Its settings."""
+    given: Mapping[str, Given]
+    """Their sources. The other settings have their defaults."""
+
+    @property
+    def label(self) -> str:
+        """What errors call it: `gateway`, `engine of judge`."""
+        return f"{self.service} of {self.model}" if self.model else self.service
+
+
+def members(
+    tables: Tables, path: str, classes: Mapping[str, type[Any]], environ: Mapping[str, str]
+) -> tuple[list[Member], list[str]]:
+    """Returns the services of a mesh file that is right but for their settings, and all problems.
+
+    Args:
+        tables: From `read_mesh`.
+        path: The file, for sources and errors.
+        classes: Settings of the services to look at, by name.
+        environ: The environment, which wins over the file.
+    """
+    found: list[Member] = []
+    problems: list[str] = []
+    for service, cls in classes.items():
+        if service == "scorer" and service not in tables:
+            continue
+        for model in _models(tables, service):
+            settings = describe(cls, service)
+            try:
+                given = from_file(tables, service, model, path, {one.name for one in settings})
+            except ConfigError as error:
+                problems.append(f"{service}.{error}")
+                continue
+            given |= from_environment(settings, environ)
+            shown = {
+                name: one.source if one.source.startswith("ROLLMESH_") else _in(service, one)
+                for name, one in given.items()
+            }.__getitem__
+            values = {name: one.value for name, one in given.items()}
+            config, wrong = examine(cls, values, f" in {path}", shown)
+            problems += [one for one in wrong if one not in problems]
+            if config is not None:
+                found.append(Member(service, model, config, given))
+    return found, problems
+
+
+def own_problems(tables: Tables, path: str, classes: Mapping[str, type[Any]]) -> list[str]:
+    """Returns the problems of the services' own tables."""
+    models = tables.get("model", [])
+    of_models = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    problems: list[str] = []
+    for service, cls in classes.items():
+        found = [(service, tables.get(service, {}))]
+        if service in MODEL_SERVICES:
+            found += [(f"model.{service}", one.get(service, {})) for one in of_models]
+        for name, table in found:
+            if isinstance(table, dict):
+                shown = (name + ".{}").format
+                problems += examine(cls, table, f" in {path}", shown)[1]
+    return list(dict.fromkeys(problems))
+
+
+def missing_packages(
+    tables: Tables, path: str, classes: Mapping[str, type[Any]], environ: Mapping[str, str]
+) -> list[str]:
+    """Returns the packages that engines of a mesh file need and this machine lacks."""
+    engine = {name: cls for name, cls in classes.items() if name == "engine"}
+    found, _ = members(tables, path, engine, environ)
+    missing = [f"engine.{problem}" for one in found if (problem := one.config.missing_package())]
+    return list(dict.fromkeys(missing))
+
+
+def _models(tables: Tables, service: str) -> Sequence[str]:
+    models = mesh_models(tables) if service in MODEL_SERVICES else []
+    return [one.config.name for one in models if one.infix and len(models) > 1] or [""]
+
+
+def _in(service: str, given: Given) -> str:
+    """Returns the name of a setting in errors, which names the service also if `[mesh]` gave it."""
+    return given.shown if "." in given.shown else f"{service}.{given.shown}"
+
+
+# What cannot work in a mesh although each setting by itself is right.
+
+_CALLS = {
+    "router": ("engine",),
+    "engine": ("router",),
+    "collector": ("router", "scorer"),
+    "gateway": ("router", "engine", "collector"),
+    "sidecar": ("router", "gateway"),
+}
+"""Whom each service calls."""
+_ALL_ADDRESSES = {"", "0.0.0.0", "::"}  # noqa: S104 - what settings may say
+_SAME_HOST = {"localhost": "127.0.0.1"}
+
+
+def check_calls(members: Sequence[Member]) -> Iterator[str]:
+    """Yields which services could not call others: tokens and TLS of both sides do not fit."""
+    for caller in members:
+        for name in _CALLS.get(caller.service, ()):
+            for server in members:
+                if server.service == name:
+                    yield from _check_call(caller, server)
+
+
+def _check_call(caller: Member, server: Member) -> Iterator[str]:
+    own, asked = caller.config, server.config
+    serves_tls, calls_tls = bool(asked.tls_certificate_file), bool(own.tls_ca_file)
+    if serves_tls and not calls_tls:
+        yield (
+            f"{caller.service}.tls_ca_file: is empty, and the {server.label} serves TLS; give the "
+            "file of its CA, or certificates_dir under [mesh]"
+        )
+    if calls_tls and not serves_tls:
+        yield (
+            f"{server.service}.tls_certificate_file: is empty, and the {caller.label} calls over "
+            "TLS; give its certificate and key, or certificates_dir under [mesh]"
+        )
+    asks = serves_tls and bool(asked.tls_ca_file) and asked.tls_client_certificates
+    if asks and calls_tls and not own.tls_certificate_file:
+        yield (
+            f"{caller.service}.tls_certificate_file: is empty, and the {server.label} asks for one"
+        )
+    if asked.tokens_dir and not own.token_file and not (asks and own.tls_certificate_file):
+        yield (
+            f"{caller.service}.token_file: is empty, and the {server.label} accepts nobody without "
+            "a token; `rollmesh tokens DIR` makes one for each service"
+        )
+
+
+def check_sizes(members: Sequence[Member]) -> Iterator[str]:
+    """Yields limits of gateways that are above what those accept to whom they send."""
+    for gateway in members:
+        if gateway.service != "gateway":
+            continue
+        for name, limit in (
+            ("collector", "max_session_record_bytes"),
+            ("engine", "max_session_image_bytes"),
+        ):
+            for other in members:
+                if other.service != name:
+                    continue
+                most, sent = other.config.max_request_bytes, getattr(gateway.config, limit)
+                if sent > most:
+                    yield (
+                        f"gateway.{limit}: is {sent}, and the {other.label} takes messages of "
+                        f"{most} bytes; lower it, or raise {name}.max_request_bytes"
+                    )
+
+
+# The files that settings name: whether a service could use them on this machine.
+
+
+def check_files(member: Member, absent: Path | None) -> Iterator[str]:
+    """Yields the problems of a service's files, found by the code that reads them at its start.
+
+    Args:
+        member: The service.
+        absent: Folder of the mesh's tokens if it is not there yet: `rollmesh up` makes it.
+    """
+    config, service = member.config, member.service
+    tokens_dir, token_file = getattr(config, "tokens_dir", ""), config.token_file
+    if absent is not None and tokens_dir == str(absent / "accepted"):
+        tokens_dir = ""
+    if absent is not None and Path(token_file).parent == absent:
+        token_file = ""
+    if tokens_dir:
+        yield from _said(service, lambda: AcceptedTokens(Path(tokens_dir)))
+    yield from _said(service, lambda: Identity(CallerConfig(token_file=token_file)))
+    if config.tls_certificate_file or config.tls_key_file or config.tls_ca_file:
+        files = (config.tls_ca_file, config.tls_certificate_file, config.tls_key_file)
+        yield from _said(service, lambda: TlsFiles(*files))
+    if service == "sidecar":
+        yield from _check_https(config)
+    if service == "engine" and (problem := config.missing_package()):
+        yield f"engine.{problem}"
+    loads = service == "gateway" or (service == "engine" and config.backend == "vllm")
+    if loads and not config.model_path.is_dir():
+        yield (
+            f"{service}.model_path: {config.model_path} is no folder; give the one of the model, "
+            "here or under [mesh]"
+        )
+    if service == "engine" and config.script and not os.access(config.script, os.R_OK):
+        yield f"engine.script: {config.script} cannot be read"
+    if hasattr(config, "data_dir"):
+        yield from _check_folder(f"{service}.data_dir", config.data_dir)
+
+
+def check_private(path: Path, secrets: Sequence[str]) -> Iterator[str]:
+    """Yields that others may read a mesh file with secrets.
+
+    Args:
+        path: The mesh file.
+        secrets: The settings in it that have a secret.
+    """
+    if secrets and path.stat().st_mode & 0o077:
+        yield (
+            f"{secrets[0]}: has a password or a token, and others may read {path}; run: chmod 0600 "
+            f"{path}, or give it by the environment"
+        )
+
+
+def _check_https(config: Any) -> Iterator[str]:
+    certificate, key = config.https_certificate_file, config.https_key_file
+    if bool(certificate) != bool(key):
+        missing = "https_key_file" if certificate else "https_certificate_file"
+        yield f"sidecar.{missing}: is empty; a certificate and its key go together"
+    elif certificate:
+        https = import_module("rollmesh.sidecar")
+        yield from _said("sidecar", lambda: https.Certificate(certificate, key))
+
+
+def _check_folder(setting: str, folder: Path) -> Iterator[str]:
+    """Yields why a service could not make files in a folder, or make the folder."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        yield f"{setting}: {there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{setting}: {there} cannot be written by this user"
+
+
+def _said(service: str, read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except ConfigError as error:
+        yield f"{service}.{error}"
+
+
+_LISTENING = {"--host": "host", "--port": "port", "--metrics-port": "metrics_port"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The problems and notes of a mesh file."""
+
+    problems: list[str]
+    notes: list[str]
+    """Facts that are no problem and that an operator should know."""
+
+
+def check_mesh(
+    path: Path, classes: Mapping[str, type[Any]], environ: Mapping[str, str], *, files: bool
+) -> Checked:
+    """Returns the problems of a mesh file.
+
+    Args:
+        path: The file.
+        classes: Settings of the installed services. Tables of others are not examined.
+        environ: The environment, which wins over the file.
+        files: Whether to check the files that settings name.
+    """
+    try:
+        tables = read_file(path)
+    except ConfigError as error:
+        return Checked([str(error)], [])
+    notes = [
+        f"[{name}] was not examined: its service is not installed"
+        for name in SERVICES
+        if name in tables and name not in classes
+    ]
+    if problems := mesh_problems(tables):
+        return Checked(problems + own_problems(tables, str(path), classes), notes)
+    found, problems = members(tables, str(path), classes, environ)
+    if not any(one.startswith("scorer.") for one in problems):
+        problems += ["scorer.function: is empty; give package.module:function"] * any(
+            one.service == "scorer" and not one.config.function for one in found
+        )
+    problems += check_ports(tables, classes, environ)
+    problems += [*check_calls(found), *check_sizes(found)]
+    for one in found:
+        problems += _check_exposed(one, notes)
+    if files:
+        problems += check_private(path, [one for member in found for one in _secrets(member, path)])
+        absent = _absent_tokens(tables, notes)
+        for one in found:
+            problems += check_files(one, absent)
+    return Checked(list(dict.fromkeys(problems)), notes)
+
+
+def check_ports(
+    tables: Tables, classes: Mapping[str, type[Any]], environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Yields the ports that two processes of one host would take, or why none can be planned."""
+    try:
+        specs = plan_mesh(tables, lambda: 0, mesh_config(tables).tokens_path, environment(environ))
+    except ConfigError as error:
+        yield str(error)
+        return
+    services = [spec.service for spec in specs]
+    taken: list[tuple[str, str, str | None, int]] = []
+    for spec in specs:
+        if (cls := classes.get(spec.service)) is None:
+            continue
+        flags = (flag.partition("=") for flag in spec.flags)
+        values = {_LISTENING[name]: text for name, _, text in flags if name in _LISTENING}
+        if services.count(spec.service) == 1 and values["port"] == "0":
+            del values["port"]  # started by itself it takes its default port
+        if (config := examine(cls, values)[0]) is None:
+            continue
+        for setting in ("port", "metrics_port"):
+            if (port := getattr(config, setting)) <= 0:
+                continue
+            shown, host = f"{spec.service}.{setting}", _SAME_HOST.get(config.host, config.host)
+            for other, name, its_host, its_port in taken:
+                one_host = host == its_host or bool({host, its_host} & _ALL_ADDRESSES)
+                if port == its_port and one_host:
+                    yield (
+                        f"{shown}: {spec.name} would take port {port}, which is {name}'s "
+                        f"({other}); give another one"
+                    )
+                    break
+            taken.append((shown, spec.name, host, port))
+
+
+def _check_exposed(member: Member, notes: list[str]) -> list[str]:
+    """Returns why a service would refuse to listen where its settings say.
+
+    Notes a service to which tokens would travel in plain text.
+    """
+    config = member.config
+    shows = bool(config.token_file or config.tls_certificate_file)
+    if member.service == "sidecar":
+        remedy, locked = "--token-file", shows
+    else:
+        asks = config.tls_certificate_file and config.tls_ca_file and config.tls_client_certificates
+        remedy, locked = LOCK, bool(config.tokens_dir or asks)
+    try:
+        host = bind_host(config)
+        check_exposed(config, host, remedy, locked=locked)
+    except ConfigError as error:
+        return [f"{member.service}.{error}"]
+    serves_tls, remedy = config.tls_certificate_file, "certificates_dir under [mesh] sets TLS"
+    if member.service == "sidecar":
+        serves_tls, remedy = config.https_certificate_file, "https_certificate_file sets HTTPS"
+    if not serves_tls and not ipaddress.ip_address(host.strip("[]")).is_loopback:
+        notes.append(f"{member.service}.host: {config.host} is reached in plain text; {remedy}")
+    return []
+
+
+def _secrets(member: Member, path: Path) -> list[str]:
+    """Returns the settings that have a secret in the file."""
+    return [
+        one.shown
+        for one in member.given.values()
+        if one.source.startswith(f"{path} ") and has_secret(one.value)
+    ]
+
+
+def _absent_tokens(tables: Tables, notes: list[str]) -> Path | None:
+    """Returns the folder of the mesh's tokens if there is none yet, and notes it."""
+    folder = mesh_config(tables).tokens_path
+    if folder is None or (folder / "accepted").exists():
+        return None
+    notes.append(
+        f"{folder} has no tokens yet: `rollmesh up` makes them, and so does "
+        f"`rollmesh tokens {folder}`"
+    )
+    return folder
+
+
+# The settings of services, and their sources.
+
+_COLUMN = 48
+
+
+def show_text(heading: str, settings: list[Setting], found: Resolved[Any]) -> Iterator[str]:
+    """Yields lines as of a mesh file, each with the source of its value.
+
+    Args:
+        heading: Name of the service, and of its model where there are several.
+        settings: The settings of the service.
+        found: Their values.
+    """
+    yield f"[{heading.partition(' ')[0]}]" + (f"  # {heading}" if " " in heading else "")
+    for name, (value, source) in _values(settings, found).items():
+        yield f"{name} = {_toml(value)}".ljust(_COLUMN) + f"  # {source}"
+
+
+def show_json(settings: list[Setting], found: Resolved[Any]) -> Mapping[str, Any]:
+    """Returns value and source of each setting."""
+    return {
+        name: {"value": value, "source": source}
+        for name, (value, source) in _values(settings, found).items()
+    }
+
+
+def _values(settings: list[Setting], found: Resolved[Any]) -> dict[str, tuple[Any, str]]:
+    values: dict[str, tuple[Any, str]] = {}
+    for one in settings:
+        # A refused value is shown as given.
+        given = found.given[one.name].value if one.name in found.given else one.default
+        value = given if found.config is None else getattr(found.config, one.name)
+        shown = str(value) if isinstance(value, Path) else masked(value)
+        values[one.name] = (shown, found.source(one.name))
+    return values
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{json.dumps(str(key))} = {_toml(one)}" for key, one in value.items())
+        return f"{{{pairs}}}"
+    return json.dumps(value, default=str)
+
+
+# The command.
+
+_PROG = "rollmesh config"
+
+
+def main() -> int:
+    """Returns the exit code: 0, or 2 if a setting is wrong."""
+    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
+    tools = parser.add_subparsers(dest="tool", required=True)
+    check = tools.add_parser("check", help="says everything that is wrong with a mesh file")
+    check.add_argument("file", metavar="FILE", type=Path, help="the mesh file")
+    check.add_argument(
+        "--no-files",
+        action="store_true",
+        help="do not look at the files that it names, such as those of another machine",
+    )
+    show = tools.add_parser(
+        "show",
+        help="prints every setting and who gave it: a flag, the environment, the file, its default",
+        epilog="Further flags are those of the service, as it would be started with them.",
+    )
+    show.add_argument("service", nargs="?", choices=SERVICES, metavar="SERVICE", help="only this")
+    show.add_argument("--config", type=Path, help="the mesh file")
+    show.add_argument("--format", choices=("text", "json"), default="text")
+    options, flags = parser.parse_known_args()
+    if flags and (options.tool != "show" or options.service is None):
+        parser.error(f"{flags[0]}: give the service whose flag it is")
+    if options.tool == "check":
+        return _check(options.file, files=not options.no_files)
+    return _show(options, flags)
+
+
+def _check(path: Path, *, files: bool) -> int:
+    logging.disable(logging.WARNING)  # what services warn of at their start is a note here
+    found = check_mesh(path, installed(), os.environ, files=files)
+    for note in found.notes:
+        print(f"note: {note}")
+    for problem in found.problems:
+        print(f"{_PROG} check: {problem}", file=sys.stderr)
+    if not found.problems:
+        print(f"{path}: no problems")
+    return 2 if found.problems else 0
+
+
+def _show(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    classes = installed()
+    services = [options.service] if options.service else list(classes)
+    problems: list[str] = []
+    shown: dict[str, Any] = {}
+    for service in services:
+        if service not in classes:
+            print(f"{_PROG} show: {service} is not installed", file=sys.stderr)
+            return 2
+        settings = describe(classes[service], service)
+        try:
+            for heading, argv in _processes(service, options.config, flags):
+                found = resolve(classes[service], service, argv, os.environ)
+                problems += found.problems
+                shown[heading] = show_json(settings, found)
+                if options.format == "text":
+                    print("\n".join(show_text(heading, settings, found)), end="\n\n")
+        except ConfigError as error:
+            problems.append(str(error))
+            break
+    if options.format == "json":
+        print(json.dumps(shown, indent=2, default=str))
+    for problem in dict.fromkeys(problems):
+        print(f"{_PROG} show: {problem}", file=sys.stderr)
+    return 2 if problems else 0
+
+
+def _processes(
+    service: str, path: Path | None, flags: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields heading and flags of a service, for each model of the file if it serves one.
+
+    Raises:
+        ConfigError: The file cannot be read, or is wrong outside the service's table.
+    """
+    argv = [*([f"--config={path}"] if path else []), *flags]
+    models = mesh_models(read_mesh(path)) if path and service in MODEL_SERVICES else []
+    named = f"ROLLMESH_{service}_MODEL".upper() in os.environ
+    if len(models) < 2 or named or any(flag.startswith("--model") for flag in flags):
+        yield service, argv
+        return
+    for model in models:
+        yield f"{service} of {model.config.name}", [*argv, f"--model={model.config.name}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""`rollmesh status`: the members of a mesh, its weights, its sessions and its consumers."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import collector_pb2, router_pb2
+
+_LIMIT_S = 30.0
+
+
+def main() -> int:
+    """Returns the exit code: 0, 1 if the mesh does not answer, 2 for a bad flag."""
+    parser = argparse.ArgumentParser(prog="rollmesh status", description=__doc__)
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    identity.add_flags(parser)
+    options = parser.parse_args()
+    try:
+        identity.present_files(options, os.environ)
+        found = asyncio.run(
+            _read(MeshAddresses(router=options.router, collector=options.collector))
+        )
+    except ConfigError as error:
+        print(f"rollmesh status: {error}", file=sys.stderr)
+        return 2
+    except (RollmeshError, TimeoutError) as error:
+        said = error.message if isinstance(error, RollmeshError) else "no answer in time"
+        print(f"rollmesh status: {options.router}: {said}", file=sys.stderr)
+        return 1
+    print(json.dumps(found) if options.json else "\n".join(_lines(found)))
+    return 0
+
+
+async def _read(addresses: MeshAddresses) -> dict[str, Any]:
+    """Returns the state of a mesh. `store` is None while no collector answers."""
+    async with asyncio.timeout(_LIMIT_S), Client(addresses) as client:
+        listed = await client.replicas()
+        has_collector = bool(addresses.collector) or any(
+            one.hello.kind == router_pb2.REPLICA_KIND_COLLECTOR for one in listed.replicas
+        )
+        stats = await client.stats() if has_collector else None
+    return {
+        "models": {one.model: one.target_policy_version for one in listed.models},
+        "members": [_member(one) for one in listed.replicas],
+        "store": None if stats is None else _store(stats),
+    }
+
+
+def _member(one: router_pb2.Replica) -> dict[str, Any]:
+    hello, load = one.hello, one.hello.load
+    kind = name_of(router_pb2.ReplicaKind.DESCRIPTOR, hello.kind).lower()
+    found: dict[str, Any] = {"kind": kind, "id": hello.replica_id, "address": hello.address}
+    state = [name for name in ("paused", "sleeping", "draining") if getattr(load, name)]
+    if kind == "engine":
+        circuit = name_of(router_pb2.CircuitState.DESCRIPTOR, one.circuit).lower()
+        state += ["fenced"] * one.fenced + [f"circuit {circuit}"] * (circuit != "closed")
+        found |= {"model": hello.model, "policy_version": load.policy_version}
+        found |= {"leases": one.leases, "lease_capacity": hello.lease_capacity}
+        found |= {"sessions": one.sessions, "running": load.running, "waiting": load.waiting}
+    if kind == "gateway":
+        found |= {"model": hello.model, "sessions": load.live_sessions}
+    return found | {"state": state}
+
+
+def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:
+    consumers = [
+        {
+            "consumer": one.consumer,
+            "ready": one.ready,
+            "leased": one.leased,
+            "acknowledged": one.acknowledged,
+            "filtered": {
+                name_of(collector_pb2.FilterReason.DESCRIPTOR, part.reason): part.units
+                for part in one.filtered
+            },
+        }
+        for one in stats.consumers
+    ]
+    names = ("sessions", "complete_groups", "open_groups", "waiting_for_rewards", "stored_bytes")
+    return {name: getattr(stats, name) for name in names} | {"consumers": consumers}
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    for model, version in found["models"].items():
+        yield f"model {model or '-'}  policy version {version}"
+    for one in found["members"]:
+        yield _line(one)
+    store = found["store"]
+    if store is None:
+        yield "store  no collector is registered"
+        return
+    consumers = store.pop("consumers")
+    yield _line({"kind": "store", **store})
+    for consumer in consumers:
+        yield _line({"kind": "consumer", "id": consumer.pop("consumer"), **consumer})
+
+
+def _line(values: dict[str, Any]) -> str:
+    head = " ".join(str(values.pop(name)) for name in ("kind", "id", "address") if name in values)
+    rest = [f"{name} {_text(value)}" for name, value in values.items() if value not in ([], {})]
+    return "  ".join((head, *rest))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1210 @@
+"""Rolls out samples: n sessions for each, with bounded concurrency and isolated failures.
+
+Memory does not grow with the number of samples. The next sample is taken when there is room for
+another session, a group is kept from its first session to its last, and groups that the caller has
+not read hold back new ones.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+import threading
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sized,
+)
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
+
+from rollmesh.client.arguments import (
+    ExportForm,
+    Purpose,
+    SamplingPolicy,
+    export_mode,
+    policy_of,
+    purpose_of,
+    read_sampling,
+)
+from rollmesh.client.client import Client
+from rollmesh.client.deliveries import Arrival, Arrivals, SubscribeOptions, Subscription
+from rollmesh.client.runners import AgentRunner, agent_name, find_runner
+from rollmesh.client.sessions import (
+    Outcome,
+    Rewards,
+    Session,
+    SessionResult,
+    Transcript,
+    read_rewards,
+)
+from rollmesh.client.shielding import shielded
+from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.telemetry.logs import fields, without_keys
+from rollmesh.v1 import collector_pb2, gateway_pb2
+
+# Groups of a rollout: their settings, their outcomes, and whether they can still succeed.
+
+Needed: TypeAlias = Literal["all", "any"] | int
+"""How many sessions of a group must complete for the group to succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A sample with its own settings, which override those of the rollout."""
+
+    sample: Any
+    """The runner's first argument."""
+    group_id: str = ""
+    """Id of the group, unique in the run; if empty, the rollout chooses one."""
+    n: int | None = None
+    """Number of sessions in the group."""
+    runner: str | AgentRunner | None = None
+    """Runs the agent; overrides the sample's `agent_name`."""
+    sampling: Mapping[str, Any] | None = None
+    """Sampling parameters of all turns, by the names of `SamplingParams`."""
+    metadata: Mapping[str, str] | None = None
+    """Carried to the trainer with the group's sessions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutcome:
+    """The outcome of one seat of a group: that of its last attempt."""
+
+    group_id: str
+    sample_index: int
+    outcome: Outcome
+    """COMPLETED, FAILED, or ABORTED (time limit exceeded, or the group had failed)."""
+    session_id: str = ""
+    """Empty if no session could be opened."""
+    reward: float | None = None
+    """Reward of the whole session."""
+    result: Any = None
+    """The runner's return value; None unless the session completed."""
+    error: str = ""
+    """Text of the error, up to 4,000 characters."""
+    error_type: str = ""
+    """Class of the error; empty if there was none."""
+    attempts: int = 1
+    seconds: float = 0.0
+    """Time from opening to closing the last session."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """The outcome of one sample."""
+
+    group_id: str
+    sample: Any
+    """The sample, as it was given to the rollout."""
+    succeeded: bool
+    """Whether at least `needed` sessions completed."""
+    sessions: tuple[SampleOutcome, ...]
+    """One for each seat, in order of sample_index."""
+    run_id: str = ""
+    """Id of the run, as in `Delivery.run_id`; empty for a group whose id the rollout chose."""
+
+
+def needed_of(needed: Needed, size: int) -> int:
+    """Returns how many of `size` sessions must complete.
+
+    Raises:
+        InvalidFieldError: The number is not between 0 and `size`.
+    """
+    count = {"all": size, "any": 1}.get(needed, -1) if isinstance(needed, str) else needed
+    if not 0 <= count <= size:
+        raise InvalidFieldError(
+            "needed", f'{needed!r} is invalid; give "all", "any" or 0 to {size}'
+        )
+    return count
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A running group."""
+
+    group_id: str
+    sample: Any
+    size: int
+    needed: int
+    """Number of sessions that must complete."""
+    runner: str | AgentRunner | None = None
+    sampling: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = ""
+    _ended: dict[int, SampleOutcome] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether fewer than `needed` sessions can still complete."""
+        lost = sum(outcome.outcome != "COMPLETED" for outcome in self._ended.values())
+        return self.size - lost < self.needed
+
+    def add(self, outcome: SampleOutcome) -> GroupOutcome | None:
+        """Adds the outcome of a seat; returns the outcome of the group with its last one.
+
+        Raises:
+            ValueError: The seat does not exist, or has ended already.
+        """
+        index = outcome.sample_index
+        if index in self._ended or not 0 <= index < self.size:
+            raise ValueError(f"group {self.group_id} has no open seat {index}")
+        self._ended[index] = outcome
+        if len(self._ended) < self.size:
+            return None
+        sessions = tuple(self._ended[index] for index in range(self.size))
+        return GroupOutcome(self.group_id, self.sample, not self.failed, sessions, self.run_id)
+
+
+# Calls the user's reward function: on the event loop if it is asynchronous, else in a thread.
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The argument of a reward function: one agent's finished work."""
+
+    sample: Any
+    session: Session
+    result: Any
+    """The runner's return value."""
+    transcript: Transcript
+    """The conversation; `transcript.last` is its last turn."""
+
+
+Score: TypeAlias = float | Rewards | None
+RewardFunction: TypeAlias = Callable[[Episode], Score | Awaitable[Score]]
+"""Scores an episode. A number is the session's reward, which applies to all its trajectories."""
+
+
+class RewardTimeLimitError(Exception):
+    """A reward function exceeded its time limit."""
+
+
+class RewardCalls:
+    """Calls a reward function under a time limit, in a bounded number of threads."""
+
+    def __init__(self, function: RewardFunction, *, timeout_s: float, threads: int) -> None:
+        """Takes the function and the limits of one call."""
+        self._function = function
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(threads)
+
+    async def __call__(self, episode: Episode) -> Score:
+        """Returns the score of an episode.
+
+        Raises:
+            RewardTimeLimitError: The function exceeded the limit. Its thread cannot be stopped; it
+                keeps running, and counts towards the maximum, until the function returns.
+            Exception: The function raised it.
+        """
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(self._function):
+                    return cast("Score", await self._function(episode))
+                value = await self._in_thread(episode)
+                return cast("Score", await value if inspect.isawaitable(value) else value)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # raised by the function
+            raise RewardTimeLimitError(
+                f"the reward function exceeded its time limit of {self._timeout_s:g} s"
+            ) from error
+
+    async def _in_thread(self, episode: Episode) -> Any:
+        await self._slots.acquire()
+        loop = asyncio.get_running_loop()
+        scored: asyncio.Future[Any] = loop.create_future()
+
+        def give(set_result: Callable[[Any], None], value: Any) -> None:
+            self._slots.release()
+            if not scored.done():
+                set_result(value)
+
+        def work() -> None:
+            try:
+                value, give_it = self._function(episode), scored.set_result
+            except BaseException as error:  # noqa: BLE001 - the edge of the thread: the loop raises it
+                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                value, give_it = kept, scored.set_exception  # type: ignore[assignment]
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop has been closed; nobody awaits the result
+                loop.call_soon_threadsafe(give, give_it, value)
+
+        # The interpreter joins the threads of a pool at exit; one that hangs would block it.
+        try:
+            threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
+        except BaseException:  # the machine has no more threads
+            self._slots.release()
+            raise
+        return await scored
+
+
+# Runs an agent under a time limit.
+#
+# An agent is stopped by cancelling it, and once more after a grace period. Runners that own a
+# process or a remote run end it gracefully at the first cancellation and immediately at the second.
+# An agent that ignores both is abandoned and its session is closed. Its task belongs to no
+# TaskGroup, because a TaskGroup would wait for it.
+
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+
+
+class AgentTimeLimitError(Exception):
+    """An agent exceeded its time limit."""
+
+
+class AgentStoppedError(Exception):
+    """An agent was stopped because its result is no longer needed."""
+
+
+class AgentExitedError(Exception):
+    """An agent raised SystemExit, or CancelledError without having been cancelled."""
+
+
+async def supervised(
+    agent: Coroutine[Any, Any, _Result],
+    timeout_s: float,
+    grace_s: float,
+    stop: asyncio.Future[None],
+) -> _Result:
+    """Returns the result of an agent; stops it at its time limit or when `stop` is done.
+
+    Args:
+        agent: The agent's coroutine.
+        timeout_s: Time limit, seconds.
+        grace_s: Time between the two cancellations, seconds.
+        stop: Stops the agent when it is done.
+
+    Raises:
+        AgentTimeLimitError: The agent exceeded the limit.
+        AgentStoppedError: `stop` was done before the agent.
+        AgentExitedError: The agent raised SystemExit, KeyboardInterrupt or CancelledError.
+        Exception: The agent raised it.
+    """
+    task = asyncio.get_running_loop().create_task(_contained(agent))
+    try:
+        ends: set[asyncio.Future[Any]] = {task, stop}
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await _end(task, grace_s)
+        raise
+    if not task.done():
+        await _end(task, grace_s)
+        if stop.done():
+            raise AgentStoppedError("the rollout stopped the agent")
+        raise AgentTimeLimitError(f"the agent exceeded its time limit of {timeout_s:g} s")
+    if task.cancelled():
+        raise AgentExitedError("the agent raised CancelledError; nobody cancelled it")
+    return task.result()
+
+
+async def _contained(agent: Coroutine[Any, Any, _Result]) -> _Result:
+    """Prevents an agent that exits from stopping the event loop."""
+    try:
+        return await agent
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise AgentExitedError(f"the agent raised {error!r}") from error
+
+
+async def _end(task: asyncio.Task[Any], grace_s: float) -> None:
+    """Cancels a task up to twice and abandons it if it is still running."""
+    try:
+        task.cancel()
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:  # also if the wait itself is cancelled
+        if not task.done():
+            task.cancel()
+    if not task.done():
+        await asyncio.wait({task}, timeout=grace_s)
+    if not task.done():
+        _log.error("agent abandoned: it ignores cancellation")
+    elif not task.cancelled():
+        task.exception()  # retrieved, so that asyncio does not report it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits:
+    """Time limits of everything but the agents' own work, seconds."""
+
+    grace_s: float = 30.0
+    """From the first cancellation of an agent to the second, and from that to abandoning it."""
+    close_s: float = 10.0
+    """Opening or closing a session while the rollout is being cancelled."""
+    reward_s: float = 60.0
+    """One call of the reward function, including the wait for a thread."""
+    delivery_s: float = 600.0
+    """Waiting until the collector delivers a closed session to `on_session`."""
+
+    def __post_init__(self) -> None:
+        """Checks the limits.
+
+        Raises:
+            InvalidFieldError: A limit is not positive.
+        """
+        for name, limit_s in vars(self).items():
+            if not limit_s > 0:
+                raise InvalidFieldError(f"limits.{name}", f"is {limit_s}; give more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """Which failed attempts are retried, each time in a new session.
+
+    An attempt whose session could not be opened counts.
+
+    An `InvalidFieldError` is never retried: it would occur again.
+    """
+
+    tries: int = 1
+    """Maximum number of attempts, the first included."""
+    delay_s: float = 2.0
+    """Longest wait before the second attempt, seconds; doubled before each further one."""
+    time_limits: bool = False
+    """Whether to retry agents that exceeded `timeout_s`; this favours short answers."""
+
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            InvalidFieldError: A number is too small.
+        """
+        if self.tries < 1:
+            raise InvalidFieldError("retries.tries", f"is {self.tries}; give at least 1")
+        if not self.delay_s >= 0:
+            raise InvalidFieldError("retries.delay_s", f"is {self.delay_s}; give at least 0")
+
+    def after(self, error: Exception, attempt: int) -> bool:
+        """Returns whether to retry after an error of this attempt (1 for the first)."""
+        if attempt >= self.tries or isinstance(error, (AgentStoppedError, InvalidFieldError)):
+            return False
+        return self.time_limits or not isinstance(error, AgentTimeLimitError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """The keyword arguments of `rollout` and `rollout_groups`."""
+
+    runner: str | AgentRunner | None = None
+    """Runs the samples without an `agent_name`: a function, or its registered name."""
+    n: int = 8
+    """Sessions per sample: the size of its group."""
+    concurrency: int = 64
+    """Maximum number of concurrent sessions."""
+    timeout_s: float = 1800.0
+    """Time limit of one agent, seconds."""
+    limits: TimeLimits = field(default_factory=TimeLimits)
+    retries: Retries = field(default_factory=Retries)
+    needed: Needed = "any"
+    """How many sessions of a group must complete for it to succeed: "all", "any", or a number.
+
+    A group that can no longer succeed is stopped: running agents are cancelled, and sessions that
+    have not started are opened and closed at once. All of them are ABORTED, so that the group is
+    delivered with the outcome of each session.
+    """
+    reward: RewardFunction | None = None
+    """Scores a finished agent; None: the runner returns the rewards."""
+    reward_timeout_ms: int | None = None
+    """Time for `Client.set_rewards` after the collector has stored a completed session,
+    milliseconds; the session is held back until then. None: it is delivered with the rewards that
+    it was closed with."""
+    reward_threads: int = 8
+    """Maximum number of concurrent calls of a reward function that is not asynchronous."""
+    model: str = ""
+    """Name of the model that answers; may be empty if the mesh has only one."""
+    sampling: Mapping[str, Any] | None = None
+    """Sampling parameters of all turns, by the names of `SamplingParams`."""
+    sampling_policy: SamplingPolicy | None = None
+    """Whether an agent may sample otherwise: "agent" (its parameters win), "enforce" (they are
+    ignored and counted) or "refuse" (a 400). None: the gateway's setting."""
+    metadata: Callable[[Any], Mapping[str, str]] | None = None
+    """Returns the metadata of a sample's sessions, which the trainer receives."""
+    group_id: Callable[[Any], str] | None = None
+    """Returns the id of a sample's group, which must be unique in the run; None: random ids."""
+    run_id: str | None = None
+    """Id of the run: groups of two runs are two groups, also with one id. Give it to continue a run
+    after a restart. None: a random one for this rollout, if you chose the ids of its groups."""
+    export: ExportForm = "leaves"
+    """The form in which sessions are delivered: one trajectory per leaf of the conversation tree,
+    one per turn, or the tree itself as `SessionResult.tree`."""
+    purpose: Purpose = "train"
+    """The use of the sessions: "train", "eval" or "other". Consumers get those to train on by
+    default."""
+    on_sample: Callable[[SampleOutcome], None] | None = None
+    """Called with the outcome of each seat."""
+    on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
+    """Stores a completed session, as the collector delivers it, with the trainer.
+
+    The session is acknowledged when the call returns, and counts towards `concurrency` until then.
+    An error makes the outcome FAILED and is not retried. Other sessions of the consumer, such as
+    those of failed attempts, are acknowledged at once. None: the trainer subscribes itself.
+    """
+    consumer: str = ""
+    """Name at the collector for `on_session`; one for each trainer."""
+    progress: bool | None = None
+    """Whether to show progress on standard error; None: if it is a terminal."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            InvalidFieldError: A setting is invalid; the error names it.
+        """
+        for name in ("n", "concurrency", "reward_threads"):
+            if getattr(self, name) < 1:
+                raise InvalidFieldError(name, f"is {getattr(self, name)}; give at least 1")
+        if not self.timeout_s > 0:
+            raise InvalidFieldError("timeout_s", f"is {self.timeout_s}; give more than 0")
+        if self.reward_timeout_ms is not None and self.reward_timeout_ms < 1:
+            raise InvalidFieldError(
+                "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
+            )
+        if (self.on_session is None) != (self.consumer == ""):
+            raise InvalidFieldError(
+                "consumer", "needs on_session and on_session needs consumer; give both"
+            )
+        needed_of(self.needed, self.n)
+        export_mode(self.export)
+        purpose_of(self.purpose)
+        read_sampling(self.sampling)
+        policy_of(self.sampling_policy)
+        if self.runner is not None:
+            find_runner(self.runner)
+
+
+# Runs one seat of a group: attempts, each in its own session, until one counts.
+#
+# A failed attempt that is retried is closed as *superseded*: the collector keeps it, and its seat
+# belongs to the next attempt. The next attempt starts only after that close is durable, so a seat
+# never has two sessions that count. A seat that no session takes is abandoned, so that its group
+# does not wait for it.
+
+_ERROR_CHARS = 4000
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """The seat of an attempt: a group and an index in it."""
+
+    group: GroupState
+    index: int
+    stop: asyncio.Future[None]
+    """Done when the group has failed and needs no more sessions."""
+    taken: bool = False
+    """Whether a session has it that is not superseded."""
+
+
+class Attempts:
+    """Runs the seats of one rollout."""
+
+    def __init__(
+        self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
+    ) -> None:
+        """Takes the rollout's settings; `arrivals` is None without `on_session`."""
+        self._client = client
+        self._settings = settings
+        self._arrivals = arrivals
+        self._limits = settings.limits
+        self._retries = settings.retries
+        limits, reward = settings.limits, settings.reward
+        self._score = reward and RewardCalls(
+            reward, timeout_s=limits.reward_s, threads=settings.reward_threads
+        )
+
+    async def run(self, seat: Seat) -> SampleOutcome:
+        """Runs a seat to its end and returns the outcome; errors of the agent are part of it."""
+        attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
+        request = self._request(seat, attempt)
+        while True:
+            started_ms = clock.monotonic_ms()
+            try:
+                session = await self._open(seat, request)
+            except Exception as error:  # noqa: BLE001 - a lost seat is an outcome
+                _log.warning(
+                    "session could not be opened: %s",
+                    _text(error),
+                    extra=_where(seat, attempt, error),
+                )
+                if not self._retries.after(error, attempt) or seat.stop.done():
+                    await self.abandon(seat, _text(error))
+                    return _outcome(seat, attempt, "FAILED", error=error)
+                # The same request: if the session was opened after all, the repeat returns it.
+            else:
+                try:
+                    outcome = await self._attempt(seat, session, attempt, started_ms)
+                except Exception as error:  # noqa: BLE001 - a lost session is an outcome
+                    _log.warning(
+                        "session lost: %s", _text(error), extra=_where(seat, attempt, error)
+                    )
+                    return _outcome(seat, attempt, "FAILED", error=error)
+                if outcome is not None:
+                    return outcome
+                request = self._request(seat, attempt + 1)
+            await asyncio.wait({seat.stop}, timeout=backoff.next_s())
+            attempt += 1
+
+    async def abandon(self, seat: Seat, reason: str) -> None:
+        """Tells the collector that no session takes a seat, so that its group does not wait."""
+        settings, group = self._settings, seat.group
+        try:
+            await self._client.abandon_seat(
+                group.group_id,
+                seat.index,
+                group.size,
+                reason=reason,
+                model=settings.model,
+                purpose=settings.purpose,
+                metadata=group.metadata,
+                run_id=group.run_id,
+            )
+        except RollmeshError as error:
+            _log.warning(
+                "seat could not be abandoned, its group keeps waiting: %s",
+                _text(error),
+                extra=fields(group=group.group_id, sample=seat.index),
+            )
+
+    async def _attempt(
+        self, seat: Seat, session: Session, attempt: int, started_ms: int
+    ) -> SampleOutcome | None:
+        """Runs an agent in a session and closes it; returns None if it must be retried.
+
+        Raises:
+            RollmeshError: The close was not confirmed.
+        """
+        ended = partial(_outcome, seat, attempt, session=session, started_ms=started_ms)
+        try:
+            result = await self._work(seat, session)
+        except asyncio.CancelledError:
+            session.rewards = Rewards()
+            await self._abort(session)
+            raise
+        except Exception as error:  # noqa: BLE001 - a failed agent is an outcome
+            return await self._failed(seat, session, attempt, error, ended)
+        try:
+            return await self._completed(session, partial(ended, "COMPLETED", result=result))
+        except InvalidFieldError as error:
+            if session.closed:
+                raise
+            # A reward names a turn or trajectory that does not exist; the session is still open.
+            return await self._failed(seat, session, attempt, error, ended)
+
+    async def _completed(
+        self, session: Session, ended: Callable[[], SampleOutcome]
+    ) -> SampleOutcome:
+        """Closes a session and, with `on_session`, hands over what the collector delivers.
+
+        Raises:
+            InvalidFieldError: The rewards do not fit the session, which is still open.
+            RollmeshError: The close was not confirmed.
+        """
+        async with self._awaited(session) as arrival:
+            await self._close(session, "COMPLETED")
+            outcome = ended()
+            if arrival is None or self._settings.on_session is None:
+                return outcome
+            try:
+                delivered = await arrival.session(self._limits.delivery_s)
+                await self._settings.on_session(outcome, delivered)
+            except Exception as error:  # noqa: BLE001 - the trainer's code failed
+                said, kind = _text(error), type(error).__name__
+                _log.warning(
+                    "session lost", extra=fields(session_id=session.session_id, error=said)
+                )
+                return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
+            return outcome
+
+    def _awaited(self, session: Session) -> AbstractAsyncContextManager[Arrival | None]:
+        return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
+
+    async def _work(self, seat: Seat, session: Session) -> Any:
+        """Runs and scores the agent; returns the runner's result."""
+        sample = seat.group.sample
+        if seat.stop.done():
+            raise AgentStoppedError("stopped because its group failed")
+        run = find_runner(seat.group.runner)
+
+        async def agent() -> Any:
+            running = run(sample, session)
+            if not inspect.isawaitable(running):
+                said = f"gave a {type(running).__name__}; give an asynchronous function"
+                raise InvalidFieldError("runner", said)
+            return await running
+
+        timeout_s, grace_s = self._settings.timeout_s, self._limits.grace_s
+        result = await supervised(agent(), timeout_s, grace_s, seat.stop)
+        if self._score is None:
+            scored: Any = result
+        else:
+            transcript = await self._client.transcript(session)
+            scored = await self._score(Episode(sample, session, result, transcript))
+        if scored is not None:  # otherwise the runner may have set them itself
+            session.rewards = read_rewards(scored)
+        return result
+
+    async def _failed(
+        self,
+        seat: Seat,
+        session: Session,
+        attempt: int,
+        error: Exception,
+        ended: Callable[..., SampleOutcome],
+    ) -> SampleOutcome | None:
+        """Closes the session of a failed attempt; returns None if it must be retried."""
+        again = self._retries.after(error, attempt) and not seat.stop.done()
+        stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
+        outcome: Outcome = "ABORTED" if stopped else "FAILED"
+        session.rewards = Rewards()
+        _log.warning(
+            "agent failed: %s",
+            _text(error),
+            extra=_where(seat, attempt, error, session.session_id),
+        )
+        try:
+            await self._close(session, outcome, superseded=again)
+            seat.taken = not again
+        except RollmeshError as refused:  # its seat is not free for another attempt
+            _log.warning("session left open", extra=fields(error=type(refused).__name__))
+            if again:  # the close may have been kept, and its answer lost
+                await self.abandon(seat, f"the close of a failed attempt: {_text(refused)}")
+            again = False
+        except asyncio.CancelledError:  # after the close, or before it could be kept
+            seat.taken = not (again and session.closed)
+            raise
+        return None if again else ended(outcome, error=error)
+
+    def _request(self, seat: Seat, attempt: int) -> gateway_pb2.CreateSessionRequest:
+        metadata = dict(seat.group.metadata)
+        if attempt > 1:
+            metadata["attempt"] = str(attempt)
+        return self._client.session_request(
+            model=self._settings.model,
+            run_id=seat.group.run_id,
+            group_id=seat.group.group_id,
+            sample_index=seat.index,
+            group_size=seat.group.size,
+            sampling=seat.group.sampling,
+            sampling_policy=self._settings.sampling_policy,
+            metadata=metadata,
+            export=self._settings.export,
+            purpose=self._settings.purpose,
+        )
+
+    async def _open(self, seat: Seat, request: gateway_pb2.CreateSessionRequest) -> Session:
+        """Opens a session; if the rollout is cancelled meanwhile, closes it again."""
+        opened: list[Session] = []
+
+        async def opening() -> None:
+            opened.append(await self._client.open_session(request))
+            seat.taken = True
+
+        try:
+            await shielded(opening(), self._limits.close_s)
+        except asyncio.CancelledError:
+            for session in opened:
+                await self._abort(session)
+            raise
+        return opened[0]
+
+    async def _close(self, session: Session, outcome: Outcome, *, superseded: bool = False) -> None:
+        closing = self._client.close_session(
+            session,
+            outcome=outcome,
+            superseded=superseded,
+            reward_timeout_ms=(
+                self._settings.reward_timeout_ms if outcome == "COMPLETED" else None
+            ),
+        )
+        await shielded(closing, self._limits.close_s)
+
+    async def _abort(self, session: Session) -> None:
+        """Closes a session after a cancellation; on failure, the gateway's idle limit closes it."""
+
+        async def closing() -> None:
+            try:
+                async with asyncio.timeout(self._limits.close_s):
+                    await self._client.close_session(session, outcome="ABORTED")
+            except (TimeoutError, RollmeshError) as error:
+                _log.warning("session left open", extra=fields(error=type(error).__name__))
+
+        await shielded(closing(), self._limits.close_s)
+
+
+def _outcome(
+    seat: Seat,
+    attempt: int,
+    outcome: Outcome,
+    *,
+    session: Session | None = None,
+    started_ms: int = 0,
+    result: Any = None,
+    error: Exception | None = None,
+) -> SampleOutcome:
+    """Returns the outcome of a seat; it has no session if opening or closing it failed."""
+    return SampleOutcome(
+        group_id=seat.group.group_id,
+        sample_index=seat.index,
+        outcome=outcome,
+        session_id=session.session_id if session else "",
+        reward=session.reward if session else None,
+        result=result,
+        attempts=attempt,
+        seconds=(clock.monotonic_ms() - started_ms) / 1000 if session else 0.0,
+        error=_text(error) if error else "",
+        error_type=type(error).__name__ if error else "",
+    )
+
+
+def _where(
+    seat: Seat, attempt: int, error: Exception, session_id: str = ""
+) -> dict[str, dict[str, object]]:
+    return fields(
+        session_id=session_id,
+        group=seat.group.group_id,
+        sample=seat.index,
+        attempt=attempt,
+        error=_text(error),
+    )
+
+
+def _text(error: Exception) -> str:
+    return without_keys("".join(traceback.format_exception_only(error)).strip()[:_ERROR_CHARS])
+
+
+# The summary of a rollout, in bounded memory.
+
+_MAX_ERROR_TYPES = 64
+_MAX_TEXTS = 16
+_TEXT_CHARS = 500
+_STEP = 1.05
+
+
+@dataclass(slots=True)
+class Durations:
+    """A histogram of durations, in buckets of 5 %."""
+
+    _buckets: Counter[int] = field(default_factory=Counter)
+
+    def add(self, seconds: float) -> None:
+        """Counts a duration."""
+        self._buckets[round(math.log(max(seconds, 1e-3), _STEP))] += 1
+
+    def quantile(self, share: float) -> float | None:
+        """Returns a quantile, accurate to 5 %; None if the histogram is empty."""
+        left = share * self._buckets.total()
+        for bucket in sorted(self._buckets):
+            left -= self._buckets[bucket]
+            if left <= 0:
+                return float(_STEP**bucket)
+        return None
+
+
+@dataclass(slots=True)
+class RolloutSummary:
+    """The summary of a rollout."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Places by outcome: COMPLETED, FAILED, ABORTED."""
+    groups: Counter[str] = field(default_factory=Counter)
+    """Groups: succeeded, failed."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Places by class of the error; "other" beyond 64 classes."""
+    texts: Counter[str] = field(default_factory=Counter)
+    """Seats by the text of the error, for the first 16 distinct texts; a text is cut after 500
+    characters."""
+    lost: int = 0
+    """Seats without a session that counts: none could be opened, or its close was not confirmed."""
+    retries: int = 0
+    """Attempts after the first."""
+    rewarded: int = 0
+    """Sessions with a reward."""
+    reward_sum: float = 0.0
+    seconds: Durations = field(default_factory=Durations)
+    """Time that sessions were open."""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean reward of the sessions that have one."""
+        return self.reward_sum / self.rewarded if self.rewarded else None
+
+    def add(self, outcome: SampleOutcome) -> None:
+        """Counts a seat."""
+        self.counts[outcome.outcome] += 1
+        self.retries += outcome.attempts - 1
+        if outcome.error_type:
+            known = outcome.error_type in self.errors or len(self.errors) < _MAX_ERROR_TYPES
+            name = outcome.error_type if known else "other"
+            self.errors[name] += 1
+            text = outcome.error[:_TEXT_CHARS]
+            if text in self.texts or len(self.texts) < _MAX_TEXTS:
+                self.texts[text] += 1
+        if outcome.reward is not None:
+            self.rewarded += 1
+            self.reward_sum += outcome.reward
+        if outcome.session_id:
+            self.seconds.add(outcome.seconds)
+        else:
+            self.lost += 1
+
+    def add_group(self, group: GroupOutcome) -> None:
+        """Counts a group."""
+        self.groups["succeeded" if group.succeeded else "failed"] += 1
+
+    def __str__(self) -> str:
+        """Returns the summary as one line, and a line for each of up to five distinct errors."""
+        parts = [f"{outcome.lower()} {count}" for outcome, count in sorted(self.counts.items())]
+        parts += [f"groups {name} {count}" for name, count in sorted(self.groups.items())]
+        if self.lost:
+            parts.append(f"seats lost {self.lost}")
+        if self.retries:
+            parts.append(f"retries {self.retries}")
+        if self.mean_reward is not None:
+            parts.append(f"reward {self.mean_reward:.3f}")
+        for share in (0.5, 0.99):
+            if (seconds := self.seconds.quantile(share)) is not None:
+                parts.append(f"p{share * 100:.0f} {seconds:.2f} s")
+        return "\n".join([", ".join(parts), *self.first_errors()])
+
+    def first_errors(self, most: int = 5) -> list[str]:
+        """Returns a line for each of the first distinct errors: the seats, and the text."""
+        first = list(self.texts.items())[:most]
+        return [f"  {count} failed: {' '.join(text.split())}" for text, count in first]
+
+
+# Shows the progress of a rollout: a bar on a terminal with rich installed, otherwise lines.
+
+Show: TypeAlias = Callable[[RolloutSummary], None]
+_LINE_MS = 5_000
+
+
+@contextmanager
+def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
+    """Yields a function that shows a summary on standard error.
+
+    Args:
+        total: Number of seats; None if unknown.
+        wanted: Whether to show anything; None: if standard error is a terminal.
+    """
+    is_terminal = sys.stderr.isatty()
+    if not (is_terminal if wanted is None else wanted):
+        yield lambda _: None
+    elif is_terminal and importlib.util.find_spec("rich"):
+        with _bar(total) as show:
+            yield show
+    else:
+        with _lines(total) as show:
+            yield show
+
+
+@contextmanager
+def _lines(total: int | None) -> Iterator[Show]:
+    last: tuple[int, RolloutSummary | None] = (clock.monotonic_ms(), None)
+
+    def show(summary: RolloutSummary) -> None:
+        nonlocal last
+        now = clock.monotonic_ms()
+        if now - last[0] < _LINE_MS:
+            last = (last[0], summary)
+            return
+        _write(summary, total)
+        last = (now, None)
+
+    try:
+        yield show
+    finally:
+        if last[1] is not None:
+            _write(last[1], total)
+
+
+def _write(summary: RolloutSummary, total: int | None) -> None:
+    of = "" if total is None else f"/{total}"
+    sys.stderr.write(f"rollout {summary.counts.total()}{of}: {summary}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Show]:
+    from rich import console, progress  # noqa: PLC0415 - optional
+
+    columns: tuple[Any, ...] = (
+        progress.TextColumn("rollout"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.fields[text]}"),
+    )
+    with progress.Progress(*columns, console=console.Console(stderr=True)) as bar:
+        task = bar.add_task("rollout", total=total, text="")
+
+        def show(summary: RolloutSummary) -> None:
+            bar.update(task, completed=summary.counts.total(), text=str(summary).partition("\n")[0])
+
+        yield show
+
+
+Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
+"""Samples for the runners, or `Group`s; each becomes one group."""
+_Keywords = ParamSpec("_Keywords")
+
+
+class Rollout(AsyncIterator[GroupOutcome]):
+    """A running rollout: an iterator over its groups as they end. Made by `rollout_groups`."""
+
+    def __init__(
+        self, attempts: Attempts, samples: Samples, settings: RolloutSettings, show: Show
+    ) -> None:
+        """Takes the samples; `feed` starts them."""
+        self.summary = RolloutSummary()
+        """Summary of the seats and groups that have ended."""
+        self._samples = samples
+        self._settings = settings
+        self._show = show
+        self._attempts = attempts
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
+        self._seats: set[Seat] = set()
+        """The seats of groups that have begun, without those that have ended."""
+        self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
+        self._source_error: Exception | None = None
+        self._run_id = uuid.uuid4().hex if settings.run_id is None else settings.run_id
+
+    async def __anext__(self) -> GroupOutcome:
+        """Waits for the next group to end.
+
+        Raises:
+            Exception: The iterable of samples raised it; raised after the last group.
+        """
+        group = await self._ended.get()
+        if group is not None:
+            return group
+        self._ended.put_nowait(None)  # for the next call
+        if self._source_error is not None:
+            raise self._source_error
+        raise StopAsyncIteration
+
+    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts a session whenever there is room for one, until the samples end."""
+        try:
+            async for sample in _each(self._samples):
+                group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
+                seats = [Seat(group, index, stop) for index in range(group.size)]
+                self._seats.update(seats)
+                for seat in seats:
+                    await self._slots.acquire()
+                    task = tasks.create_task(self._run(seat))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+        except Exception as error:  # noqa: BLE001 - `__anext__` raises it
+            self._source_error = error
+        while self._running:
+            await asyncio.wait(self._running)
+        await self._ended.put(None)
+
+    def cancel(self) -> None:
+        """Cancels the running seats."""
+        for task in self._running:
+            task.cancel()
+
+    async def abandon(self, timeout_s: float) -> None:
+        """Abandons the seats that a cancellation left without a session, in at most `timeout_s`."""
+        left = [seat for seat in self._seats if not seat.taken]
+        self._seats.clear()
+        reason = "the rollout was cancelled before a session took the seat"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._attempts.abandon(seat, reason) for seat in left))
+
+    def _begin(self, given: Any) -> GroupState:
+        """Returns the group of a sample; its own settings override those of the rollout."""
+        settings = self._settings
+        group = given if isinstance(given, Group) else Group(sample=given)
+        sample, n = group.sample, settings.n if group.n is None else group.n
+        if n < 1:
+            raise InvalidFieldError("n", f"is {n}; give at least 1")
+        metadata = group.metadata
+        if metadata is None:
+            metadata = settings.metadata(sample) if settings.metadata else {}
+        if name := agent_name(sample):
+            metadata = {**metadata, "agent_name": name}
+        group_id, run_id = group.group_id, self._run_id
+        if not group_id and settings.group_id:
+            group_id = settings.group_id(sample)
+            if not isinstance(group_id, str) or not group_id:
+                raise InvalidFieldError("group_id", f"returned {group_id!r:.200}; return a string")
+        if not group_id:  # a random id is that of one group in all runs
+            group_id, run_id = uuid.uuid4().hex, settings.run_id or ""
+        return GroupState(
+            group_id,
+            sample,
+            n,
+            needed_of(settings.needed, n),
+            group.runner or name or settings.runner,
+            settings.sampling if group.sampling is None else group.sampling,
+            dict(metadata),
+            run_id,
+        )
+
+    async def _run(self, seat: Seat) -> None:
+        try:
+            outcome = await self._attempts.run(seat)
+            self._seats.discard(seat)
+            self.summary.add(outcome)
+            group = seat.group.add(outcome)
+            if seat.group.failed and not seat.stop.done():
+                seat.stop.set_result(None)
+            if group is not None:
+                self.summary.add_group(group)
+            self._show(self.summary)
+            if self._settings.on_sample is not None:
+                self._settings.on_sample(outcome)
+            if group is not None:
+                await self._ended.put(group)
+        finally:
+            self._slots.release()
+
+
+def _with_settings(
+    make: Callable[_Keywords, RolloutSettings],
+) -> Callable[
+    [Callable[[Client, Samples, RolloutSettings], _Result]],
+    Callable[Concatenate[Client, Samples, _Keywords], _Result],
+]:
+    """Turns a function of the settings into one of keyword arguments, with their types."""
+
+    def wrap(
+        call: Callable[[Client, Samples, RolloutSettings], _Result],
+    ) -> Callable[Concatenate[Client, Samples, _Keywords], _Result]:
+        def called(
+            client: Client, samples: Samples, /, *args: _Keywords.args, **settings: _Keywords.kwargs
+        ) -> _Result:
+            return call(client, samples, make(*args, **settings))
+
+        functools.update_wrapper(called, call)
+        return called
+
+    return wrap
+
+
+@_with_settings(RolloutSettings)
+def rollout_groups(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AbstractAsyncContextManager[Rollout]:
+    """Rolls samples out while the block runs: `async with ... as groups: async for g in groups`.
+
+    Leaving the block early stops running agents and closes their sessions. The keyword arguments
+    are those of `RolloutSettings`.
+
+    Raises:
+        InvalidFieldError: A setting is invalid.
+        Exception: `on_sample` raised it.
+    """
+    return _rolling(client, samples, settings)
+
+
+@_with_settings(RolloutSettings)
+async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -> RolloutSummary:
+    """Runs every sample `n` times, as one group, and waits for all groups.
+
+    The keyword arguments are those of `RolloutSettings`.
+
+    Returns:
+        Counts, rewards and durations. A failed session does not affect its siblings.
+
+    Raises:
+        InvalidFieldError: A setting is invalid.
+        Exception: The iterable of samples or `on_sample` raised it.
+    """
+    async with _rolling(client, samples, settings) as groups:
+        async for _ in groups:
+            pass
+    return groups.summary
+
+
+@asynccontextmanager
+async def _rolling(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AsyncIterator[Rollout]:
+    error: Exception | None = None
+    with showing(_total(samples, settings.n), wanted=settings.progress) as show:
+        async with _deliveries(client, settings) as deliveries:
+            arrivals = None if deliveries is None else Arrivals(deliveries)
+            running = Rollout(Attempts(client, settings, arrivals), samples, settings, show)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    working = [tasks.create_task(running.feed(tasks))]
+                    if arrivals is not None:
+                        working.append(tasks.create_task(arrivals.serve()))
+                    try:
+                        yield running
+                    except Exception as raised:  # noqa: BLE001 - raised below, not in a group
+                        error = raised
+                    for task in working:
+                        task.cancel()
+                    running.cancel()
+            except (
+                ExceptionGroup
+            ) as group:  # of `on_sample`; an error of the block takes precedence
+                error = error or group.exceptions[0]
+            finally:
+                await shielded(running.abandon(settings.limits.close_s), settings.limits.close_s)
+    if error is not None:
+        raise error
+
+
+def _deliveries(
+    client: Client, settings: RolloutSettings
+) -> AbstractAsyncContextManager[Subscription | None]:
+    """Returns the subscription for `on_session`."""
+    if settings.on_session is None:
+        return nullcontext()
+    return client.subscribe(
+        settings.consumer,
+        unit="session",
+        credits=settings.concurrency,
+        options=SubscribeOptions(
+            filter=collector_pb2.DeliveryFilter(
+                model=settings.model, purposes=[purpose_of(settings.purpose)]
+            )
+        ),
+    )
+
+
+def _total(samples: Samples, n: int) -> int | None:
+    """Returns the number of seats, for the progress bar; None if it is not known."""
+    if isinstance(samples, (list, tuple)):
+        return sum((isinstance(one, Group) and one.n) or n for one in samples)
+    return len(samples) * n if isinstance(samples, Sized) else None
+
+
+async def _each(samples: Samples) -> AsyncIterator[Any]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample

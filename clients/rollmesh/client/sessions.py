@@ -1,0 +1,840 @@
+"""An open session."""
+
+import math
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.client.arguments import (
+    ExportForm,
+    Purpose,
+    SamplingPolicy,
+    export_mode,
+    filled,
+    outcome_of,
+    policy_of,
+    purpose_of,
+    read_sampling,
+)
+from rollmesh.client.connections import Connections, GatewayMethod
+from rollmesh.client.retries import retried
+from rollmesh.client.shielding import shielded
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.codec.enums import name_of, text_of
+from rollmesh.runtime.codec.token_arrays import unpack_tokens
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RepeatConflictError,
+    SessionClosedError,
+    SessionKeyWrongError,
+)
+from rollmesh.v1 import (
+    chat_pb2,
+    collector_pb2,
+    gateway_pb2,
+    sampling_pb2,
+    session_pb2,
+    trajectory_pb2,
+)
+
+# Rewards of a session, of its trajectories and of its turns.
+
+REWARD_NAMES = frozenset({"reward", "trajectory_rewards", "turn_rewards"})
+"""What `read_rewards` reads from a mapping."""
+_ANSWER = "chatcmpl-"
+
+
+@dataclass(slots=True)
+class Rewards:
+    """The rewards of one session; omitted ones are not set.
+
+    The session's reward applies to all its trajectories without one of their own.
+    """
+
+    session: float | None = None
+    """Reward of the whole session."""
+    trajectories: dict[str, float] = field(default_factory=dict)
+    """By trajectory id, or by the id of the last answer of the trajectory."""
+    turns: dict[str | int, float] = field(default_factory=dict)
+    """By the id of the answer (`chatcmpl-...`), or by node id."""
+
+    def to_proto(self, session_id: str) -> session_pb2.SessionRewards:
+        """Returns the rewards as a message.
+
+        Raises:
+            InvalidFieldError: A reward is not a finite number, or an id belongs to another session.
+        """
+        values = (*self.trajectories.values(), *self.turns.values())
+        _check_finite(values if self.session is None else (self.session, *values))
+        return session_pb2.SessionRewards(
+            reward=self.session,
+            trajectory_rewards={
+                trajectory_id.removeprefix(_ANSWER): reward
+                for trajectory_id, reward in self.trajectories.items()
+            },
+            turn_rewards={
+                _node_id(turn, session_id): reward for turn, reward in self.turns.items()
+            },
+        )
+
+
+def read_rewards(value: object) -> Rewards:
+    """Reads the result of a runner or a reward function.
+
+    Args:
+        value: A number, `Rewards`, None, or (the JSON result of a command) a mapping with
+            `reward`, `trajectory_rewards` and `turn_rewards`, all optional.
+
+    Raises:
+        InvalidFieldError: It is none of these.
+    """
+    if value is None:
+        return Rewards()
+    if isinstance(value, Rewards):
+        return value
+    if isinstance(value, Mapping):
+        return _of_mapping(value)
+    try:
+        return Rewards(session=float(value))  # type: ignore[arg-type]  # NumPy's and torch's too
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(
+            "reward",
+            f"is a {type(value).__name__}; return a number, Rewards or None, "
+            "or give the rollout a reward function that reads it",
+        ) from error
+
+
+def _of_mapping(value: Mapping[str, Any]) -> Rewards:
+    reward = value.get("reward")
+    parts = [value.get(name) or {} for name in ("trajectory_rewards", "turn_rewards")]
+    try:
+        trajectories, turns = ({key: float(part[key]) for key in part} for part in parts)
+        return Rewards(None if reward is None else float(reward), trajectories, turns)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(
+            "reward", f"{value!r:.200} has a value that is not a number"
+        ) from error
+
+
+def _node_id(turn: str | int, session_id: str) -> int:
+    if isinstance(turn, int) or turn.isdecimal():  # a JSON object's keys are text
+        return int(turn)
+    of, _, node_id = turn.removeprefix(_ANSWER).rpartition("-")
+    if of != session_id or not node_id.isdecimal():
+        raise InvalidFieldError(
+            "rewards.turns",
+            f"{turn!r} is not an answer of session {session_id}; give the id of one",
+            turn=turn,
+        )
+    return int(node_id)
+
+
+def _check_finite(rewards: Iterable[float]) -> None:
+    for reward in rewards:
+        try:
+            finite = math.isfinite(reward)
+        except TypeError:  # no number at all
+            finite = False
+        if not finite:
+            raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
+
+
+Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
+"""How a session ended."""
+
+
+@dataclass(slots=True)
+class Session:
+    """An open session: one attempt of an agent at one task."""
+
+    session_id: str
+    """Grants no access, so it may be logged and shown."""
+    api_key: str = field(repr=False)
+    """Bearer token of this session only."""
+    base_url: str = field(repr=False)
+    """The agent's base URL. It contains the key, so it works with any API key or none; keep it as
+    secret as the key."""
+    model: str = ""
+    """Name of the model that answers, which agents send in their requests."""
+    rewards: Rewards = field(default_factory=Rewards)
+    """Set before the session is closed."""
+    closed: bool = False
+    request_id: str = field(default="", repr=False)
+    """Request id under which it was opened; a trainer's token and this return its key."""
+
+    @property
+    def keyless_url(self) -> str:
+        """The base URL with the id instead of the key; the agent must send `api_key`."""
+        return self.base_url.replace(self.api_key, self.session_id)
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of the whole session."""
+        return self.rewards.session
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        self.rewards.session = reward
+
+
+# The conversation of a session as text, for reward functions.
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptTurn:
+    """One answer of the model."""
+
+    answer_id: str
+    """The completion's id, as the agent received it."""
+    node_id: int
+    parent_node_id: int
+    """Node that it continues."""
+    lineage: str
+    """MAIN, SIBLING, BRANCH, ROOT, AUXILIARY, SUB_AGENT or COMPACTION."""
+    finish_reason: str
+    """STOP or LENGTH."""
+    message: dict[str, Any]
+    """The answer, as an OpenAI message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """An open session's conversation tree as text."""
+
+    turns: tuple[TranscriptTurn, ...]
+    """In the order of the answers."""
+    _nodes: dict[int, tuple[int, list[dict[str, Any]]]]
+    """Parent and messages by node id."""
+
+    @classmethod
+    def from_proto(cls, proto: gateway_pb2.GetSessionResponse) -> "Transcript":
+        """Reads a session's tree."""
+        nodes = {
+            node.node_id: (node.parent_node_id, [_message(message) for message in node.messages])
+            for node in proto.nodes
+        }
+        turns = (
+            TranscriptTurn(
+                f"chatcmpl-{proto.session_id}-{node.node_id}",
+                node.node_id,
+                node.parent_node_id,
+                name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
+                name_of(sampling_pb2.FinishReason.DESCRIPTOR, node.finish_reason),
+                nodes[node.node_id][1][0],
+            )
+            for node in proto.nodes
+            if node.sampled
+        )
+        return cls(tuple(turns), nodes)
+
+    @property
+    def last(self) -> TranscriptTurn | None:
+        """The last turn that is not auxiliary; None if there is none."""
+        return next((turn for turn in reversed(self.turns) if turn.lineage != "AUXILIARY"), None)
+
+    def messages(self, turn: TranscriptTurn | None = None) -> list[dict[str, Any]]:
+        """Returns the conversation up to a turn, by default the last one."""
+        end = turn or self.last
+        found: list[list[dict[str, Any]]] = []
+        at = end.node_id if end else 0
+        while at:
+            at, said = self._nodes[at]
+            found.append(said)
+        return [message for said in reversed(found) for message in said]
+
+
+def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "role": name_of(chat_pb2.Role.DESCRIPTOR, message.role).lower(),
+        "content": text_of(message) or None,
+    }
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "reasoning_content", "name"):
+        if message.HasField(name):
+            found[name] = getattr(message, name)
+    return found
+
+
+# The client's calls about open sessions.
+
+_LEAVE_S = 10.0
+_SIDECAR_S = 10.0
+
+
+class SessionCalls(Connections):
+    """Opens, reads and closes sessions at the gateway."""
+
+    @asynccontextmanager
+    async def session(  # noqa: PLR0913 - keywords, each with a default
+        self,
+        *,
+        model: str = "",
+        group_id: str = "",
+        sample_index: int = 0,
+        group_size: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        sampling_policy: SamplingPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+        export: ExportForm = "leaves",
+        purpose: Purpose = "train",
+        request_id: str = "",
+        reward_timeout_ms: int | None = None,
+        run_id: str = "",
+    ) -> AsyncIterator[Session]:
+        """Holds a session open; leaving closes it with `session.rewards`.
+
+        After an exception it is closed as FAILED, after a cancellation as ABORTED.
+
+        Args:
+            model: Name of the model that answers; may be empty if the mesh has only one.
+            group_id: Shared by the sessions of one prompt; empty: a group of one.
+            sample_index: Index in the group.
+            group_size: Number of sessions in the group.
+            sampling: Sampling parameters of all turns, by the names of `SamplingParams`.
+            sampling_policy: Whether an agent may sample otherwise: a `SamplingPolicy`. None: the
+                gateway's setting.
+            metadata: Delivered to the trainer with the session.
+            export: One trajectory per leaf of the conversation tree, one per turn, or the tree
+                itself, each token once, as `SessionResult.tree`.
+            purpose: The use of its tokens: "train", "eval" or "other". Consumers get sessions to
+                train on, unless their filter says more.
+            request_id: Makes the call repeatable, by a trainer that was restarted too: while the
+                session is open, it is returned; once it is closed, `SessionClosedError` is raised
+                as long as its gateway remembers that.
+            reward_timeout_ms: As of `close_session`, if the block ends without an error.
+            run_id: The run of the group: with another one, the `group_id` names another group.
+
+        Raises:
+            RollmeshError: The gateway refuses.
+        """
+        request = self.session_request(
+            model=model,
+            group_id=group_id,
+            sample_index=sample_index,
+            group_size=group_size,
+            sampling=sampling,
+            sampling_policy=sampling_policy,
+            metadata=metadata,
+            export=export,
+            purpose=purpose,
+            request_id=request_id,
+            run_id=run_id,
+        )
+        session = await self.open_session(request)
+        try:
+            yield session
+        except BaseException as error:
+            if not session.closed:
+                outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
+                with suppress(RepeatConflictError):  # an earlier close, which was kept
+                    await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
+            raise
+        if not session.closed:
+            await self.close_session(session, reward_timeout_ms=reward_timeout_ms)
+
+    @staticmethod
+    def session_request(  # noqa: PLR0913 - keywords, each with a default
+        *,
+        model: str = "",
+        group_id: str = "",
+        sample_index: int = 0,
+        group_size: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        sampling_policy: SamplingPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+        export: ExportForm = "leaves",
+        purpose: Purpose = "train",
+        request_id: str = "",
+        run_id: str = "",
+    ) -> gateway_pb2.CreateSessionRequest:
+        """Returns the request for a session; the arguments are those of `session`.
+
+        Raises:
+            InvalidFieldError: An argument is invalid.
+        """
+        return filled(
+            gateway_pb2.CreateSessionRequest,
+            model=model,
+            request_id=request_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            group_size=group_size,
+            sampling=read_sampling(sampling),
+            sampling_policy=policy_of(sampling_policy),
+            metadata=dict(metadata or {}),
+            export_mode=export_mode(export),
+            purpose=purpose_of(purpose),
+            run_id=run_id,
+        )
+
+    async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
+        """Opens a session, retrying while the gateway is full; the caller closes it.
+
+        A request id that an earlier process gave returns the session that it opened, at whichever
+        gateway that is; see `session`.
+        """
+        is_repeat = bool(request.request_id)
+        if not is_repeat:  # retries must not open another session
+            request.request_id = uuid.uuid4().hex
+        sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
+        opened = await self._opened(request, is_repeat=is_repeat)
+        base_url = f"{sidecar}/sessions/{opened.session_key}/v1"
+        return Session(
+            opened.session_id,
+            opened.session_key,
+            base_url,
+            opened.model,
+            request_id=request.request_id,
+        )
+
+    async def close_session(
+        self,
+        session: Session,
+        *,
+        outcome: Outcome = "COMPLETED",
+        metadata: Mapping[str, str] | None = None,
+        superseded: bool = False,
+        reward_timeout_ms: int | None = None,
+    ) -> list[str]:
+        """Closes a session with its rewards; returns the ids of its trajectories.
+
+        If an operator ended the session's key, the session gets its next one first.
+
+        Args:
+            session: The session.
+            outcome: How it ended.
+            metadata: Added to the session's metadata.
+            superseded: Whether another session takes its `sample_index`.
+            reward_timeout_ms: Time that the collector holds the session back for `set_rewards`,
+                milliseconds. None: it is delivered at once.
+
+        Raises:
+            InvalidFieldError: A reward names an unknown turn or trajectory, or another argument is
+                invalid; the session stays open.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        request = filled(
+            gateway_pb2.CloseSessionRequest,
+            session_id=session.session_id,
+            outcome=outcome_of(outcome),
+            metadata=dict(metadata or {}),
+            rewards=session.rewards.to_proto(session.session_id),
+            superseded=superseded,
+            reward_timeout_ms=reward_timeout_ms,
+        )
+        response = await self._with_key(session, lambda stub: stub.CloseSession, request)
+        session.closed = True
+        return list(response.trajectory_ids)
+
+    async def revoke_key(self, session: Session) -> None:
+        """Ends the key of an open session; the session gets the next key and another base URL.
+
+        An agent that has only the old ones gets 401 from now on. Its running turns are not ended.
+
+        Raises:
+            SessionKeyWrongError: The session's key was ended by somebody else.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        old = session.api_key
+        request = gateway_pb2.RevokeSessionKeyRequest(
+            session_id=session.session_id, session_key=old, request_id=uuid.uuid4().hex
+        )
+        response = await self._at_gateway(
+            session.session_id, lambda stub: stub.RevokeSessionKey, request
+        )
+        _rekey(session, response.session_key)
+
+    async def renew_key(self, session: Session) -> None:
+        """Gives an open session its current key and base URL, after somebody ended the old ones.
+
+        Raises:
+            InvalidFieldError: The session has no request id; it was not opened by a client.
+            SessionClosedError: The session is closed.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        if not session.request_id:
+            raise InvalidFieldError(
+                "request_id", "is empty; give the one under which the session was opened"
+            )
+        find = gateway_pb2.FindSessionRequest(request_id=session.request_id)
+        found = await self._at_gateway(session.session_id, lambda stub: stub.FindSession, find)
+        if found.closed or found.session_id != session.session_id:  # another must not be opened
+            raise SessionClosedError(
+                f"session {session.session_id} is closed", session_id=session.session_id
+            )
+        request = gateway_pb2.CreateSessionRequest(
+            request_id=session.request_id, model=session.model
+        )
+        opened = await self._at_gateway(
+            session.session_id, lambda stub: stub.CreateSession, request
+        )
+        _rekey(session, opened.session_key)
+
+    async def _with_key(self, session: Session, method: GatewayMethod, request: Any) -> Any:
+        """Makes a call with a session's key; if that was ended, with the next one."""
+        request.session_key = session.api_key
+        try:
+            return await self._at_gateway(session.session_id, method, request)
+        except SessionKeyWrongError:
+            if not session.request_id:
+                raise
+            await self.renew_key(session)
+            if session.api_key == request.session_key:
+                raise
+        request.session_key = session.api_key
+        return await self._at_gateway(session.session_id, method, request)
+
+    async def transcript(self, session: Session) -> Transcript:
+        """Returns the conversation of an open session so far."""
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
+        found = await self._with_key(session, lambda stub: stub.GetSession, request)
+        return Transcript.from_proto(found)
+
+
+def _rekey(session: Session, key: str) -> None:
+    session.base_url = session.base_url.replace(session.api_key, key)
+    session.api_key = key
+
+
+# The token arrays of trajectories and trees.
+
+_ID_BYTES = 4
+
+
+class TokenColumns(NamedTuple):
+    """One value per token, in arrays of equal length N."""
+
+    token_ids: TokenIds
+    """uint32 [N]."""
+    logprobs: Logprobs
+    """float32 [N]."""
+    loss_mask: Mask
+    """bool [N]."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]; -1 for tokens that were not sampled."""
+
+
+def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenColumns:
+    """Reads the tokens of a trajectory or a tree, without a copy.
+
+    Raises:
+        InvalidFieldError: The arrays differ in length.
+    """
+    token_ids, logprobs, mask = unpack_tokens(proto.tokens, "tokens")
+    versions = np.full(len(token_ids), -1, np.int64)
+    for span in proto.version_spans:
+        versions[span.start : span.end] = span.policy_version
+    return TokenColumns(token_ids, logprobs, mask, versions)
+
+
+def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
+    """Returns the names of reasons; `UNKNOWN_99` for a value that only a newer mesh knows."""
+    return tuple(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)
+
+
+def read_images(
+    proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+) -> tuple[trajectory_pb2.TrajectoryImage, ...]:
+    """Returns the images of a trajectory or a tree, and the tokens that stand for them.
+
+    Raises:
+        InvalidFieldError: They overlap, or are not within the tokens.
+    """
+    end = 0
+    for image in proto.images:
+        if image.start < end or not image.tokens:
+            raise InvalidFieldError("images", "overlap; the collector's answer is damaged")
+        end = image.start + image.tokens
+    if end * _ID_BYTES > len(proto.tokens.token_ids_u32le):
+        raise InvalidFieldError("images", "are not within the tokens; the answer is damaged")
+    return tuple(proto.images)
+
+
+# A session's conversation tree for tree training: each token once, packed.
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTree:
+    """A conversation tree of M nodes and N tokens; a forest if the tools changed.
+
+    The tokens of a node are contiguous and follow those of its parent. A token attends only to its
+    own path: `position_ids` count along it, and `attention_mask` hides everything else.
+    """
+
+    token_ids: TokenIds
+    """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
+    logprobs: Logprobs
+    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
+    loss_mask: Mask
+    """bool [N]: true if the token is trained."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
+    position_ids: NDArray[np.int64]
+    """int64 [N]: number of tokens before it on its path."""
+    node_index: NDArray[np.int64]
+    """int64 [N]: node of the token, 0 to M - 1."""
+    parents: NDArray[np.int64]
+    """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    turn_rewards: NDArray[np.float64]
+    """float64 [M]: reward of each node's turn; NaN if it has none."""
+    nodes: tuple[trajectory_pb2.TrajectoryNode, ...]
+    """Message, lineage, reasons, engine and prompt CRC of each of the M nodes."""
+    reasons: tuple[str, ...]
+    """Fidelity reasons of the tree; ("EXACT",) if there are none."""
+    images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
+    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    session's `images`."""
+
+    @classmethod
+    def from_proto(cls, proto: trajectory_pb2.TrajectoryTree) -> "TrajectoryTree":
+        """Reads a tree.
+
+        Raises:
+            InvalidFieldError: Arrays differ in length, nodes do not cover them, or a child
+                precedes its parent.
+        """
+        arrays = read_tokens(proto)
+        parents = np.array(
+            [node.parent_index if node.HasField("parent_index") else -1 for node in proto.nodes],
+            np.int64,
+        )
+        bounds = np.array([0, *(node.end for node in proto.nodes)], np.int64)
+        sizes = np.diff(bounds)
+        if bounds[-1] != len(arrays.token_ids) or (sizes < 0).any():
+            raise InvalidFieldError(
+                "tree.nodes", "do not cover all tokens; the collector's answer is damaged"
+            )
+        if (parents >= np.arange(len(parents))).any():
+            raise InvalidFieldError(
+                "tree.nodes", "lists a child before its parent; the collector's answer is damaged"
+            )
+        ends = np.zeros(len(parents) + 1, np.int64)  # of the paths; the last is that of no parent
+        for at, parent in enumerate(parents):
+            ends[at] = ends[parent] + sizes[at]
+        offsets = ends[:-1] - bounds[1:]
+        return cls(
+            *arrays,
+            position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
+            node_index=np.repeat(np.arange(len(parents)), sizes),
+            parents=parents,
+            turn_rewards=np.array(
+                [node.reward if node.HasField("reward") else np.nan for node in proto.nodes],
+                np.float64,
+            ),
+            nodes=tuple(proto.nodes),
+            reasons=reason_names(proto.reasons),
+            images=read_images(proto),
+        )
+
+    def leaves(self) -> NDArray[np.int64]:
+        """Returns the nodes without children, int64 [L], oldest first."""
+        return np.setdiff1d(np.arange(len(self.parents)), self.parents)
+
+    def path(self, node: int) -> NDArray[np.int64]:
+        """Returns the tokens from the root to the end of a node.
+
+        Returns:
+            Indices into the token arrays, int64 [P], ascending: `token_ids[path]` is the sequence
+            that the engine had, and `position_ids[path]` is 0 to P - 1.
+        """
+        runs: list[NDArray[np.int64]] = []
+        while node >= 0:
+            runs.append(np.arange(self.nodes[node].start, self.nodes[node].end))
+            node = int(self.parents[node])
+        return np.concatenate([np.empty(0, np.int64), *runs[::-1]])
+
+    def paths(self) -> list[NDArray[np.int64]]:
+        """Returns `path` of every leaf; these are the trajectories of `export="leaves"`."""
+        return [self.path(int(leaf)) for leaf in self.leaves()]
+
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """Returns which tokens each token attends to: itself and those before it on its path.
+
+        Returns:
+            bool [N, N], row: the attending token, column: the visible ones. Dense, N * N bytes;
+            kernels with block masks need only `node_index` and `parents`.
+        """
+        return path_mask(self.parents, self.node_index)
+
+
+def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which tokens each token attends to: itself and those before it on its path.
+
+    Args:
+        parents: int64 [M], each below its child's own index; -1 for a root.
+        node_index: int64 [N], ascending: the node of each token.
+
+    Returns:
+        bool [N, N], row: the attending token, column: the visible ones.
+    """
+    count = len(parents)
+    above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
+    for at, parent in enumerate(parents):
+        if parent >= 0:
+            above[at] = above[parent]
+        above[at, at] = True
+    seen = above[node_index[:, None], node_index[None, :]]
+    return np.tril(seen)  # parents precede their children, so this hides only later tokens
+
+
+# Closed sessions and their trajectories, as NumPy arrays and plain fields.
+
+_TRAIN = session_pb2.SESSION_PURPOSE_TRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One root-to-leaf token sequence; all arrays have length N."""
+
+    trajectory_id: str
+    token_ids: TokenIds
+    """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
+    logprobs: Logprobs
+    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
+    loss_mask: Mask
+    """bool [N]: true if the token is trained in this trajectory."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
+    prompt_tokens: int
+    """Number of ids before the first sampled one."""
+    turns: int
+    """Number of sampled turns along the path."""
+    lineage: str
+    """Origin of the branch: MAIN, SIBLING, BRANCH, ROOT, ..."""
+    reasons: tuple[str, ...]
+    """Fidelity reasons; ("EXACT",) if there are none."""
+    path: trajectory_pb2.Trajectory = field(repr=False)
+    """A message that holds only the segments. A tuple of messages would be hundreds of objects per
+    trajectory for the garbage collector to traverse."""
+    reward: float | None
+    """The trajectory's own reward; None: the session's applies."""
+    images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
+    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    session's `images`."""
+
+    @property
+    def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
+        """The nodes along the path."""
+        return tuple(self.path.segments)
+
+    @classmethod
+    def from_proto(cls, proto: trajectory_pb2.Trajectory) -> "Trajectory":
+        """Reads a trajectory.
+
+        Raises:
+            InvalidFieldError: The arrays differ in length.
+        """
+        arrays = read_tokens(proto)
+        path = trajectory_pb2.Trajectory()
+        path.segments.MergeFrom(proto.segments)
+        return cls(
+            proto.trajectory_id,
+            arrays.token_ids,
+            arrays.logprobs,
+            arrays.loss_mask,
+            arrays.policy_versions,
+            proto.prompt_tokens,
+            proto.turns,
+            name_of(trajectory_pb2.Lineage.DESCRIPTOR, proto.lineage),
+            reason_names(proto.reasons),
+            path,
+            proto.reward if proto.HasField("reward") else None,
+            read_images(proto),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionResult:
+    """A closed session."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    outcome: str
+    """COMPLETED, FAILED or ABORTED. Values that only a newer mesh knows, also of lineages and
+    reasons, become `UNKNOWN_99`."""
+    reward: float | None
+    turns: int
+    metadata: dict[str, str]
+    trajectories: tuple[Trajectory, ...]
+    tree: TrajectoryTree | None = None
+    """Replaces the trajectories if the session was opened with `export="tree"`."""
+    superseded: bool = False
+    """Whether it failed and was retried: another session has its `sample_index`."""
+    model: str = ""
+    """Name of the model that answered."""
+    images: dict[str, session_pb2.SessionImage] = field(default_factory=dict, repr=False)
+    """The images of its trajectories or its tree, by the SHA-256 of their bytes: each once, with
+    its media type and the file as the agent sent it."""
+    purpose: str = "TRAIN"
+    """TRAIN, EVAL or OTHER."""
+    abandoned: str = ""
+    """Why no session took this seat of the group; then there are no trajectories. Empty for a
+    session."""
+    run_id: str = ""
+    """Id of the run: a group is the sessions with one `run_id` and one `group_id`."""
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The ids of its run and its group; without a group, its own id."""
+        return self.run_id, self.group_id or self.session_id
+
+    @classmethod
+    def from_proto(cls, proto: session_pb2.SessionRecord) -> "SessionResult":
+        """Reads a session."""
+        return cls(
+            proto.session_id,
+            proto.group_id,
+            proto.sample_index,
+            name_of(session_pb2.SessionOutcome.DESCRIPTOR, proto.outcome),
+            proto.reward if proto.HasField("reward") else None,
+            proto.turns,
+            dict(proto.metadata),
+            tuple(map(Trajectory.from_proto, proto.trajectories)),
+            TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
+            proto.superseded,
+            proto.model,
+            {image.sha256: image for image in proto.images},
+            name_of(session_pb2.SessionPurpose.DESCRIPTOR, proto.purpose or _TRAIN),
+            proto.abandoned,
+            proto.run_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A session or a group; acknowledge it when the trainer has stored it."""
+
+    delivery_id: str
+    """The same on every redelivery."""
+    attempt: int
+    """1 for the first delivery."""
+    sessions: tuple[SessionResult, ...]
+    """One, or all of the group in order of sample_index."""
+    removed: tuple[collector_pb2.RemovedTrajectories, ...] = ()
+    """Trajectories that the subscription's filter removed."""
+    partial: bool = False
+    """Whether the group has fewer samples than its size."""
+
+    @property
+    def group_id(self) -> str:
+        """Id of the group; empty for a session without one."""
+        return self.sessions[0].group_id
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run of its sessions."""
+        return self.sessions[0].run_id

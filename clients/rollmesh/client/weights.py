@@ -1,0 +1,302 @@
+"""Pushes weights through the router to all engines."""
+
+import asyncio
+import itertools
+import json
+import math
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollmesh.client.arguments import chosen, filled
+from rollmesh.client.connections import CALL_S, Connections
+from rollmesh.client.engines import PAUSE_MODES, EngineControlError
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+
+# Encodes tensors as a safetensors file, in chunks.
+#
+# The format is the header's length (8 bytes, little-endian), the header (JSON: dtype, shape and
+# offsets of every tensor) and the data: https://github.com/huggingface/safetensors#format. Tensors
+# that share memory are written separately. PyTorch is imported only by the caller.
+
+CHUNK_BYTES = 1024 * 1024
+"""Size of a chunk, bytes. The last one may be smaller."""
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def file_of(tensors: Mapping[str, Any]) -> tuple[int, Iterator[bytes]]:
+    """Returns the size of the file in bytes and an iterator that makes its chunks.
+
+    Args:
+        tensors: `torch.Tensor` on any device, or `numpy.ndarray`, by parameter name.
+
+    Raises:
+        InvalidFieldError: A tensor has an unsupported type or dtype.
+    """
+    if not tensors:
+        raise InvalidFieldError("weights", "is empty; give the parameters by name")
+    # Wide types first, as the format's own writer does: every tensor is then aligned.
+    names = sorted(tensors, key=lambda name: (-_item_bytes(name, tensors[name]), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += _item_bytes(name, tensor) * math.prod(tensor.shape)
+        header[name] = {
+            "dtype": _DTYPES[_dtype_name(name, tensor)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return len(head) + end, _pieces(head, (tensors[name] for name in names))
+
+
+def _pieces(head: bytes, tensors: Iterator[Any]) -> Iterator[bytes]:
+    waiting = bytearray()
+    for data in itertools.chain([memoryview(head)], map(_data, tensors)):
+        taken = 0
+        while taken < len(data):
+            room = CHUNK_BYTES - len(waiting)
+            waiting += data[taken : taken + room]
+            taken += room
+            if len(waiting) == CHUNK_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+def _dtype_name(name: str, tensor: Any) -> str:
+    text = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
+    if text not in _DTYPES:
+        raise InvalidFieldError(f"weights[{name!r}]", f"is of {text}; give a tensor of numbers")
+    return text
+
+
+def _item_bytes(name: str, tensor: Any) -> int:
+    _dtype_name(name, tensor)
+    size: int = tensor.itemsize
+    return size
+
+
+def _data(tensor: Any) -> memoryview:
+    """Returns the bytes of a tensor in row-major order."""
+    if not isinstance(tensor, np.ndarray):
+        torch = sys.modules["torch"]
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        tensor = plain.view(torch.uint8).numpy()
+    flat = np.ascontiguousarray(tensor).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+_TIMEOUT_S = 600.0
+
+
+class WeightsPushError(EngineControlError):
+    """An engine did not apply new weights. `results` has the result of every engine.
+
+    Read the results. Engines that failed get no leases until they are brought up to date.
+    """
+
+    reason = "WEIGHTS_PUSH_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Weights that the trainer sends through a vLLM weight transfer backend during the push."""
+
+    backend: str
+    """Backend that the engines were started with: nccl, ipc."""
+    updates: Sequence[Any]
+    """The `update_info` of each call of vLLM's `update_weights`, in order; JSON values."""
+
+
+async def _requests(
+    header: router_pb2.PushWeightsHeader, chunks: Iterator[bytes]
+) -> AsyncIterator[router_pb2.PushWeightsRequest]:
+    """Yields the header, then the file, of which only a chunk is in memory at a time."""
+    yield router_pb2.PushWeightsRequest(header=header)
+    # Copying from an accelerator takes time: a thread does it, not the event loop.
+    while chunk := await asyncio.to_thread(next, chunks, b""):
+        yield router_pb2.PushWeightsRequest(safetensors_chunk=chunk)
+
+
+def _checked(results: list[router_pb2.EngineResult]) -> list[router_pb2.EngineResult]:
+    if any(result.status.code for result in results):
+        raise WeightsPushError(results)
+    return results
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(field, f"cannot be serialised as JSON: {error}") from error
+
+
+def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
+    """Returns the weights of a model. An empty name selects the only model.
+
+    Raises:
+        InvalidFieldError: The mesh has no such model, or several and no name was given.
+    """
+    found = [one for one in response.models if model in {"", one.model}]
+    if len(found) != 1:
+        names = ", ".join(one.model for one in response.models) or "none"
+        raise InvalidFieldError("model", f"is {model!r}; name one of the mesh's ({names})")
+    return found[0]
+
+
+class WeightCalls(Connections):
+    """Pushes weights through the router."""
+
+    async def push_weights(
+        self,
+        weights: Mapping[str, Any] | Path | Transfer,
+        policy_version: int,
+        *,
+        mode: Literal["keep", "abort", "wait"] = "keep",
+        allow_partial: bool = False,
+        model: str = "",
+    ) -> list[router_pb2.EngineResult]:
+        """Pushes weights to all engines of a model. Tokens sampled afterwards carry the version.
+
+        If the router dies in the middle, the push is repeated, at another router or at the same one
+        when it is back, for a minute. The tensors must stay as they are until this returns. A
+        `Transfer` is not repeated: push the next version.
+
+        Args:
+            weights: torch tensors or NumPy arrays by parameter name. A directory of safetensors
+                files that every engine can read. Or, after `init_weight_transfer`, a `Transfer`
+                over NCCL or CUDA IPC. An engine that joins after a `Transfer` waits for the next
+                push.
+            policy_version: Must be higher than the last one, which `policy_version` returns.
+            mode: What happens to running requests; "keep" continues them with the new weights.
+            allow_partial: Whether a failed engine is only reported in its result.
+            model: Name of the model. May be empty if the mesh has only one.
+
+        Returns:
+            One result per engine.
+
+        Raises:
+            WeightsPushError: An engine did not apply them.
+        """
+        header = filled(
+            router_pb2.PushWeightsHeader,
+            policy_version=policy_version,
+            pause_mode=chosen("mode", mode, PAUSE_MODES),
+            model=model,
+            request_id=uuid.uuid4().hex,
+        )
+        match weights:
+            case Transfer():
+                header.transfer.backend = weights.backend
+                header.transfer.update_json.extend(_json(one, "updates") for one in weights.updates)
+            case Path():
+                header.checkpoint_dir = str(weights.absolute())  # noqa: ASYNC240 - no disk access
+            case Mapping():
+                header.safetensors_bytes, _ = file_of(weights)
+            case _:
+                kind = type(weights).__name__
+                raise InvalidFieldError(
+                    "weights", f"is a {kind}; give tensors, a Path or a Transfer"
+                )
+
+        async def push(
+            router: "router_pb2_grpc.RouterServiceAsyncStub",
+        ) -> router_pb2.PushWeightsResponse:
+            chunks = file_of(weights)[1] if isinstance(weights, Mapping) else iter(())
+            return await router.PushWeights(_requests(header, chunks), timeout=_TIMEOUT_S)
+
+        if isinstance(weights, Transfer):  # the trainer sends it once, by other means
+            with typed_errors():
+                response = await push(await self._routers.stub())
+        else:
+            response = await self._routers.repeat(push)
+        results = list(response.results)
+        return results if allow_partial else _checked(results)
+
+    async def policy_version(self, model: str = "") -> int:
+        """Returns the highest policy version pushed so far. 0 before the first push."""
+        return weights_of(await self.replicas(), model).last_policy_version
+
+    async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
+        """Makes the routers forget the pushed weights. The next push may have any version.
+
+        Returns:
+            The version until now. 0 if nothing was kept, or if the router died after it forgot.
+        """
+        request = router_pb2.ForgetWeightsRequest(model=model, request_id=uuid.uuid4().hex)
+        return await self._routers.repeat(
+            lambda router: router.ForgetWeights(request, timeout=CALL_S)
+        )
+
+    async def init_weight_transfer(
+        self,
+        backend: str,
+        init_info: Mapping[str, Any],
+        by_engine: Mapping[str, Any] | None = None,
+        model: str = "",
+    ) -> list[router_pb2.EngineResult]:
+        """Connects all engines to the trainer, which must connect meanwhile in another thread.
+
+        This is not repeated if the router is lost: the trainer connects once. Make the call again,
+        and let the trainer connect again.
+
+        Args:
+            backend: Backend that the engines were started with: nccl, ipc.
+            init_info: Argument of vLLM's `init_weight_transfer_engine`.
+            by_engine: Fields of `init_info` that differ, such as `rank_offset`, by engine id.
+            model: Name of the model. May be empty if the mesh has only one.
+
+        Raises:
+            WeightsPushError: An engine did not connect.
+        """
+        request = router_pb2.InitWeightTransfersRequest(
+            backend=backend,
+            init_json=_json(dict(init_info), "init_info"),
+            engines=[
+                router_pb2.EngineTransferInit(
+                    engine_id=engine_id, init_json=_json({**init_info, **own}, "by_engine")
+                )
+                for engine_id, own in (by_engine or {}).items()
+            ],
+            model=model,
+        )
+        with typed_errors():
+            router = await self._routers.stub()
+            response = await router.InitWeightTransfers(request, timeout=_TIMEOUT_S)
+        return _checked(list(response.results))
+
+    async def replicas(self) -> router_pb2.ListReplicasResponse:
+        """Returns the replicas in the mesh."""
+        request = router_pb2.ListReplicasRequest()
+        return await self._routers.ask(
+            lambda stub, limit_s: stub.ListReplicas(request, timeout=limit_s), CALL_S
+        )

@@ -1,0 +1,482 @@
+"""Reads the values of JSON bodies, which all protocols share.
+
+Every function raises `InvalidFieldError` with the name of the field if a value is not served.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import orjson
+from prometheus_client import Counter
+
+from rollmesh.runtime.codec.images import read_base64, read_data_url
+from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES
+from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError, UnsupportedPartError
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
+
+REPLACED_SURROGATES = Counter(
+    "rollmesh_sidecar_replaced_surrogates_total",
+    "Requests with lone surrogates, which were read as U+FFFD.",
+)
+IGNORED = Counter(
+    "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
+)
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+# JSON
+
+_MAX_PARTS = 1_000_000
+"""Texts and separators of a body. A parsed part takes up to 60 bytes and the GIL for its time. A
+conversation of 50,000 messages has fewer."""
+_MARKS = b'"[{,:'
+_OTHERS = bytes(set(range(256)) - set(_MARKS))
+_ESCAPED_SURROGATE = re.compile(
+    rb"(?<!\\)(?P<before>(?:\\\\)*+)\\u"  # a backslash before it would make it a text
+    rb"(?:(?P<pair>[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_ENCODED_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+_REPLACEMENT = "\ufffd".encode()
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body; lone surrogates are read as U+FFFD.
+
+    JavaScript cuts a text in the middle of an emoji and escapes the half, which then is in every
+    later request of the conversation. A surrogate is no character, so no tokenizer has it.
+    """
+    if len(data) > _MAX_PARTS and _has_too_many_parts(data):  # each has a byte at least
+        raise InvalidFieldError("body", f"has more than {_MAX_PARTS:,} parts; send fewer")
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        body = _parse_replaced(data, error)
+    if not isinstance(body, dict):
+        raise InvalidFieldError("body", "is not a JSON object")
+    return body
+
+
+def _parse_replaced(data: bytes, error: orjson.JSONDecodeError) -> Any:
+    replaced = _ESCAPED_SURROGATE.sub(
+        lambda found: found[0] if found["pair"] else found["before"] + rb"\ufffd",
+        _ENCODED_SURROGATE.sub(_REPLACEMENT, data),
+    )
+    try:
+        if replaced == data:
+            raise error
+        value = orjson.loads(replaced)
+    except orjson.JSONDecodeError as problem:
+        raise InvalidFieldError("body", f"is not JSON: {problem}") from problem
+    REPLACED_SURROGATES.inc()
+    return value
+
+
+def _has_too_many_parts(data: bytes) -> bool:
+    marks = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
+    texts = marks.count(b'"') // 2
+    if texts > _MAX_PARTS:
+        return True
+    return texts + sum(map(len, marks.split(b'"')[::2])) > _MAX_PARTS
+
+
+# Values
+
+
+def excerpt(value: Any) -> str:
+    """Returns a value for an error message, cut to about 100 characters."""
+    return _REPR.repr(value)
+
+
+def number(value: Any, field: str, least: float, most: float) -> float:
+    """Returns a number within a range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidFieldError(field, "must be a number")
+    if not least <= value <= most:
+        raise InvalidFieldError(field, f"is {value}; give {least:.6g} to {most:.6g}")
+    return value
+
+
+def integer(value: Any, field: str, least: int | None) -> int:
+    """Returns an integer of 64 bits; of 31 bits if it has a least value."""
+    if type(value) is not int:
+        raise InvalidFieldError(field, "must be an integer")
+    if least is not None and not least <= value < 2**31:
+        raise InvalidFieldError(field, f"is {value}; give at least {least}")
+    if not -(2**63) <= value < 2**63:
+        raise InvalidFieldError(field, "does not fit 64 bits")
+    return value
+
+
+def flag(
+    body: Mapping[str, Any], name: str, within: str = "", *, default: bool | None = False
+) -> Any:
+    """Returns a parameter that is true or false, or the default if it is absent."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidFieldError(f"{within}{name}", "must be true or false")
+    return default if value is None else value
+
+
+def string(value: Any, field: str) -> str:
+    """Returns a text."""
+    if not isinstance(value, str):
+        raise InvalidFieldError(field, "must be a string")
+    return value
+
+
+def members(value: Any, field: str) -> dict[str, Any]:
+    """Returns an object."""
+    if not isinstance(value, dict):
+        raise InvalidFieldError(field, "is not an object")
+    return value
+
+
+def entries(value: Any, field: str, most: int, what: str) -> list[Any]:
+    """Returns a list that is not longer than a limit, which an error states."""
+    if not isinstance(value, list):
+        raise InvalidFieldError(field, "must be a list")
+    if len(value) > most:
+        raise InvalidFieldError(field, f"has {len(value)} {what}; give at most {most}")
+    return value
+
+
+def to_json(value: Any, field: str) -> str:
+    """Returns a value as JSON; orjson reads deeper nesting than it writes."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise InvalidFieldError(
+            field, f"cannot be serialised: {error}; nest it less deeply"
+        ) from error
+
+
+# Parameters
+
+_MAX_MODEL_CHARACTERS = 256
+_ABSENT = "the engine is not started with what it needs"
+_REFUSED = {
+    "ec_transfer_params": _ABSENT,
+    "kv_transfer_params": _ABSENT,
+    "vllm_xargs": "no extension reads them",
+}
+_UNUSED = ("cache_salt", "metadata", "mm_payload", "return_mm_kwargs", "service_tier",
+           "watermarking")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a protocol: which are served, refused by name, or ignored.
+
+    The names come from vLLM's request class and from the SDKs. docs/openai.md, docs/responses.md
+    and docs/messages.md have the same tables for users, with the reasons.
+    """
+
+    served: frozenset[str]
+    """Parameters with the effect that the API or vLLM gives them."""
+    refused: Mapping[str, str]
+    """Parameters that would change the answer, and the remedy."""
+    unused: frozenset[str]
+    """Parameters that change neither tokens nor text of an answer."""
+    nested: frozenset[str] = frozenset()
+    """Names inside messages, tools and options that are counted where they change nothing."""
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    """Values that request nothing, other than null, false, 0 and empty."""
+
+    @classmethod
+    def of(
+        cls, served: str, refused: Mapping[str, str], unused: str, nested: str = "", **neutral: Any
+    ) -> "Parameters":
+        """Returns a table of names in words, with the parameters that all protocols share."""
+        unused_names = {*unused.split(), *_UNUSED} - set(served.split())
+        return cls(
+            frozenset(served.split()),
+            {**_REFUSED, **refused},
+            frozenset(unused_names),
+            frozenset(nested.split()),
+            neutral,
+        )
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Refuses parameters that would change the answer, and counts ignored ones."""
+        for name in body.keys() & self.refused.keys():
+            value, neutral = body[name], self.neutral.get(name)
+            # An empty value requests nothing, unless the parameter has another default.
+            if value is None or value == neutral or (neutral in {None, "none"} and not value):
+                continue
+            raise InvalidFieldError(name, f"is not served: {self.refused[name]}; leave it out")
+        self.ignore(body, self.served | self.refused.keys())
+
+    def ignore(self, given: Mapping[str, Any], known: Collection[str] = ()) -> None:
+        """Counts the members of an object that are not known.
+
+        Names that the API does not have share the label `other`, which bounds the labels.
+        """
+        for name, value in given.items():
+            if name not in known and value is not None:
+                named = name in self.unused or name in self.nested
+                IGNORED.labels(name if named else "other").inc()
+
+
+def read_model(body: Mapping[str, Any]) -> str:
+    """Returns the model that a request names; empty if it names none."""
+    name = body.get("model")
+    name = "" if name is None else string(name, "model")
+    if len(name) > _MAX_MODEL_CHARACTERS:
+        raise InvalidFieldError(
+            "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
+        )
+    return name
+
+
+# The form of an answer's text: any text, a JSON object, or JSON of a schema.
+
+_MAX_SCHEMA_BYTES = 64 * 1024
+
+
+def read_format(form: Any, field: str, schema_key: str = "") -> gateway_pb2.JsonFormat | None:
+    """Returns the JSON format of an answer; None if it is text.
+
+    Args:
+        form: The value of the parameter; may be None.
+        field: Name of the parameter.
+        schema_key: The member with the schema, its name and strictness; empty if it is the value.
+    """
+    if form is None:
+        return None
+    match members(form, field).get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return gateway_pb2.JsonFormat()
+        case "json_schema":
+            if schema_key:
+                form, field = form.get(schema_key), f"{field}.{schema_key}"
+            if not string(members(form, field).get("name"), f"{field}.name"):
+                raise InvalidFieldError(f"{field}.name", "is empty")
+            strict = flag(form, "strict", f"{field}.")
+            if form.get("schema") is None:
+                return gateway_pb2.JsonFormat(strict=strict)
+            return read_schema(form["schema"], f"{field}.schema", strict=strict)
+        case _:
+            raise InvalidFieldError(
+                f"{field}.type", "is not served; give text, json_object or json_schema"
+            )
+
+
+def read_schema(schema: Any, field: str, *, strict: bool) -> gateway_pb2.JsonFormat:
+    """Returns the JSON format of a schema.
+
+    Args:
+        schema: The schema.
+        field: Its name.
+        strict: Whether it is refused if a part of it cannot be enforced.
+    """
+    text = to_json(members(schema, field), field)
+    if (size := len(text.encode())) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(field, f"has {size} bytes; give at most {_MAX_SCHEMA_BYTES}")
+    return gateway_pb2.JsonFormat(schema_json=text, strict=strict)
+
+
+# Sampling parameters, under the names that vLLM gives them.
+
+_INTEGERS = ("top_k", "min_tokens", "seed")
+_OFF = {"top_k": 0, "seed": None}  # the meaning of -1 in vLLM
+_MAX_ALLOWED, _MAX_BIASES, _MOST_BIAS = 4096, 1024, 100.0
+_MAX_STOP_TOKENS = 64
+_MAX_STOPS = 16
+
+
+def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb2.SamplingParams:
+    """Returns the sampling parameters of a body; absent ones default to the session's.
+
+    Args:
+        body: The body.
+        limits: Parameters that limit the length of the answer; the last one wins.
+    """
+    result = sampling_pb2.SamplingParams()
+    for name, bounds in SAMPLING_RANGES.items():
+        if body.get(name) is not None:
+            setattr(result, name, number(body[name], name, *bounds))
+    for name in _INTEGERS:
+        value = body.get(name)
+        if value == -1:
+            value = _OFF.get(name, value)
+        if value is not None:
+            setattr(result, name, integer(value, name, None if name == "seed" else 0))
+    for name in limits:
+        if body.get(name) is not None:
+            result.max_tokens = integer(body[name], name, 1)
+    if flag(body, "ignore_eos"):
+        result.ignore_eos = True
+    result.stop_token_ids.extend(_ids(body, "stop_token_ids", range(_MAX_STOP_TOKENS + 1)))
+    result.allowed_token_ids.extend(_ids(body, "allowed_token_ids", range(1, _MAX_ALLOWED + 1)))
+    for token_id, bias in _biases(body.get("logit_bias")):
+        result.logit_bias[token_id] = bias
+    return result
+
+
+def _ids(body: Mapping[str, Any], name: str, sizes: range) -> list[int]:
+    ids = body.get(name)
+    if ids is None:
+        return []
+    if not isinstance(ids, list) or len(ids) not in sizes:
+        raise InvalidFieldError(name, f"give {sizes[0]} to {sizes[-1]} token ids")
+    return [integer(value, f"{name}[{at}]", 0) for at, value in enumerate(ids)]
+
+
+def _biases(biases: Any) -> Iterator[tuple[int, float]]:
+    """Yields ids and biases, clamped to the range as in vLLM."""
+    if biases is None:
+        return
+    if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
+        raise InvalidFieldError("logit_bias", f"give an object of at most {_MAX_BIASES} token ids")
+    for key, bias in biases.items():
+        if not key.isdecimal() or int(key) >= 2**31:
+            raise InvalidFieldError("logit_bias", f"{key!r} is not a token id")
+        value = number(bias, f"logit_bias.{key}", -math.inf, math.inf)
+        yield int(key), min(max(value, -_MOST_BIAS), _MOST_BIAS)
+
+
+def read_stop(stop: Any, field: str = "stop") -> list[str]:
+    """Returns stop strings: a string, or a list of them; None is none."""
+    stops = read_texts([stop] if isinstance(stop, str) else stop, field, "a string or ")
+    if len(stops) > _MAX_STOPS:
+        raise InvalidFieldError(field, f"has {len(stops)} strings; give at most {_MAX_STOPS}")
+    return stops
+
+
+def read_texts(texts: Any, field: str, alternative: str = "") -> list[str]:
+    """Returns a list of non-empty strings; None is empty."""
+    texts = [] if texts is None else texts
+    if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        raise InvalidFieldError(field, f"must be {alternative}a list of non-empty strings")
+    return texts
+
+
+# Options of the chat template, besides messages and tools.
+
+_TEMPLATE_ARGUMENTS = {  # the gateway or transformers passes these to every template
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize",
+}  # fmt: skip
+
+
+def read_template_options(
+    options: Any, effort: Any, effort_field: str, documents: Any = None
+) -> str:
+    """Returns template options as a JSON object; empty if there are none.
+
+    Args:
+        options: The `chat_template_kwargs` of the body; may be None.
+        effort: How much the model reasons; may be None.
+        effort_field: Name of its parameter.
+        documents: Documents to answer from; may be None.
+    """
+    options = {} if options is None else members(options, "chat_template_kwargs")
+    if taken := options.keys() & _TEMPLATE_ARGUMENTS:
+        raise InvalidFieldError(
+            f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
+        )
+    if effort is not None:  # templates use two names for it
+        effort = string(effort, effort_field)
+        options = {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
+    if documents is not None:
+        if not isinstance(documents, list):
+            raise InvalidFieldError("documents", "must be a list")
+        for at, one in enumerate(documents):
+            if not (isinstance(one, dict) and all(isinstance(text, str) for text in one.values())):
+                raise InvalidFieldError(f"documents[{at}]", "is not an object of strings")
+        options = {**options, "documents": documents}
+    return to_json(options, "chat_template_kwargs") if options else ""
+
+
+# Tools
+
+_MAX_TOOLS = 2048
+TOOL_CHOICES: Mapping[str | None, gateway_pb2.ToolChoice.ValueType] = {
+    None: gateway_pb2.TOOL_CHOICE_UNSPECIFIED,
+    "none": gateway_pb2.TOOL_CHOICE_NONE,
+    "auto": gateway_pb2.TOOL_CHOICE_AUTO,
+    "required": gateway_pb2.TOOL_CHOICE_REQUIRED,
+}
+"""The values of OpenAI's `tool_choice` that are words."""
+
+
+def read_tools(tools: Any, field: str = "tools") -> list[Any]:
+    """Returns a list of tools; None is empty."""
+    return [] if tools is None else entries(tools, field, _MAX_TOOLS, "tools")
+
+
+def check_tool_count(tools: int) -> None:
+    """Checks the number of tools of a request that gives them in several places."""
+    if tools > _MAX_TOOLS:
+        raise InvalidFieldError("tools", f"has {tools} tools; give at most {_MAX_TOOLS}")
+
+
+# The content of messages
+
+_MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
+_HTTP = re.compile("https?://", re.ASCII | re.IGNORECASE)
+
+
+def list_messages(messages: Any, before: int = 0) -> list[Any]:
+    """Returns the `messages` of a body; as many `before` them count too."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidFieldError("messages", "must be a non-empty list")
+    if (count := before + len(messages)) > _MAX_MESSAGES:
+        raise InvalidFieldError(
+            "messages", f"has {count} messages; a session holds at most {_MAX_MESSAGES}"
+        )
+    return messages
+
+
+def text_parts(text: str | None) -> list[chat_pb2.ContentPart]:
+    """Returns a text as the parts of a message; empty text has none."""
+    return [chat_pb2.ContentPart(text=text)] if text else []
+
+
+def image_of_url(url: Any, field: str) -> chat_pb2.ContentPart:
+    """Returns the image of a data URL.
+
+    Other URLs are refused: to fetch them would send a stranger's requests from this host.
+
+    Raises:
+        UnsupportedPartError: It is a URL of http or https.
+        InvalidImageError: It is no data URL in base64.
+    """
+    text = string(url, field)
+    if _HTTP.match(text):
+        raise UnsupportedPartError(
+            field, "is a URL to fetch, and images are not fetched; send the bytes as a data URL"
+        )
+    media_type, data = read_data_url(text, field)
+    return chat_pb2.ContentPart(image=chat_pb2.Media(media_type=media_type, data=data, field=field))
+
+
+def image_of_base64(encoded: Any, media_type: str, field: str) -> chat_pb2.ContentPart:
+    """Returns the image of a base64 text.
+
+    Raises:
+        InvalidImageError: It is not base64, or empty.
+    """
+    data = read_base64(string(encoded, field), field)
+    if not data:
+        raise InvalidImageError(field, "is empty; send the bytes of the image")
+    return chat_pb2.ContentPart(image=chat_pb2.Media(media_type=media_type, data=data, field=field))
+
+
+def joined(parts: Iterable[chat_pb2.ContentPart | None]) -> list[chat_pb2.ContentPart]:
+    """Returns parts with neighbouring texts joined, because one text has one form."""
+    found: list[chat_pb2.ContentPart] = []
+    given = (part for part in parts if part is not None)
+    for is_text, run in groupby(given, lambda part: part.HasField("text")):
+        neighbours = list(run)
+        text = "".join(part.text for part in neighbours) if is_text else ""
+        found += text_parts(text) if is_text else neighbours
+    return found

@@ -1,0 +1,997 @@
+"""OpenAI's Responses, as its SDK and Codex call them.
+
+Nothing is stored here: a response is an answer of its session's tree, in the gateway.
+"""
+
+import re
+import struct
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field as field_of, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError, RollmeshError
+from rollmesh.sidecar import body
+from rollmesh.sidecar.body import IGNORED, excerpt, flag, members, string
+from rollmesh.sidecar.errors import (
+    JSON,
+    HttpError,
+    PreviousResponseUnknownError,
+    as_response,
+    to_http,
+    typed,
+)
+from rollmesh.sidecar.gateways import Gateways
+from rollmesh.sidecar.seals import seal, sealed_answer
+from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, read_head, unknown_finish
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
+
+_LOGPROBS = "call /v1/chat/completions for log-probabilities"
+PARAMETERS = body.Parameters.of(
+    served="input instructions model stream previous_response_id tools tool_choice"
+    " parallel_tool_calls text max_output_tokens truncation temperature top_p top_k min_p seed"
+    " presence_penalty frequency_penalty repetition_penalty stop stop_token_ids ignore_eos"
+    " logit_bias include_stop_str_in_output skip_special_tokens reasoning chat_template_kwargs"
+    " include metadata",
+    refused={
+        "background": "an answer is sampled while its request waits; leave it out, or stream",
+        "context_management": "nothing of a conversation is cut or summarised; send less of it",
+        "conversation": "give previous_response_id, or the complete input",
+        "enable_response_messages": "the answer is what was sampled",
+        "include_reasoning": "reasoning is part of the answer; drop the items of type reasoning",
+        "previous_input_messages": "give previous_response_id, or the complete input",
+        "prompt": "no prompts are stored here; send the input",
+        "structured_outputs": "give text.format or tool_choice instead",
+        "top_logprobs": _LOGPROBS,
+    },
+    unused="access_programs client_metadata image max_tool_calls media_io_kwargs"
+    " mm_processor_kwargs moderation priority prompt_cache_key prompt_cache_options"
+    " prompt_cache_retention request_id safety_identifier session_id store stream_options user",
+    include_reasoning=True,
+)
+_PARAMS = {
+    "messages": "input",
+    "tools_json": "tools",
+    "template_options_json": "chat_template_kwargs",
+    "json_format": "text.format",
+    "sampling.max_tokens": "max_output_tokens",
+    "answer_id": "response_id",
+}
+"""Names of the gateway's fields in this protocol."""
+_PREVIOUS, _ID = "previous_response_id", "response_id"
+_ENCRYPTED_REASONING = "reasoning.encrypted_content"
+_MAX_METADATA_BYTES = 64 * 1024
+_ECHOED: Mapping[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Members of a response that repeat the request, and their values if it does not give them."""
+
+# Requests
+
+
+def read(data: bytes, head: Head) -> "ResponseTurn":
+    """Reads the body of a request for a response."""
+    values = body.parse(data)
+    return _read(values, head, streams=flag(values, "stream"))
+
+
+def read_counted(data: bytes, head: Head) -> "ResponseTurn":
+    """Reads the body of a request for the size of a prompt."""
+    return _read(body.parse(data), head, streams=False)
+
+
+def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "ResponseTurn":
+    items = _Input(values.get("input"), head.session_key)
+    tools = read_tools([("tools", values.get("tools")), *items.added_tools])
+    PARAMETERS.check(values)
+    if values.get("truncation") not in (None, "disabled"):
+        raise InvalidFieldError(
+            "truncation",
+            "only disabled is served: nothing of a conversation is cut silently; send less of it",
+        )
+    _check_metadata(values.get("metadata"))
+    choice, tool_name = _tool_choice(values.get("tool_choice"), tools)
+    instructions = values.get("instructions")
+    instructions = string("" if instructions is None else instructions, "instructions")
+    request = gateway_pb2.ChatRequest(
+        tools_json=tools.printed_json,
+        tool_choice=choice,
+        tool_name=tool_name,
+        parallel_tool_calls=flag(values, "parallel_tool_calls", default=None),
+        json_format=body.read_format(_member(values, "text", "format"), "text.format"),
+        sampling=body.read_sampling(values, ("max_output_tokens",)),
+        stop=body.read_stop(values.get("stop")),
+        template_options_json=body.read_template_options(
+            values.get("chat_template_kwargs"),
+            _member(values, "reasoning", "effort"),
+            "reasoning.effort",
+        ),
+        include_stop=flag(values, "include_stop_str_in_output"),
+        show_special_tokens=not flag(values, "skip_special_tokens", default=True),
+        choices=1,
+    )
+    turn = ResponseTurn(request, body.read_model(values), streams=streams)
+    if instructions:
+        request.messages.add(role=chat_pb2.ROLE_SYSTEM, content=body.text_parts(instructions))
+    request.messages.extend(items.messages)
+    turn.tools, turn.items = tools, items
+    turn.is_instructed, turn.settings = bool(instructions), _settings(values)
+    if values.get(_PREVIOUS) is not None:
+        turn.previous = string(values[_PREVIOUS], _PREVIOUS)
+    if _includes_reasoning(values.get("include")):
+        turn.seal_key = head.session_key
+    return turn
+
+
+def _member(values: dict[str, Any], name: str, member: str) -> Any:
+    """Returns a member of an object that may be absent."""
+    return None if values.get(name) is None else members(values[name], name).get(member)
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is None:
+        return
+    is_labels = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not is_labels:
+        raise InvalidFieldError("metadata", "is not an object of strings")
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+    if size > _MAX_METADATA_BYTES:
+        raise InvalidFieldError("metadata", f"has {size} bytes; give at most {_MAX_METADATA_BYTES}")
+
+
+def _includes_reasoning(include: Any) -> bool:
+    """Returns whether reasoning items carry `encrypted_content`.
+
+    The other values name parts of items that no answer has here.
+    """
+    if include is None:
+        return False
+    if not isinstance(include, list):
+        raise InvalidFieldError("include", "must be a list")
+    if "message.output_text.logprobs" in include:
+        raise InvalidFieldError("include", f"message.output_text.logprobs: {_LOGPROBS}")
+    return _ENCRYPTED_REASONING in include
+
+
+def _settings(values: Mapping[str, Any]) -> bytes:
+    """Returns the members of a response that repeat its request, as JSON without braces.
+
+    They are written once, because tools are large.
+    """
+    given = ((name, values.get(name)) for name in _ECHOED)
+    return b",".join(
+        b'"%s":%s' % (name.encode(), body.to_json(_or(one, _ECHOED[name]), name).encode())
+        for name, one in given
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+# Tools, as the functions that chat templates print
+#
+# A function keeps its fields, so that the same tools in a chat-completions body print the same
+# prompt. A custom (freeform) tool becomes a function with one string. A function of a namespace is
+# shown as `namespace__name`. Both as in vLLM 0.32.
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_INPUT = "input"
+_INPUT_DESCRIPTION = "The freeform text payload for this tool."
+_DROPPED = {"web_search", "web_search_preview", "web_search_2025_08_26"}
+"""Tools that agents offer by default: Codex always offers web_search."""
+
+
+class ToolName(NamedTuple):
+    """A tool as the agent knows it."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one request."""
+
+    printed_json: str = ""
+    """The tools that the template prints, in the form of chat completions; empty if none."""
+    names: Mapping[str, ToolName] = field_of(default_factory=dict)
+    """The tools that are not plain functions, by the name that the model uses."""
+
+    def named(self, name: str) -> ToolName:
+        """Returns the tool that the model calls by a name."""
+        return self.names.get(name) or ToolName(name)
+
+
+def read_tools(lists: Sequence[tuple[str, Any]]) -> Tools:
+    """Returns the tools of a request.
+
+    A chat template prints all tools in one place, wherever the input adds them. A tool that is
+    added under a known name replaces the earlier one.
+
+    Args:
+        lists: The list of the body, then the lists of its input items, each after its name.
+    """
+    names: dict[str, ToolName] = {}
+    functions: dict[str, dict[str, Any]] = {}
+    for field, given in lists:
+        here: set[str] = set()
+        for at, tool in enumerate(body.read_tools(given, field)):
+            for function, name in _functions(tool, f"{field}[{at}]", ""):
+                shown = function["name"]
+                if shown in here:
+                    raise InvalidFieldError(
+                        f"{field}[{at}]", f"the name {excerpt(shown)} is taken; give another"
+                    )
+                here.add(shown)
+                names[shown], functions[shown] = name, function
+        body.check_tool_count(len(functions))  # a namespace has several
+    others = {shown: one for shown, one in names.items() if one.is_custom or one.namespace}
+    printed = [{"type": "function", "function": one} for one in functions.values()]
+    return Tools(body.to_json(printed, "tools") if printed else "", others)
+
+
+def _functions(tool: Any, field: str, namespace: str) -> Iterator[tuple[dict[str, Any], ToolName]]:
+    """Yields the functions by which a tool is shown to the model, each with its name."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    match kind:
+        case "function" | "custom":
+            name = string(tool.get("name"), f"{field}.name")
+            shown = {key: tool[key] for key in _FUNCTION_FIELDS if tool.get(key) is not None}
+            if kind == "custom":
+                shown = {key: shown[key] for key in ("name", "description") if key in shown}
+                shown["parameters"] = _custom_parameters(tool.get("format"), f"{field}.format")
+            shown["name"] = _shown_name(name, namespace)
+            yield shown, ToolName(name, namespace, kind == "custom")
+        case "namespace" if not namespace:
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise InvalidFieldError(f"{field}.tools", "must be a list")
+            space = string(tool.get("name"), f"{field}.name")
+            for at, one in enumerate(inner):
+                yield from _functions(one, f"{field}.tools[{at}]", space)
+        case str() if kind in _DROPPED:
+            IGNORED.labels(f"tools.{kind}").inc()
+        case _:
+            raise InvalidFieldError(
+                f"{field}.type",
+                f"{excerpt(kind)} is not served: nothing runs tools here; give functions, custom "
+                "tools and namespaces of them",
+            )
+
+
+def _shown_name(name: str, namespace: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _custom_parameters(form: Any, field: str) -> dict[str, Any]:
+    """Returns the parameters of the function that stands for a custom tool."""
+    description = _INPUT_DESCRIPTION
+    form = {} if form is None else members(form, field)
+    if form.get("type") == "grammar":  # told to the model, not enforced
+        syntax = string(form.get("syntax"), f"{field}.syntax")
+        grammar = string(form.get("definition"), f"{field}.definition")
+        description += f" It matches this {syntax} grammar:\n{grammar}"
+    return {
+        "type": "object",
+        "properties": {_INPUT: {"type": "string", "description": description}},
+        "required": [_INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _is_custom(parameters: Any) -> bool:
+    """Returns whether a function with these parameters stands for a custom tool."""
+    try:
+        return bool(parameters["properties"][_INPUT]["description"].startswith(_INPUT_DESCRIPTION))
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
+def earlier_tools(printed_json: str) -> tuple[Tools, list[dict[str, Any]]]:
+    """Returns the tools of an earlier request, also as its body may have given them.
+
+    Functions of namespaces are plain functions here.
+    """
+    names: dict[str, ToolName] = {}
+    given: list[dict[str, Any]] = []
+    for tool in orjson.loads(printed_json) if printed_json else ():
+        shown = tool["function"]
+        if _is_custom(shown.get("parameters")):
+            names[shown["name"]] = ToolName(shown["name"], is_custom=True)
+            kept = {key: shown[key] for key in ("name", "description") if key in shown}
+            given.append({"type": "custom", **kept})
+        else:
+            given.append({"type": "function", "parameters": None, "strict": None, **shown})
+    return Tools(printed_json, names), given
+
+
+def _tool_choice(choice: Any, tools: Tools) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
+    """Returns `tool_choice`, and the name that the model uses for the tool if it names one."""
+    if isinstance(choice, str | None) and choice in body.TOOL_CHOICES:
+        return body.TOOL_CHOICES[choice], ""
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        raise InvalidFieldError(
+            "tool_choice",
+            f"{excerpt(kind)} is not served; give none, auto, required, or a function or a custom "
+            "tool by its name",
+        )
+    name = string(choice.get("name"), "tool_choice.name")
+    shown = [key for key, one in tools.names.items() if one.name == name and one.namespace]
+    if len(shown) > 1:
+        raise InvalidFieldError(
+            "tool_choice.name", f"several namespaces have {excerpt(name)}; give one of {shown}"
+        )
+    return gateway_pb2.TOOL_CHOICE_NAMED, shown[0] if shown else name
+
+
+def custom_input(arguments: str) -> str | None:
+    """Returns the input of a call of a custom tool; None if its arguments are something else."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(value, dict) or value.keys() != {_INPUT}:
+        return None
+    text = value[_INPUT]
+    return text if isinstance(text, str) else None
+
+
+# Ids of responses and of their items, made from the gateway's answer id
+#
+# An answer `chatcmpl-S-N` is the response `resp_S-N` with the items `rs_S-N`, `msg_S-N` and
+# `fc_S-N_0`. Ids are never stored: an id that comes back names its answer, in every sidecar and
+# after a restart.
+
+_ANSWER, _RESPONSE = "chatcmpl-", "resp_"
+_INSTRUCTED = "-i"
+"""Ends the id of a response whose request had instructions: its conversation begins with them."""
+_MAX_CHARS = 256
+_REASONING, _MESSAGE, _CALL = "rs", "msg", "fc"
+_CUSTOM_CALL, _RAW_CUSTOM_CALL = "ctc", "ctr"
+"""A call of a custom tool; the same if its input is the sampled arguments."""
+_ITEM = re.compile(r"(rs|msg|fc|ctc|ctr)_([0-9a-zA-Z]+-[0-9]+)(?:_[0-9]+)?")
+"""Ids of other servers have no such form: they do not say which items are one turn."""
+
+
+def response_id(answer_id: str, *, instructed: bool) -> str:
+    """Returns the id of the response that is an answer."""
+    return _RESPONSE + answer_id.removeprefix(_ANSWER) + (_INSTRUCTED if instructed else "")
+
+
+def answer_of_response(given: str, field: str) -> tuple[str, bool]:
+    """Returns the answer id of a response, and whether its request had instructions."""
+    rest = given.removeprefix(_RESPONSE)
+    if rest == given or not rest or len(given) > _MAX_CHARS:
+        raise InvalidFieldError(field, f"{given!r:.100} is not the id of a response of this server")
+    return _ANSWER + rest.removesuffix(_INSTRUCTED), rest.endswith(_INSTRUCTED)
+
+
+def item_of(given: object) -> tuple[str, str]:
+    """Returns the kind and the answer id of an item; both are empty for another server's id."""
+    made = None
+    if isinstance(given, str) and len(given) <= _MAX_CHARS:
+        made = _ITEM.fullmatch(given)
+    return (made[1], _ANSWER + made[2]) if made else ("", "")
+
+
+# Items of the input, as messages
+#
+# A sampled turn is one message and several items: reasoning, text, calls. Consecutive items of the
+# assistant are joined again, by the answer that their ids name. Agents that drop the ids get the
+# same message where the order of the items shows it.
+
+_MAX_ITEMS = 60_000
+"""Three items for each message of the longest session that a gateway holds by default."""
+_ROLES = {
+    "system": chat_pb2.ROLE_SYSTEM,
+    "developer": chat_pb2.ROLE_SYSTEM,
+    "user": chat_pb2.ROLE_USER,
+    "assistant": chat_pb2.ROLE_ASSISTANT,
+}
+_TEXTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+    "encrypted_content": "encrypted_content",
+}
+"""Parts that are text, and their member with it. A message between agents of Codex comes as
+`encrypted_content`: OpenAI's servers encrypt it, and here it is as the model wrote it."""
+
+
+class _Input:
+    """The input of a request."""
+
+    def __init__(self, given: Any, session_key: str) -> None:
+        """Reads an `input`: a string, or a list of items.
+
+        Args:
+            given: The input.
+            session_key: Key of the session, with which reasoning was sealed.
+        """
+        self._session_key = session_key
+        self.messages: list[chat_pb2.ChatMessage] = []
+        self.references: dict[int, tuple[str, str]] = {}
+        """Messages that are only referred to: their index, the field that does, the answer's id."""
+        self.added_tools: list[tuple[str, Any]] = []
+        """Lists of tools that items add to the tools of the body, each after its name."""
+        self._turn: chat_pb2.ChatMessage | None = None
+        """The message of the assistant that the next item may belong to."""
+        self._answer = ""
+        """The answer that it is, as far as its items have said."""
+        if isinstance(given, str):
+            self._other(chat_pb2.ROLE_USER, body.text_parts(given))
+            return
+        if not isinstance(given, list):
+            raise InvalidFieldError("input", "must be a string or a list of items")
+        for at, item in enumerate(body.entries(given, "input", _MAX_ITEMS, "items")):
+            self._take(members(item, f"input[{at}]"), f"input[{at}]")
+
+    def _take(self, item: dict[str, Any], field: str) -> None:
+        kind = item.get("type", "message")
+        if item.get("type") is None and "role" not in item and "id" in item:
+            kind = "item_reference"
+        match kind:
+            case "message":
+                self._message(item, field)
+            case "reasoning":
+                self._reasoning(item, field)
+            case "function_call" | "custom_tool_call":
+                self._call(item, field)
+            case "function_call_output" | "custom_tool_call_output":
+                parts = _content(item.get("output"), f"{field}.output")
+                call_id = string(item.get("call_id"), f"{field}.call_id")
+                self._other(chat_pb2.ROLE_TOOL, parts, call_id)
+            case "item_reference":
+                self._refer(item, field)
+            case "agent_message":  # from another agent of Codex
+                self._other(chat_pb2.ROLE_USER, _content(item.get("content"), f"{field}.content"))
+            case "additional_tools":  # Codex gives its tools so, before everything else
+                self.added_tools.append((f"{field}.tools", item.get("tools")))
+            case _:
+                raise InvalidFieldError(
+                    f"{field}.type",
+                    f"{excerpt(kind)} is not served; send messages, reasoning, function calls, "
+                    "custom tool calls and their outputs",
+                )
+
+    def _message(self, item: dict[str, Any], field: str) -> None:
+        name = item.get("role")
+        role = _ROLES.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
+        if role != chat_pb2.ROLE_ASSISTANT:
+            self._other(role, _content(item.get("content"), f"{field}.content"))
+            return
+        text = _joined_text(item.get("content"), f"{field}.content")
+        _, answer = item_of(item.get("id"))
+        # One text a message, unless the ids say that they are of one answer.
+        is_new = self._turn is not None and bool(self._turn.content)
+        self._joined(answer, is_new=is_new).content.extend(body.text_parts(text))
+
+    def _reasoning(self, item: dict[str, Any], field: str) -> None:
+        text = _joined_text(item.get("content"), f"{field}.content")
+        text = text or _joined_text(item.get("summary"), f"{field}.summary")
+        _, answer = item_of(item.get("id"))
+        if item.get("encrypted_content") is not None:
+            sealed = string(item["encrypted_content"], f"{field}.encrypted_content")
+            answer = sealed_answer(self._session_key, sealed, text) or answer
+        turn = self._joined(answer, is_new=True)
+        if text:
+            turn.reasoning_content += text
+
+    def _call(self, item: dict[str, Any], field: str) -> None:
+        name = string(item.get("name"), f"{field}.name")
+        namespace = string(item.get("namespace") or "", f"{field}.namespace")
+        kind, answer = item_of(item.get("id"))
+        member = "arguments" if item["type"] == "function_call" else "input"
+        arguments = string(item.get(member) or "", f"{field}.{member}")
+        if member == "input" and kind != _RAW_CUSTOM_CALL:
+            arguments = orjson.dumps({_INPUT: arguments}).decode()
+        self._joined(answer).tool_calls.add(
+            id=string(item.get("call_id"), f"{field}.call_id"),
+            name=_shown_name(name, namespace),
+            arguments_json=arguments,
+        )
+
+    def _refer(self, item: dict[str, Any], field: str) -> None:
+        """Adds the answer to which an item refers; its further items are in there too."""
+        _, answer = item_of(item.get("id"))
+        if not answer:
+            raise InvalidFieldError(
+                f"{field}.id", f"{excerpt(item.get('id'))} is no item of an answer of this server"
+            )
+        if self._turn is None or self._answer != answer:
+            self.references[len(self.messages)] = f"{field}.id", answer
+            self._begin(answer)
+
+    def _joined(self, answer: str, *, is_new: bool = False) -> chat_pb2.ChatMessage:
+        """Returns the assistant's message that an item of an answer belongs to.
+
+        Args:
+            answer: The answer; empty if the item does not name it.
+            is_new: Whether the item begins a message unless the ids say that it goes on.
+        """
+        if self._turn is None or (is_new and not (answer and answer == self._answer)):
+            return self._begin(answer)
+        if answer and self._answer and answer != self._answer:
+            return self._begin(answer)
+        self._answer = self._turn.answer_id = self._answer or answer
+        return self._turn
+
+    def _begin(self, answer: str) -> chat_pb2.ChatMessage:
+        self._turn = chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT, answer_id=answer)
+        self._answer = answer
+        self.messages.append(self._turn)
+        return self._turn
+
+    def _other(
+        self, role: chat_pb2.Role.ValueType, parts: list[chat_pb2.ContentPart], call_id: str = ""
+    ) -> None:
+        self._turn, self._answer = None, ""
+        self.messages.append(
+            chat_pb2.ChatMessage(role=role, content=parts, tool_call_id=call_id or None)
+        )
+
+
+def _content(content: Any, field: str) -> list[chat_pb2.ContentPart]:
+    """Returns the parts of a content, texts and images."""
+    if not isinstance(content, list):
+        return body.text_parts(_joined_text(content, field))
+    return body.joined(_part(part, f"{field}[{at}]") for at, part in enumerate(content))
+
+
+def _part(part: Any, field: str) -> chat_pb2.ContentPart:
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return chat_pb2.ContentPart(text=_text(part, field, "text and input_image"))
+    if part.get("file_id") is not None:
+        raise InvalidFieldError(
+            f"{field}.file_id", "is not served: no files are stored here; give image_url"
+        )
+    return body.image_of_url(part.get("image_url"), f"{field}.image_url")
+
+
+def _joined_text(content: Any, field: str) -> str:
+    """Returns the text of a content, joined from its parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidFieldError(field, "must be a string or a list of text parts")
+    return "".join(_text(part, f"{field}[{at}]", "text") for at, part in enumerate(content))
+
+
+def _text(part: Any, field: str, served: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise InvalidFieldError(
+            field, f"is {excerpt(kind)}, not a text part; only {served} is supported here"
+        )
+    return string(part.get(key), f"{field}.{key}")
+
+
+# Answers
+
+_Answer: TypeAlias = gateway_pb2.ChatBegun | gateway_pb2.ChatAnswer
+_STATUSES = {
+    sampling_pb2.FINISH_REASON_STOP: "completed",
+    sampling_pb2.FINISH_REASON_LENGTH: "incomplete",
+}
+_DELTAS = {
+    _REASONING: "response.reasoning_text.delta",
+    _MESSAGE: "response.output_text.delta",
+    _CALL: "response.function_call_arguments.delta",
+}
+
+
+_NO_TOOL = ToolName("")
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of an answer that is an item: reasoning, text, or one call."""
+
+    kind: str
+    """_REASONING, _MESSAGE or _CALL."""
+    at: int | None
+    """Index of the call, or how many segments of this kind precede it; None if none may."""
+    call_id: str = ""
+    tool: ToolName = _NO_TOOL
+    pieces: list[str] = field_of(default_factory=list)
+    head: bytes = b""
+    """The constant beginning of its deltas, up to their text."""
+
+    @property
+    def text(self) -> str:
+        """The reasoning, the text, or the arguments."""
+        return "".join(self.pieces)
+
+    @property
+    def input(self) -> str:
+        """The input of a call of a custom tool; the arguments as they are if they have none."""
+        found = custom_input(self.text)
+        return self.text if found is None else found
+
+
+class ResponseTurn(Turn):
+    """One request for a response.
+
+    Deltas of a stream are sent as they are sampled. Every event that says that something is done is
+    sent after the turn was committed: Codex keeps each item, and runs each call, as soon as it is
+    done, and does not take it back if the stream fails.
+    """
+
+    tools = Tools()
+    items: _Input
+    previous: str | None = None
+    """Id of the response that the request continues."""
+    is_instructed = False
+    """Whether the conversation begins with instructions."""
+    settings = b""
+    """The members of the response that the request gives, as JSON without braces."""
+    seal_key = ""
+    """Key of the session, which seals reasoning; empty if it has no `encrypted_content`."""
+
+    def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
+        """Takes the request; see `Turn`."""
+        super().__init__(chat, model, streams=streams)
+        self._answer: _Answer = gateway_pb2.ChatBegun()
+        self._created = clock.unix_ms() // 1000
+        self._has_begun = False
+        self._sequence = 0
+        self._segments: list[_Segment] = []
+        self._calls: dict[int, int] = {}
+        """Output index of each call, by its index in the answer."""
+
+    async def complete(self, gateways: Gateways) -> None:
+        """Adds the conversation that the request continues, and the items that it refers to."""
+        messages = self.items.messages
+        for at, (field, answer_id) in self.items.references.items():
+            messages[at].CopyFrom(_message_of(await self._stored(gateways, answer_id, field)))
+        before: list[chat_pb2.ChatMessage] = []
+        if self.previous is not None:
+            answer_id, instructed = answer_of_response(self.previous, _PREVIOUS)
+            answer = await self._stored(gateways, answer_id, _PREVIOUS)
+            # Instructions are not carried over, as in OpenAI's API.
+            before = [*answer.messages[1 if instructed else 0 :], _message_of(answer)]
+        if before or self.items.references:
+            del self.chat.messages[1 if self.is_instructed else 0 :]
+            self.chat.messages.extend(before + messages)
+
+    async def _stored(
+        self, gateways: Gateways, answer_id: str, field: str
+    ) -> gateway_pb2.GetAnswerResponse:
+        """Returns an earlier answer of the session, to which a field of the request refers."""
+        chat, with_messages = self.chat, field == _PREVIOUS
+        try:
+            return await gateways.answer(
+                chat.session_id, chat.session_key, answer_id, with_messages=with_messages
+            )
+        except AnswerUnknownError as error:
+            problem = "is not known in this session, or was deleted; send the items themselves"
+            kind = PreviousResponseUnknownError if with_messages else InvalidFieldError
+            raise kind(field, problem) from error
+
+    def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
+        """Returns the `response` object."""
+        return self.response_of(response.answers[0])
+
+    def response_of(self, done: gateway_pb2.ChatAnswer) -> bytes:
+        """Returns the `response` object of a complete answer."""
+        self._answer, self._created, self._has_begun = done, done.created_unix_ms // 1000, True
+        self._add_missing(done)
+        return self._done_object(done)
+
+    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
+        """Notes the answer's id and its sampling.
+
+        The first event is sent with the first delta: until then an error has a status of its own.
+        """
+        del index
+        self._answer = begun
+        return b""
+
+    def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
+        """Returns the events for a delta of the answer."""
+        del index
+        events = b""
+        if not self._has_begun:
+            self._has_begun = True
+            response = orjson.Fragment(self._object("in_progress", []))
+            events = self._event("response.created", response=response)
+            events += self._event("response.in_progress", response=response)
+        for kind, text in ((_REASONING, delta.reasoning_content), (_MESSAGE, delta.content)):
+            if text:
+                at, added = self._at(kind)
+                events += added + self._piece(at, text)
+        for call in delta.tool_calls:
+            at, added = self._at(_CALL, call)
+            events += added + self._piece(at, call.arguments_json)
+        return events
+
+    def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
+        """Returns the events that end the answer, after the parts that no delta brought."""
+        del index
+        events = self._add_missing(done)
+        for at, segment in enumerate(self._segments):
+            events += self._end_of(at, segment, self._status_of(at, done))
+        response = orjson.Fragment(self._done_object(done))
+        return events + self._event(f"response.{_status(done)}", response=response)
+
+    def _add_missing(self, done: gateway_pb2.ChatAnswer) -> bytes:
+        """Returns the events of a complete answer if no delta brought a part of it."""
+        events = b"" if self._segments else self.delta(0, as_delta(done))
+        if not self._segments:  # the model said nothing: a response still has a text
+            events += self._at(_MESSAGE)[1]
+        return events
+
+    def _at(self, kind: str, call: gateway_pb2.ToolCallDelta | None = None) -> tuple[int, bytes]:
+        """Returns the output index of a part, and the events that begin its item if it is new."""
+        at = len(self._segments)
+        if call is not None:
+            if call.index in self._calls:
+                return self._calls[call.index], b""
+            self._calls[call.index] = at
+            segment = _Segment(kind, call.index, call.id, self.tools.named(call.name))
+        else:
+            if self._segments and self._segments[-1].kind == kind:
+                return at - 1, b""
+            before = sum(one.kind == kind for one in self._segments)
+            segment = _Segment(kind, before or None)
+        self._segments.append(segment)
+        if segment.tool.is_custom:  # its item is sent when its input can be decoded
+            return at, b""
+        item = self._item(segment, "in_progress")
+        segment.head = _delta_head(kind, item["id"], at)
+        events = self._event("response.output_item.added", output_index=at, item=item)
+        if call is None:
+            events += self._part("added", at, item["id"], _text_part(segment))
+        return at, events
+
+    def _piece(self, at: int, text: str) -> bytes:
+        """Returns the event for more text of a segment."""
+        segment = self._segments[at]
+        segment.pieces.append(text)
+        if segment.tool.is_custom or not text:
+            return b""
+        number, self._sequence = self._sequence, self._sequence + 1
+        return b'%s%s,"sequence_number":%d}\n\n' % (segment.head, orjson.dumps(text), number)
+
+    def _end_of(self, at: int, segment: _Segment, status: str) -> bytes:
+        """Returns the events that end an item."""
+        item = self._item(segment, status)
+        where: dict[str, Any] = {"item_id": item["id"], "output_index": at}
+        if segment.tool.is_custom:
+            added = {**item, "input": "", "status": "in_progress"}
+            name = "response.custom_tool_call_input"
+            events = self._event("response.output_item.added", output_index=at, item=added)
+            events += self._event(f"{name}.delta", **where, delta=segment.input)
+            events += self._event(f"{name}.done", **where, input=segment.input)
+        elif segment.kind == _CALL:
+            name = "response.function_call_arguments.done"
+            events = self._event(name, **where, name=item["name"], arguments=segment.text)
+        else:
+            name = _DELTAS[segment.kind].removesuffix("delta") + "done"
+            others: dict[str, Any] = {"logprobs": []} if segment.kind == _MESSAGE else {}
+            events = self._event(name, **where, content_index=0, text=segment.text, **others)
+            events += self._part("done", at, item["id"], _text_part(segment))
+        return events + self._event("response.output_item.done", output_index=at, item=item)
+
+    def _item(self, segment: _Segment, status: str) -> dict[str, Any]:
+        """Returns the item of a segment; a call of a custom tool must be complete."""
+        kind, tool = segment.kind, segment.tool
+        if tool.is_custom:
+            kind = _RAW_CUSTOM_CALL if custom_input(segment.text) is None else _CUSTOM_CALL
+        end = "" if segment.at is None else f"_{segment.at}"
+        number = self._answer.answer_id.removeprefix(_ANSWER)
+        item: dict[str, Any] = {"id": f"{kind}_{number}{end}", "status": status}
+        content = [] if status == "in_progress" else [_text_part(segment)]
+        if kind == _REASONING:
+            item |= {"type": "reasoning", "summary": [], "content": content}
+            if self.seal_key:
+                answer_id = self._answer.answer_id
+                item["encrypted_content"] = seal(self.seal_key, answer_id, segment.text)
+        elif kind == _MESSAGE:
+            item |= {"type": "message", "role": "assistant", "content": content}
+        else:
+            item |= {"call_id": segment.call_id, "name": tool.name}
+            if tool.namespace:
+                item["namespace"] = tool.namespace
+            if tool.is_custom:
+                item |= {"type": "custom_tool_call", "input": segment.input}
+            else:
+                item |= {"type": "function_call", "arguments": segment.text}
+        return item
+
+    def _status_of(self, at: int, done: gateway_pb2.ChatAnswer) -> str:
+        """Returns the status of an item; a limit leaves the last one incomplete."""
+        return _status(done) if at == len(self._segments) - 1 else "completed"
+
+    def _done_object(self, done: gateway_pb2.ChatAnswer) -> bytes:
+        status = _status(done)
+        is_cut = status == "incomplete"
+        items = [
+            self._item(one, self._status_of(at, done)) for at, one in enumerate(self._segments)
+        ]
+        return self._object(
+            status,
+            items,
+            usage=_usage(done),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            completed_at=None if is_cut else done.created_unix_ms // 1000,
+        )
+
+    def _object(self, status: str, output: list[dict[str, Any]], **others: Any) -> bytes:
+        own = {
+            "id": response_id(self._answer.answer_id, instructed=self.is_instructed),
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self.model,
+            "output": output,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "temperature": _shortest(self._answer, "temperature"),
+            "top_p": _shortest(self._answer, "top_p"),
+            **others,
+        }
+        return orjson.dumps(own)[:-1] + b"," + self.settings + b"}"
+
+    def _part(self, done: str, at: int, item_id: str, part: dict[str, Any]) -> bytes:
+        name = f"response.content_part.{done}"
+        return self._event(name, item_id=item_id, output_index=at, content_index=0, part=part)
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(value))
+
+
+def _status(done: gateway_pb2.ChatAnswer) -> str:
+    """Returns the status of an answer: completed, or incomplete if a limit cut it."""
+    if done.finish_reason not in _STATUSES:
+        raise unknown_finish(done)
+    return _STATUSES[done.finish_reason]
+
+
+def _text_part(segment: _Segment) -> dict[str, Any]:
+    if segment.kind == _REASONING:
+        return {"type": "reasoning_text", "text": segment.text}
+    return {"type": "output_text", "text": segment.text, "annotations": [], "logprobs": []}
+
+
+def _delta_head(kind: str, item_id: str, at: int) -> bytes:
+    value: dict[str, Any] = {"type": _DELTAS[kind], "item_id": item_id, "output_index": at}
+    if kind != _CALL:
+        value["content_index"] = 0
+    if kind == _MESSAGE:
+        value["logprobs"] = []
+    return b'event: %s\ndata: %s,"delta":' % (_DELTAS[kind].encode(), orjson.dumps(value)[:-1])
+
+
+def _shortest(answer: _Answer, name: Literal["temperature", "top_p"]) -> float | None:
+    """Returns a parameter as the shortest number that is the same 32-bit float."""
+    if not answer.HasField(name):
+        return None
+    value: float = getattr(answer, name)
+    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 9))
+    packed = struct.pack("<f", value)
+    return next((one for one in shorter if struct.pack("<f", one) == packed), value)
+
+
+def _usage(done: gateway_pb2.ChatAnswer) -> dict[str, Any]:
+    return {
+        "input_tokens": done.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": done.cached_tokens},
+        "output_tokens": done.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": done.prompt_tokens + done.completion_tokens,
+    }
+
+
+def _message_of(stored: gateway_pb2.GetAnswerResponse) -> chat_pb2.ChatMessage:
+    """Returns the message of an earlier answer, which names the answer that it echoes."""
+    message = chat_pb2.ChatMessage()
+    message.CopyFrom(stored.answer.message)
+    message.answer_id = stored.answer.answer_id
+    return message
+
+
+def _http_error(error: RollmeshError, request_id: str = "") -> HttpError:
+    del request_id
+    return to_http(error, _PARAMS)
+
+
+RESPONSES = Protocol(
+    name="responses",
+    parameters=PARAMETERS,
+    read=read,
+    error=_http_error,
+    error_event=b"event: error\ndata: ",
+    keep_alive=b": keep-alive\n\n",
+)
+COUNT_INPUT = replace(
+    RESPONSES,
+    name="responses_input_tokens",
+    read=read_counted,
+    count=lambda tokens: orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens}),
+)
+
+
+# Earlier responses: `/v1/responses/{id}`
+
+
+class StoredResponses:
+    """Answers requests for earlier responses; an error is answered in OpenAI's form."""
+
+    def __init__(self, gateways: Gateways) -> None:
+        """Takes the gateways."""
+        self._gateways = gateways
+
+    async def retrieve(self, request: Request) -> Response:
+        """`GET /v1/responses/{id}`: the response as it is without streaming."""
+        return await _answered(request, self._retrieve)
+
+    async def delete(self, request: Request) -> Response:
+        """`DELETE /v1/responses/{id}`: it is no longer found; its turn is trained all the same."""
+        return await _answered(request, self._delete)
+
+    async def _retrieve(self, request: Request) -> bytes:
+        if request.query_params.get("stream", "false").lower() not in {"", "0", "false"}:
+            raise InvalidFieldError("stream", "is not served for an earlier response; leave it out")
+        head = read_head(request.scope)
+        answer_id, instructed = answer_of_response(request.path_params["response"], _ID)
+        stored = await self._gateways.answer(
+            head.session_id, head.session_key, answer_id, with_messages=False
+        )
+        model = await self._gateways.model_of(head.session_id, "")
+        turn = ResponseTurn(gateway_pb2.ChatRequest(), model, streams=False)
+        turn.tools, given = earlier_tools(stored.tools_json)
+        turn.settings, turn.is_instructed = _settings({"tools": given}), instructed
+        if _ENCRYPTED_REASONING in request.query_params.getlist("include"):
+            turn.seal_key = head.session_key
+        return turn.response_of(stored.answer)
+
+    async def _delete(self, request: Request) -> bytes:
+        head, name = read_head(request.scope), request.path_params["response"]
+        answer_id, _ = answer_of_response(name, _ID)
+        await self._gateways.withdraw(head.session_id, head.session_key, answer_id)
+        return orjson.dumps({"id": name, "object": "response", "deleted": True})
+
+
+async def _answered(request: Request, work: Callable[[Request], Awaitable[bytes]]) -> Response:
+    try:
+        http = HttpError(200, await work(request), JSON)
+    except ClientDisconnect:
+        return Response()
+    except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
+        http = _http_error(typed(error))
+    return as_response(http, RESPONSES.request_id_header, uuid.uuid4().hex)

@@ -1,0 +1,770 @@
+"""Pure decisions about deliveries: units, groups, filters and consumers' settings. No I/O.
+
+A *unit* is what one delivery holds: a session, or a group. Logs list units in the order in which
+they became complete: one log of sessions, one of groups with all their samples, and one for each
+consumer with a group policy of its own, which is filled when the consumer's units are fetched. The
+members of a unit are fixed when it enters a log. A consumer has *settled* a unit once it
+acknowledged it or its filter dropped it.
+
+A session has two stored forms here: the *head*, which is its `SessionRecord` without arrays, and
+the *arrays*, the bytes that only a delivery reads. Everything in this module reads heads.
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+from urllib.parse import quote, unquote
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.runtime.codec.records import check_name
+from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionDamagedError
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
+
+_log = logging.getLogger(__name__)
+SESSION = int(pb.DELIVERY_UNIT_SESSION)
+GROUP = int(pb.DELIVERY_UNIT_GROUP)
+SESSION_LOG, GROUP_LOG = "s", "g"
+SHARED_POLICY = pb.Consumer(unit=pb.DELIVERY_UNIT_GROUP)
+"""The settings by which `GROUP_LOG` is filled: a group is complete with all its samples."""
+ABANDONED = "abandoned-"
+"""Prefix of the ids of records that stand for abandoned seats. Session ids are hexadecimal."""
+_SUPERSEDED, _ALONE, _OF_RUN, _PLAIN = _MARKS = ("superseded:", "session:", "run:", "group:")
+"""Prefixes of group keys. A group without a run has its group_id as key, if that has none."""
+Reason: TypeAlias = "pb.FilterReason.ValueType"
+
+
+class Unit(NamedTuple):
+    """A unit of delivery."""
+
+    seq: int
+    """Position in the log."""
+    unit_id: str
+    """Session id or group key. Also the delivery id."""
+    members: tuple[str, ...] = ()
+    """Session ids in order of delivery. Empty: the single session with this id."""
+    partial: bool = False
+    """Whether the group has fewer samples than announced."""
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """Ids of the unit's sessions."""
+        return self.members or (self.unit_id,)
+
+
+class Page(NamedTuple):
+    """A page of units that a consumer has not settled."""
+
+    units: list[Unit]
+    """The units, in order."""
+    cursor: int
+    """Start of the next page."""
+    more: bool
+    """Whether there may be another page now."""
+
+
+class Settlement(NamedTuple):
+    """A unit that a consumer acknowledged or that its filter dropped."""
+
+    unit_id: str
+    reason: Reason = pb.FILTER_REASON_UNSPECIFIED
+    """Why it was dropped. UNSPECIFIED: it was acknowledged."""
+    removed: Sequence[pb.RemovedTrajectories] = ()
+    """With a reason: the trajectories removed by the filter."""
+
+
+class Arrival(NamedTuple):
+    """A session to be stored."""
+
+    record: session_pb2.SessionRecord
+    hold_ms: int | None = None
+    """How long it waits for rewards unless its record says so. None: it does not wait."""
+
+    def due_ms(self, now_ms: int) -> int | None:
+        """Returns until when it waits for rewards, or None if it does not wait."""
+        if self.record.HasField("reward_timeout_ms"):
+            return now_ms + self.record.reward_timeout_ms
+        return None if self.hold_ms is None else now_ms + self.hold_ms
+
+    def group(self) -> tuple[str, int | None]:
+        """Returns the key of its group, and the announced size.
+
+        A superseded session has a key of its own and no size: it belongs to no group.
+        """
+        record = self.record
+        if record.superseded:
+            return f"{_SUPERSEDED}{record.session_id}", None
+        if not record.group_id:
+            return f"{_ALONE}{record.session_id}", 1
+        return key_of(record.run_id, record.group_id), max(record.group_size, 1)
+
+
+def key_of(run_id: str, group_id: str) -> str:
+    """Returns the key of a group: its id, unless it has a run or begins like another key."""
+    if run_id:
+        return f"{_OF_RUN}{quote(run_id, safe='')}/{group_id}"
+    return f"{_PLAIN}{group_id}" if group_id.startswith(_MARKS) else group_id
+
+
+def run_and_group(key: str) -> tuple[str, str]:
+    """Returns the run and the group of a key. For an ungrouped session, its id as the group."""
+    if key.startswith(_OF_RUN):
+        run_id, _, group_id = key.removeprefix(_OF_RUN).partition("/")
+        return unquote(run_id), group_id
+    return "", key.removeprefix(_ALONE if key.startswith(_ALONE) else _PLAIN)
+
+
+def abandoned_seat(request: pb.AbandonSeatRequest, now_ms: int) -> session_pb2.SessionRecord:
+    """Returns the record of an abandoned seat. The same seat has the same id."""
+    seat = f"{request.sample_index}/{key_of(request.run_id, request.group_id)}".encode()
+    return session_pb2.SessionRecord(
+        session_id=ABANDONED + hashlib.sha256(seat).hexdigest()[:32],
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        group_size=request.group_size,
+        outcome=session_pb2.SESSION_OUTCOME_FAILED,
+        metadata=request.metadata,
+        opened_unix_ms=now_ms,
+        closed_unix_ms=now_ms,
+        model=request.model,
+        purpose=request.purpose,
+        abandoned=request.reason,
+        run_id=request.run_id,
+    )
+
+
+def log_of(consumer: pb.Consumer) -> str:
+    """Returns the log that a consumer reads."""
+    if consumer.unit == SESSION:
+        return SESSION_LOG
+    return own_log(consumer.name) if consumer.HasField("groups") else GROUP_LOG
+
+
+def own_log(consumer: str) -> str:
+    """Returns the log of a consumer with its own group policy.
+
+    The consumer's filtered entries are listed under this name, whichever log it reads. Entries
+    listed under a shared log belong to all its readers.
+    """
+    return f"c:{consumer}"
+
+
+# Stored sessions: heads and arrays.
+
+Row: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
+"""The unit of filtering: a trajectory, or the complete tree of a session."""
+Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
+_BYTES_PER_TOKEN = 9  # in storage order: 4 for the id, 4 for the log-probability, 1 for the mask
+
+
+def rows_of(record: session_pb2.SessionRecord) -> Sequence[Row]:
+    """Returns a session's trajectories, or its tree as the only row."""
+    return [record.tree] if record.HasField("tree") else record.trajectories
+
+
+def runs_of(row: Row) -> Sequence[Run]:
+    """Returns the token runs of a row, in order."""
+    return row.segments if isinstance(row, trajectory_pb2.Trajectory) else row.nodes
+
+
+def tokens_of(row: Row) -> int:
+    """Returns the number of tokens in a row, with or without its arrays."""
+    runs = runs_of(row)
+    return runs[-1].end if runs else 0
+
+
+def turns_of(row: Row) -> int:
+    """Returns the number of sampled turns of a row."""
+    if isinstance(row, trajectory_pb2.Trajectory):
+        return row.turns
+    return sum(node.sampled for node in row.nodes)
+
+
+def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
+    """Removes the arrays and the bytes of images from a record.
+
+    Returns:
+        The serialized head, and the arrays of all rows, then the images. Their lengths follow from
+        the runs and the sizes, which stay in the head.
+    """
+    arrays: list[bytes] = []
+    for row in rows_of(record):
+        tokens = row.tokens
+        arrays += tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.loss_mask_u8
+        row.ClearField("tokens")
+    for image in record.images:
+        arrays.append(image.data)
+        image.ClearField("data")
+    return record.SerializeToString(), arrays
+
+
+def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
+    """Parses the head of a session, as returned by `split`.
+
+    Raises:
+        SessionDamagedError: The data is not a head of this session.
+    """
+    try:
+        head = session_pb2.SessionRecord.FromString(data)
+    except DecodeError as error:
+        raise damaged(session_id, f"its head is not a valid message: {error}") from error
+    if head.session_id != session_id:
+        raise damaged(session_id, f"its head is that of {head.session_id!r}")
+    return head
+
+
+def arrays_size(head: session_pb2.SessionRecord) -> int:
+    """Returns the size of the arrays and the images that belong to a head, bytes."""
+    tokens = sum(map(tokens_of, rows_of(head)))
+    return tokens * _BYTES_PER_TOKEN + sum(image.data_bytes for image in head.images)
+
+
+def join(
+    head: session_pb2.SessionRecord, arrays: bytes, kept: Sequence[int] | None = None
+) -> session_pb2.SessionRecord:
+    """Restores the arrays from `split` into the head, which is modified in place and returned.
+
+    Args:
+        head: The head.
+        arrays: Its arrays.
+        kept: Ascending indices of the rows to keep. The others are removed, with the images that
+            only they show. None keeps all.
+
+    Raises:
+        SessionDamagedError: The arrays do not match the head.
+    """
+    rows = rows_of(head)
+    if len(arrays) != arrays_size(head):
+        tokens = sum(map(tokens_of, rows))
+        problem = f"its arrays have {len(arrays)} bytes, which do not fit {tokens} tokens"
+        if head.images:
+            problem += f" and {len(head.images)} images"
+        raise damaged(head.session_id, problem)
+    start = 0
+    for row in rows:
+        count, tokens_into = tokens_of(row), row.tokens
+        tokens_into.token_ids_u32le = arrays[start : start + 4 * count]
+        tokens_into.logprobs_f32le = arrays[start + 4 * count : start + 8 * count]
+        tokens_into.loss_mask_u8 = arrays[start + 8 * count : start + 9 * count]
+        start += _BYTES_PER_TOKEN * count
+    for image in head.images:
+        image.data = arrays[start : start + image.data_bytes]
+        start += image.data_bytes
+    if kept is not None and len(kept) < len(rows):
+        _keep(head, kept)
+    return head
+
+
+def _keep(record: session_pb2.SessionRecord, kept: Sequence[int]) -> None:
+    """Removes the other rows of a record, and the images that no remaining row shows."""
+    if record.HasField("tree"):
+        record.ClearField("tree")
+    for at in reversed(range(len(record.trajectories))):
+        if at not in kept:
+            del record.trajectories[at]
+    shown = {image.sha256 for row in rows_of(record) for image in row.images}
+    for at in reversed(range(len(record.images))):
+        if record.images[at].sha256 not in shown:
+            del record.images[at]
+
+
+def damaged(session_id: str, problem: str) -> SessionDamagedError:
+    """Logs that a session cannot be read and returns the error for it."""
+    _log.error("session damaged", extra=fields(session_id=session_id, problem=problem))
+    return SessionDamagedError(
+        f"session_id: the stored data of {session_id!r} is damaged: {problem}; restore the store "
+        "from a copy",
+        session_id=session_id,
+    )
+
+
+def rewards_digest(rewards: session_pb2.SessionRewards) -> bytes:
+    """Returns a digest that tells a repeat from a request with different rewards."""
+    data = rewards.SerializeToString(deterministic=True)
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def check_repeat(request_id: str, first: bytes, digest: bytes) -> None:
+    """Checks that a repeated request carries the same rewards as the first.
+
+    Raises:
+        RepeatConflictError: The rewards differ.
+    """
+    if first != digest:
+        raise RepeatConflictError(
+            f"request_id: {request_id!r} was already used with other rewards, which were kept; "
+            "use another id"
+        )
+
+
+# Groups: when one is complete, and which of its sessions it contains.
+
+
+class Member(NamedTuple):
+    """A session that has joined its group."""
+
+    session_id: str
+    sample_index: int
+    usable: bool = True
+    """Whether the consumer's filter leaves it at least one trajectory."""
+
+
+class Formed(NamedTuple):
+    """A group that is decided: the unit that it becomes in a log."""
+
+    members: tuple[str, ...]
+    """Session ids by sample_index, one for each seat. Of a dropped group all, in order of arrival
+    within a seat."""
+    partial: bool
+    """Whether it has fewer samples than announced."""
+    dropped: bool = False
+    """Whether the log's consumer does not receive it. Such a unit is settled at once."""
+
+
+def form(
+    policy: pb.GroupPolicy, group_size: int, members: Sequence[Member], waited_ms: int
+) -> Formed | None:
+    """Decides about a group that is not yet a unit of a log.
+
+    Args:
+        policy: The group policy of the log's consumer.
+        group_size: Number of samples announced.
+        members: Its sessions that do not wait for a reward, in order of arrival.
+        waited_ms: Time since the first of its sessions arrived.
+
+    Returns:
+        The unit, or None if the group keeps waiting.
+    """
+    present = [one for one in members if not one.session_id.startswith(ABANDONED)]
+    complete = _seats(members) >= group_size
+    if policy.HasField("samples") and policy.samples < group_size:
+        present = [one for one in present if one.usable]
+        first = _seated(present)
+        if len(first) >= policy.samples:
+            return _formed(first[: policy.samples], group_size)
+    elif complete and (_seats(present) >= group_size or not policy.HasField("min_samples")):
+        return _formed(_seated(members), group_size)
+    late = policy.HasField("deadline_ms") and waited_ms >= policy.deadline_ms
+    if not members or not (late or complete):
+        return None
+    if policy.HasField("min_samples") and _seats(present) >= policy.min_samples:
+        chosen = present if policy.HasField("samples") else members
+        return _formed(_seated(chosen), group_size)
+    return _formed(members, group_size)._replace(dropped=True)
+
+
+def _seats(members: Iterable[Member]) -> int:
+    return len({one.sample_index for one in members})
+
+
+def _seated(members: Sequence[Member]) -> list[Member]:
+    """Returns the session that has each seat: the first to arrive of the most useful ones."""
+    seated: dict[int, Member] = {}
+    for one in members:
+        held = seated.get(one.sample_index)
+        if held is None or _uselessness(one) < _uselessness(held):
+            seated[one.sample_index] = one
+    return list(seated.values())
+
+
+def _uselessness(member: Member) -> tuple[bool, bool]:
+    return member.session_id.startswith(ABANDONED), not member.usable
+
+
+def _formed(members: Iterable[Member], group_size: int) -> Formed:
+    ordered = sorted(members, key=lambda one: one.sample_index)
+    taken = {one.sample_index for one in ordered if not one.session_id.startswith(ABANDONED)}
+    return Formed(tuple([one.session_id for one in ordered]), len(taken) < group_size)
+
+
+# Filters, evaluated on the heads of a unit's sessions.
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a filter for one unit."""
+
+    reason: Reason = pb.FILTER_REASON_UNSPECIFIED
+    """Why the unit is dropped. UNSPECIFIED: it is delivered."""
+    kept: list[list[int]] = field(default_factory=list)
+    """Per session: indices of the trajectories kept. A tree is judged as one row, 0."""
+    removed: list[pb.RemovedTrajectories] = field(default_factory=list)
+    """The trajectories removed from each session, with reasons."""
+
+
+def judge(consumer: pb.Consumer, heads: Sequence[session_pb2.SessionRecord]) -> Verdict:
+    """Evaluates a consumer's filter on the sessions of one unit.
+
+    The policy lag counts from the consumer's policy version. Without one it is ignored.
+    """
+    rules = consumer.filter
+    grouped = consumer.unit == GROUP and not rules.ungrouped
+    if grouped and not any(head.group_id for head in heads):
+        return Verdict(pb.FILTER_REASON_UNGROUPED)
+    version = consumer.policy_version if consumer.HasField("policy_version") else None
+    kept: list[list[int]] = []
+    removed: list[pb.RemovedTrajectories] = []
+    refused: list[Reason] = []
+    for head in heads:
+        refusal = _refusal(rules, head)
+        rows = rows_of(head)
+        reasons = [refusal or _reason(rules, version, row) for row in rows]
+        refused.append(refusal)
+        kept.append([at for at, reason in enumerate(reasons) if not reason])
+        for why, count in sorted(Counter(filter(None, reasons)).items()):
+            removed.append(
+                pb.RemovedTrajectories(session_id=head.session_id, reason=why, count=count)
+            )
+    reason: Reason = pb.FILTER_REASON_UNSPECIFIED
+    if heads and all(refused):
+        reason = refused[0]
+    elif removed and not any(kept):
+        reason = pb.FILTER_REASON_NOTHING_LEFT
+    elif rules.drop_zero_variance and _all_equal(heads, kept):
+        reason = pb.FILTER_REASON_ZERO_VARIANCE
+    return Verdict(reason, kept, removed)
+
+
+def usable(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
+    """Returns whether the filter leaves a session at least one trajectory. Ignores policy lag."""
+    return not _refusal(rules, head) and any(not _reason(rules, None, row) for row in rows_of(head))
+
+
+def oldest_trained_version(row: Row) -> int | None:
+    """Returns the oldest policy version among the trained tokens, or None if none is trained."""
+    trained = [(run.start, run.end) for run in runs_of(row) if run.trained]
+    return min(
+        (
+            span.policy_version
+            for span in row.version_spans
+            if any(span.start < end and start < span.end for start, end in trained)
+        ),
+        default=None,
+    )
+
+
+def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reason:
+    """Returns why a whole session is removed, or UNSPECIFIED if it is not."""
+    if rules.model not in {"", head.model}:
+        return pb.FILTER_REASON_MODEL
+    train = session_pb2.SESSION_PURPOSE_TRAIN
+    purposes = [purpose or train for purpose in rules.purposes] or [train]
+    if (head.purpose or train) not in purposes:
+        return pb.FILTER_REASON_PURPOSE
+    if rules.metadata and not rules.metadata.items() <= head.metadata.items():
+        return pb.FILTER_REASON_METADATA
+    return pb.FILTER_REASON_UNSPECIFIED
+
+
+def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
+    """Returns the first rule that removes a row, or UNSPECIFIED if the row is kept."""
+    allowed = {trajectory_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
+    if rules.lineages and not _lineages(row) & set(rules.lineages):
+        return pb.FILTER_REASON_LINEAGE
+    if rules.allowed_reasons and not allowed.issuperset(row.reasons):
+        return pb.FILTER_REASON_FIDELITY
+    if rules.HasField("max_tokens") and tokens_of(row) > rules.max_tokens:
+        return pb.FILTER_REASON_TOKENS
+    if rules.HasField("max_turns") and turns_of(row) > rules.max_turns:
+        return pb.FILTER_REASON_TURNS
+    if rules.HasField("max_policy_lag") and version is not None:
+        oldest = oldest_trained_version(row)
+        if oldest is not None and version - oldest > rules.max_policy_lag:
+            return pb.FILTER_REASON_POLICY_LAG
+    return pb.FILTER_REASON_UNSPECIFIED
+
+
+def _lineages(row: Row) -> set[trajectory_pb2.Lineage.ValueType]:
+    """Returns the lineage of a trajectory, or all lineages in a tree, of which one must match."""
+    if isinstance(row, trajectory_pb2.Trajectory):
+        return {row.lineage}
+    return {node.lineage for node in row.nodes}
+
+
+def _all_equal(heads: Sequence[session_pb2.SessionRecord], kept: list[list[int]]) -> bool:
+    """Returns whether at least two sessions remain and all their rewards are known and equal."""
+    seen: set[tuple[float, ...]] = set()
+    sessions = 0
+    for head, indices in zip(heads, kept, strict=True):
+        sessions += bool(indices)
+        rows = rows_of(head)
+        for row in (rows[at] for at in indices):
+            reward = head.reward if head.HasField("reward") else None
+            if isinstance(row, trajectory_pb2.Trajectory) and row.HasField("reward"):
+                reward = row.reward
+            turns = [run.reward for run in runs_of(row) if run.HasField("reward")]
+            if reward is None and not turns:
+                return False
+            seen.add((reward or 0.0, *turns))
+    return sessions > 1 and len(seen) == 1
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A stored unit, and whether it is delivered."""
+
+    unit: Unit
+    verdict: Verdict
+    heads: list[session_pb2.SessionRecord] = field(default_factory=list)
+    """Its sessions, without arrays."""
+    arrays: list[bytes] = field(default_factory=list)
+    """The arrays of each session, as `split` returned them, or empty if it is not delivered."""
+    attempt: int = 0
+    """Delivery attempt number, or 0 if it is not delivered."""
+
+    @property
+    def delivers(self) -> bool:
+        """Whether anything is left to deliver."""
+        return not self.verdict.reason
+
+    def drop_damaged(self, error: SessionDamagedError) -> None:
+        """Drops the unit because one of its sessions is damaged."""
+        reason = pb.FILTER_REASON_DAMAGED
+        part = pb.RemovedTrajectories(session_id=error.metadata["session_id"], reason=reason)
+        self.verdict = Verdict(reason, removed=[part])
+
+    def response(self) -> pb.SubscribeResponse | None:
+        """Returns the delivery with the trajectories that the filter keeps.
+
+        Sessions are assembled inside the response: adding a message copies it, and a session can
+        take megabytes. None if the unit is not delivered, or is dropped now because arrays do not
+        match their heads.
+        """
+        if not self.delivers:
+            return None
+        response = pb.SubscribeResponse()
+        delivery = response.delivery
+        delivery.delivery_id, delivery.attempt = self.unit.unit_id, self.attempt
+        delivery.removed.extend(self.verdict.removed)
+        delivery.partial = self.unit.partial
+        try:
+            for head, arrays, kept in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
+                session = delivery.sessions.add()
+                session.CopyFrom(head)
+                join(session, arrays, kept)
+        except SessionDamagedError as error:
+            self.drop_damaged(error)
+            return None
+        return response
+
+
+def judge_unit(unit: Unit, heads: Sequence[bytes | None], consumer: pb.Consumer) -> Loaded | None:
+    """Decides whether a unit is delivered.
+
+    Args:
+        unit: The unit.
+        heads: The stored head of each of its sessions, or None for one that was removed.
+        consumer: The settings of its consumer.
+
+    Returns:
+        The unit without arrays, or None if one of its sessions was removed, because the consumer
+        settled the unit while it was held here.
+    """
+    loaded = Loaded(unit, Verdict())
+    try:
+        for session_id, head in zip(unit.session_ids, heads, strict=True):
+            if head is None:
+                return None
+            loaded.heads.append(read_head(session_id, head))
+    except SessionDamagedError as error:
+        loaded.drop_damaged(error)
+    else:
+        loaded.verdict = judge(consumer, loaded.heads)
+    return loaded
+
+
+# Entries and counts of what consumers do not receive.
+
+
+def left_out(
+    key: str, session_id: str, now_ms: int, *, is_repeat: bool = False
+) -> pb.FilteredEntry:
+    """Returns the entry of a session that its group was delivered without.
+
+    Args:
+        key: Key of the group.
+        session_id: Id of the session.
+        now_ms: The current time.
+        is_repeat: Whether another session has its seat. Otherwise it came too late.
+    """
+    return pb.FilteredEntry(
+        delivery_id=key,
+        reason=pb.FILTER_REASON_DUPLICATE_SEAT if is_repeat else pb.FILTER_REASON_SURPLUS,
+        unix_ms=now_ms,
+        session_id=session_id,
+    )
+
+
+def entries_of(
+    key: str, unit: Formed, members: Sequence[Member], now_ms: int
+) -> list[pb.FilteredEntry]:
+    """Returns the entries of a group that becomes a unit: its drop, or the sessions left out."""
+    if unit.dropped:
+        reason = pb.FILTER_REASON_INCOMPLETE_GROUP
+        return [pb.FilteredEntry(delivery_id=key, reason=reason, unix_ms=now_ms)]
+    index = {one.session_id: one.sample_index for one in members}
+    seats = {index[session_id] for session_id in unit.members}
+    late = sorted(index.keys() - set(unit.members))
+    return [left_out(key, one, now_ms, is_repeat=index[one] in seats) for one in late]
+
+
+def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
+    """Returns a stored entry. An unreadable one is reported as a damaged unit."""
+    try:
+        return pb.FilteredEntry.FromString(data)
+    except DecodeError:
+        return pb.FilteredEntry(delivery_id=unit_id, reason=pb.FILTER_REASON_DAMAGED)
+
+
+def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]:
+    """Returns what entries add to the counts: units and trajectories by reason."""
+    units: Counter[int] = Counter()
+    trajectories: Counter[int] = Counter()
+    for entry in entries:
+        for part in entry.removed:
+            trajectories[part.reason] += part.count
+        if entry.reason:
+            units[entry.reason] += 1
+    reasons = sorted(units.keys() | trajectories.keys())
+    return {reason: (units[reason], trajectories[reason]) for reason in reasons}
+
+
+def filtered_counts(rows: Mapping[int, tuple[int, int]]) -> list[pb.FilteredCount]:
+    """Returns counts of units and trajectories by reason, ordered by reason."""
+    return [
+        pb.FilteredCount(
+            reason=pb.FilterReason.ValueType(reason), units=units, trajectories=trajectories
+        )
+        for reason, (units, trajectories) in sorted(rows.items())
+    ]
+
+
+# Settings of consumers: validation, defaults, and changes.
+
+DEFAULT_LEASE_MS = 600_000
+_Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version"]
+_CHANGEABLE: tuple[_Changeable, ...] = ("groups", "filter", "lease_ms", "policy_version")
+
+
+def created(consumer: pb.Consumer) -> pb.Consumer:
+    """Returns a new consumer with its defaults.
+
+    Raises:
+        InvalidFieldError: A field is invalid. The error names it.
+    """
+    new = pb.Consumer(name=consumer.name, unit=consumer.unit, lease_ms=DEFAULT_LEASE_MS)
+    if consumer.unit == pb.DELIVERY_UNIT_UNSPECIFIED:
+        raise InvalidFieldError("consumer.unit", "is not set; say what one delivery holds")
+    return _changed(new, consumer)
+
+
+def updated(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
+    """Returns a consumer with the fields that are set in `changes`. The others stay.
+
+    Raises:
+        InvalidFieldError: A field is invalid, or would change the unit. The error names it.
+    """
+    if changes.unit not in (pb.DELIVERY_UNIT_UNSPECIFIED, stored.unit):
+        raise other_unit(stored.name)
+    return _changed(stored, changes)
+
+
+def other_unit(name: str) -> InvalidFieldError:
+    """Returns the error that the unit of a consumer would change."""
+    return InvalidFieldError(
+        "consumer.unit", f"consumer {name!r} takes the other unit, which cannot change"
+    )
+
+
+def check_consumer_name(field_name: str, name: str) -> None:
+    """Validates the name of a consumer.
+
+    Raises:
+        InvalidFieldError: The name is empty, too long, or not printable.
+    """
+    check_name(field_name, name)
+    if not name.isprintable():
+        raise InvalidFieldError(field_name, f"is {name!r}; give printable characters")
+
+
+def check_version(field_name: str, version: int) -> None:
+    """Validates a policy version.
+
+    Raises:
+        InvalidFieldError: It is negative.
+    """
+    if version < 0:
+        raise InvalidFieldError(field_name, f"is {version}; give at least 0")
+
+
+def _changed(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
+    new = pb.Consumer()
+    new.CopyFrom(stored)
+    for name in _CHANGEABLE:
+        if changes.HasField(name):
+            new.ClearField(name)
+            new.MergeFrom(pb.Consumer(**{name: getattr(changes, name)}))
+    if not new.groups.ListFields():  # an empty one is the default
+        new.ClearField("groups")
+    if not new.filter.ListFields():
+        new.ClearField("filter")
+    new.ClearField("seen_unix_ms")
+    _check(new)
+    return new
+
+
+def _check(consumer: pb.Consumer) -> None:
+    check_consumer_name("consumer.name", consumer.name)
+    groups, rules = consumer.groups, consumer.filter
+    if consumer.HasField("groups") and consumer.unit != pb.DELIVERY_UNIT_GROUP:
+        raise InvalidFieldError("consumer.groups", "is only for consumers of groups; leave it out")
+    least_one: tuple[tuple[str, pb.Consumer | pb.GroupPolicy | pb.DeliveryFilter, str], ...] = (
+        ("lease_ms", consumer, "lease_ms"),
+        *((f"groups.{name}", groups, name) for name in ("deadline_ms", "min_samples", "samples")),
+        *((f"filter.{name}", rules, name) for name in ("max_tokens", "max_turns")),
+    )
+    for path, message, name in least_one:
+        if message.HasField(name) and getattr(message, name) < 1:  # type: ignore[arg-type]
+            raise InvalidFieldError(f"consumer.{path}", "is 0; give at least 1")
+    if consumer.HasField("policy_version"):
+        check_version("consumer.policy_version", consumer.policy_version)
+    elif rules.HasField("max_policy_lag"):
+        raise InvalidFieldError(
+            "consumer.policy_version", "is missing; filter.max_policy_lag needs it"
+        )
+    for name, named in (("allowed_reasons", "reasons"), ("purposes",) * 2, ("lineages",) * 2):
+        if 0 in getattr(rules, name):
+            problem = f"holds UNSPECIFIED; name the {named}"
+            raise InvalidFieldError(f"consumer.filter.{name}", problem)
+
+
+# Retention: when a stored session is removed, some time after every consumer has settled it.
+
+REMEMBERED_MS = 30 * 24 * 3600 * 1000
+"""How long ids of removed sessions are kept, milliseconds. A gateway may resend until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long settled sessions are kept, and how many bytes may be stored."""
+
+    settled_ms: int
+    """How long settled sessions are kept for a backward `Seek`, milliseconds."""
+    max_bytes: int
+    """Stored bytes at which new sessions are rejected."""
+    near_full: float = field(default=0.9)
+    """Fraction of `max_bytes` above which settled sessions are removed at once, oldest first."""
+
+    def settled_before(self, stored_bytes: int, now_ms: int) -> int:
+        """Returns the time before which a unit must have been settled to be removed now.
+
+        Args:
+            stored_bytes: Bytes in use.
+            now_ms: The current time.
+        """
+        full = stored_bytes > self.near_full * self.max_bytes
+        return now_ms if full else now_ms - self.settled_ms

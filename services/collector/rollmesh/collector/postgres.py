@@ -1,0 +1,358 @@
+"""The store of several collectors, in a PostgreSQL database: they share every consumer's work.
+
+A collector holds the units that it fetched for a consumer. They stay its own while it is alive, or
+until it releases them. Then another collector takes them over. One collector writes at a time.
+Arrays are not compressed: token ids and log-probabilities do not shrink.
+"""
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple, TypeVar
+
+from rollmesh.collector.log import Arrival, Page, Retention, Unit, split
+from rollmesh.collector.store import (
+    LAST_SEQ,
+    SCHEMA as TABLES,
+    Backend,
+    Packed,
+    Store,
+    Transaction,
+    Work,
+    store_id,
+)
+from rollmesh.runtime.database import Statements
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
+from rollmesh.runtime.postgres import Lane, Limits, prepare_database, read_address
+from rollmesh.runtime.telemetry.logs import fields
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+VERSION = 3
+"""Version of the tables. Incremented with a change that an older release cannot read."""
+SCHEMA = (
+    TABLES.format(
+        key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+        text='TEXT COLLATE "C"',
+        blob="BYTEA",
+        by_key="",
+        of_sessions=", scorer TEXT",
+        of_consumers=", moved_at BIGINT NOT NULL DEFAULT 0, moved_by TEXT NOT NULL DEFAULT ''",
+        of_progress=", holder TEXT",
+    )
+    + """
+ALTER TABLE sessions ALTER COLUMN arrays SET STORAGE EXTERNAL;
+CREATE INDEX IF NOT EXISTS progress_open ON progress (consumer) WHERE settled_ms IS NULL;
+CREATE INDEX IF NOT EXISTS sessions_to_score ON sessions (due_ms)
+  WHERE due_ms IS NOT NULL AND scorer IS NOT NULL;
+CREATE TABLE IF NOT EXISTS duties (duty TEXT PRIMARY KEY, next_at TIMESTAMPTZ NOT NULL);
+CREATE TABLE IF NOT EXISTS collectors (id TEXT PRIMARY KEY, alive_until TIMESTAMPTZ NOT NULL);
+"""
+)
+_BYTES = "bytes"
+_CHANGES = "changes"
+"""Name of the total that counts changes of consumers."""
+_FREE = ""
+"""Holder of released units. Never alive."""
+_ALIVE_MS = 10_000
+_LIMITS = Limits()
+_POLL_S = 0.1
+_POLLS = 20
+"""Polls after which waiting streams check again, because a collector may have died."""
+_ALL = 2**20
+_MOST_BYTES = 512 * 1024 * 1024
+_LOCK = 0x726F6C6C6D657368
+_WRITING = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})"
+_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_RESCUE = (
+    "`rollmesh collector --store=postgresql://...` of that release delivers its sessions, and "
+    "`rollmesh collector export --to FILE` saves them; or give another database"
+)
+
+
+class _News(NamedTuple):
+    """Two numbers that change when others have changed something."""
+
+    last_seq: int
+    """The last position in any log."""
+    changes: int
+    """Changes of consumers."""
+
+
+class PostgresBackend(Backend):
+    """One connection that writes while no other collector does, and one that reads snapshots."""
+
+    columns = ("scorer",)
+    held = "CASE WHEN p.unit_id IS NULL THEN 0 ELSE 1 END"
+
+    def __init__(self, writer: Lane, reader: Lane) -> None:
+        """Takes two connections to a database with the tables of `SCHEMA`."""
+        self._writer = writer
+        self._reader = reader
+        self._me = uuid.uuid4().hex
+        self._heard = _News(-1, 0)
+        self._doubtful: set[str] = set()
+        """Consumers for which it may hold units unknowingly: the answer to a call was lost."""
+
+    async def write(self, work: Work[_Result]) -> _Result:
+        """Runs work in a transaction while no other collector writes."""
+        return await self._writer.run(lambda db: self._run(db, work))
+
+    async def read(self, work: Work[_Result]) -> _Result:
+        """Runs work on a snapshot of the database."""
+        return await self._reader.run(lambda db: self._run(db, work))
+
+    async def read_then_write(
+        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
+    ) -> _Result:
+        """Reads a snapshot, then writes in another transaction."""
+        found = await self.read(read)
+        return await self.write(lambda tx: write(tx, found))
+
+    def _run(self, db: Statements, work: Work[_Result]) -> _Result:
+        tx = Transaction(db, self)
+        result = work(tx)
+        tx.finish()
+        return result
+
+    async def enter(self) -> None:
+        """Marks this collector as alive. From here on it hears of what others change."""
+
+        def enter(tx: Transaction) -> _News:
+            self._stay_alive(tx)
+            return self._hear(tx)[0]
+
+        self._heard = (await self.write(enter))._replace(last_seq=-1)
+
+    async def leave(self) -> None:
+        """Leaves what this collector holds to the others, if the server can be reached."""
+        with suppress(RollmeshError):
+            await self.write(lambda tx: tx.db.run("DELETE FROM collectors WHERE id = ?1", self._me))
+
+    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+        """Splits sessions into heads and arrays. A collector scores those that it holds back.
+
+        Raises:
+            InvalidFieldError: A session is too large for a row.
+        """
+        packed: list[Packed] = []
+        for at, arrival in enumerate(arrivals):
+            head, pieces = split(arrival.record)
+            arrays = b"".join(pieces)
+            if (size := len(head) + len(arrays)) > _MOST_BYTES:
+                raise InvalidFieldError(
+                    f"sessions[{at}]",
+                    f"takes {size} bytes; a PostgreSQL store takes up to {_MOST_BYTES}",
+                )
+            scorer = None if arrival.hold_ms is None else self._me
+            packed.append(Packed(arrival, head, arrays, (scorer,)))
+        return packed
+
+    def stored_bytes(self, tx: Transaction) -> int:
+        """Returns the bytes of all sessions."""
+        return tx.total(_BYTES)
+
+    def resized(self, tx: Transaction, count: int) -> None:
+        """Counts bytes of sessions."""
+        tx.add(_BYTES, count)
+
+    def arrays(
+        self, tx: Transaction, session_ids: Sequence[str]
+    ) -> dict[str, bytes | SessionDamagedError]:
+        """Returns the arrays of stored sessions."""
+        found = tx.db.rows(
+            f"SELECT session_id, arrays FROM sessions WHERE session_id {tx.db.within(1)}",  # noqa: S608
+            tx.db.listed(session_ids),
+        )
+        return dict(found)
+
+    def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
+        """Counts the bytes of the sessions of groups as removed."""
+        size: int = tx.db.value(
+            "SELECT CAST(coalesce(sum(octet_length(head) + octet_length(arrays)), 0) AS BIGINT)"  # noqa: S608
+            f" FROM sessions WHERE group_key {tx.db.within(1)}",
+            tx.db.listed(keys),
+        )
+        tx.add(_BYTES, -size)
+
+    def to_score(self, tx: Transaction, limit: int) -> list[str]:
+        """Takes the sessions that wait for the scorer of a collector that is no longer alive."""
+        rows = tx.db.rows(
+            "SELECT session_id FROM sessions s WHERE due_ms IS NOT NULL AND scorer IS NOT NULL"
+            " AND NOT EXISTS (SELECT 1 FROM collectors h"
+            " WHERE h.id = s.scorer AND h.alive_until > clock_timestamp())"
+            " ORDER BY due_ms LIMIT ?1",
+            limit,
+        )
+        ids = [session_id for (session_id,) in rows]
+        taken = [(self._me, session_id) for session_id in ids]
+        tx.db.run_many("UPDATE sessions SET scorer = ?1 WHERE session_id = ?2", taken)
+        return ids
+
+    async def turn(self, duty: str, every_ms: int) -> bool:
+        """Returns whether it is time for a duty, which then is not due for a while."""
+        rows = await self.write(
+            lambda tx: tx.db.rows(
+                "INSERT INTO duties VALUES (?1, clock_timestamp() + ?2 * interval '1 millisecond')"
+                " ON CONFLICT (duty) DO UPDATE SET next_at = excluded.next_at"
+                " WHERE duties.next_at <= clock_timestamp() RETURNING duty",
+                duty,
+                every_ms,
+            )
+        )
+        return bool(rows)
+
+    async def changed(self) -> list[str]:
+        """Marks this collector as alive, then waits a limited time for news.
+
+        Returns:
+            The consumers that another collector moved, or whose group policy it changed: units
+            fetched for them are void.
+        """
+        await self.write(self._stay_alive)
+        for _ in range(_POLLS):
+            news, moved = await self.read(self._hear)
+            if news != self._heard:
+                self._heard = news
+                return moved
+            await asyncio.sleep(_POLL_S)
+        return []
+
+    async def lost(self) -> str:
+        """Never returns: an unreachable server may come back."""
+        await asyncio.Event().wait()
+        return ""
+
+    def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
+        """Tells the other collectors that a consumer was changed, or that its units are void."""
+        changes = tx.add(_CHANGES)
+        if moved:
+            tx.db.run(
+                "UPDATE consumers SET moved_at = ?1, moved_by = ?2 WHERE name = ?3",
+                changes,
+                self._me,
+                consumer,
+            )
+
+    def _hear(self, tx: Transaction) -> tuple[_News, list[str]]:
+        """Returns the news, and the consumers that others have moved since the last news."""
+        news = _News(tx.total(LAST_SEQ), tx.total(_CHANGES))
+        if news.changes == self._heard.changes:
+            return news, []
+        moved = tx.db.rows(
+            "SELECT name FROM consumers WHERE moved_at > ?1 AND moved_by <> ?2 ORDER BY name",
+            self._heard.changes,
+            self._me,
+        )
+        return news, [name for (name,) in moved]
+
+    def _stay_alive(self, tx: Transaction) -> None:
+        """Marks this collector as alive for some time. Forgets those that died long ago."""
+        tx.db.run(
+            "INSERT INTO collectors (id, alive_until)"
+            " VALUES (?1, clock_timestamp() + ?2 * interval '1 millisecond')"
+            " ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until",
+            self._me,
+            _ALIVE_MS,
+        )
+        tx.db.run("DELETE FROM collectors WHERE alive_until < clock_timestamp() - interval '1 day'")
+
+    async def fetch(self, consumer: str, work: Work[Page]) -> Page:
+        """Fetches units that nobody holds."""
+        with self._in_doubt(consumer):
+            return await self.write(work)
+
+    async def release(self, consumer: str) -> None:
+        """Releases fetched units to the next collector that fetches."""
+        with self._in_doubt(consumer):
+            await self.write(
+                lambda tx: tx.db.run(
+                    "UPDATE progress SET holder = ?3"
+                    " WHERE consumer = ?1 AND settled_ms IS NULL AND holder = ?2",
+                    consumer,
+                    self._me,
+                    _FREE,
+                )
+            )
+
+    @contextmanager
+    def _in_doubt(self, consumer: str) -> Iterator[None]:
+        """After a call that failed, what this collector holds for a consumer is in doubt."""
+        try:
+            yield
+        except BaseException:
+            self._doubtful.add(consumer)
+            raise
+        self._doubtful.discard(consumer)
+
+    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
+        """Holds the units that were released, or whose holder is no longer alive."""
+        is_doubtful = consumer in self._doubtful
+        rows = tx.db.rows(
+            "SELECT u.seq, u.unit_id, u.members, u.partial FROM consumers c"
+            " JOIN progress p ON p.consumer = c.name AND p.settled_ms IS NULL"
+            " JOIN units u ON u.log = c.log AND u.unit_id = p.unit_id AND u.seq > c.start_seq"
+            " WHERE c.name = ?1 AND NOT EXISTS (SELECT 1 FROM collectors h"
+            " WHERE h.id = p.holder AND h.alive_until > clock_timestamp() AND h.id <> ?3)"
+            " ORDER BY u.seq LIMIT ?2",
+            consumer,
+            _ALL if is_doubtful else limit,
+            self._me if is_doubtful else _FREE,
+        )
+        units = [
+            Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))
+            for seq, unit_id, members, partial in rows
+        ]
+        self.hold(tx, consumer, units)
+        return units
+
+    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
+        """Holds units."""
+        tx.db.run_many(
+            "INSERT INTO progress (consumer, unit_id, attempts, holder) VALUES (?1, ?2, 0, ?3)"
+            " ON CONFLICT (consumer, unit_id) DO UPDATE SET holder = excluded.holder",
+            [(consumer, unit.unit_id, self._me) for unit in units],
+        )
+
+    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> set[str]:
+        """Returns which of the units it still holds. While stopped it may have lost some."""
+        rows = tx.db.rows(
+            "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+            f" AND holder = ?2 AND unit_id {tx.db.within(3)}",
+            consumer,
+            self._me,
+            tx.db.listed(unit_ids),
+        )
+        return {unit_id for (unit_id,) in rows}
+
+
+@asynccontextmanager
+async def open_postgres(
+    url: str, retention: Retention, limits: Limits = _LIMITS
+) -> AsyncIterator[Store]:
+    """Opens the store in a database. One without a store gets the tables of this release.
+
+    Raises:
+        ConfigError: The URL is invalid, or the server may lose or garble what it stores.
+        StoreAwayError: The server could not be reached for a minute.
+        StoreError: The store was written by another version. Nothing in it has changed.
+    """
+    address = read_address(
+        url, setting="store", program="rollmesh-collector", schema="rollmesh", limits=limits
+    )
+    async with (
+        Lane(address, _WRITING, "writer") as writer,
+        Lane(address, _READING, "reader") as reader,
+    ):
+        await prepare_database(writer, address, SCHEMA, VERSION, _RESCUE)
+        backend = PostgresBackend(writer, reader)
+        store = Store(backend, retention, await backend.write(store_id))
+        await backend.enter()
+        _log.info("store opened", extra=fields(database=address.name))
+        try:
+            yield store
+        finally:
+            await backend.leave()

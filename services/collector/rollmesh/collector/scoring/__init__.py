@@ -1,4 +1,0 @@
-"""Scoring: stored sessions get their rewards from a `ScorerService`.
-
-May import `delivery` and `storage`.
-"""

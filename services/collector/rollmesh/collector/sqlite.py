@@ -1,0 +1,359 @@
+"""The store of one collector: a SQLite file, with the arrays of large calls in separate files.
+
+SQLite writes data twice, to its log and to the database. Arrays of megabytes are written only once
+here, to one file per call. Files are fsynced before a row references them and deleted after the
+last reference, so an unreferenced file was left by a process that died in between.
+"""
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
+
+from rollmesh.collector.log import Arrival, Retention, damaged, split
+from rollmesh.collector.store import (
+    RETRY_MS,
+    SCHEMA as TABLES,
+    Backend,
+    Packed,
+    Store,
+    Transaction,
+    Work,
+    store_id,
+)
+from rollmesh.runtime.database import Database, SqliteStatements
+from rollmesh.runtime.errors import SessionDamagedError, StoreError, StoreFullError
+from rollmesh.runtime.telemetry.logs import fields
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_MAX_DIGITS = 18
+_FILE_BYTES = "file_bytes"
+_LARGE_CALL_BYTES = 1024 * 1024
+"""Size of a call's arrays above which they get a file. Below it, two more fsyncs cost more."""
+_PAGE_BYTES = 16_384  # a trajectory of 10,000 tokens takes 90 KB
+VERSION = 8
+"""Version of the tables. Incremented with a change that an older release cannot read."""
+SCHEMA = (
+    TABLES.format(
+        key="INTEGER PRIMARY KEY AUTOINCREMENT",
+        text="TEXT",
+        blob="BLOB",
+        by_key=" WITHOUT ROWID",
+        of_sessions=", file INTEGER, at INTEGER, size INTEGER",
+        of_consumers="",
+        of_progress="",
+    )
+    + """
+CREATE INDEX IF NOT EXISTS sessions_by_file ON sessions (file) WHERE file IS NOT NULL;
+CREATE TABLE IF NOT EXISTS files (n INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
+"""
+)
+Pieces: TypeAlias = Sequence[bytes]
+
+
+class Place(NamedTuple):
+    """Location of a session's arrays."""
+
+    file: int
+    at: int
+    """Offset of the first byte."""
+    size: int
+    """Length, bytes."""
+
+
+class ArraysLostError(Exception):
+    """The arrays of a session are missing from their file."""
+
+
+def _is_ours(path: Path) -> bool:
+    """Returns whether a file is named like those of `ArrayFiles`."""
+    name = path.name
+    number = len(name) <= _MAX_DIGITS and name.isascii() and name.isdigit()
+    return number and name == str(int(name)) and path.is_file() and not path.is_symlink()
+
+
+class ArrayFiles:
+    """The array files of one directory, by number."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the directory. Call `keep` before anything else."""
+        self._folder = folder
+        self._numbers = itertools.count(1)
+
+    def keep(self, files: Collection[int]) -> None:
+        """Creates the directory if it is missing, and deletes unreferenced files from it.
+
+        Raises:
+            StoreError: The directory cannot be written.
+        """
+        with self._typed():
+            self._folder.mkdir(exist_ok=True)
+            found = {path.name for path in self._folder.iterdir() if _is_ours(path)}
+            foreign = sorted(path.name for path in self._folder.iterdir() if not _is_ours(path))
+        if foreign:
+            _log.warning(
+                "array directory holds other files, which are kept",
+                extra=fields(folder=self._folder, count=len(foreign), first=foreign[:3]),
+            )
+        self.remove({int(name) for name in found} - set(files))
+        self._numbers = itertools.count(max(files, default=0) + 1)
+
+    def write(self, sessions: Sequence[Pieces]) -> list[Place]:
+        """Writes the arrays of sessions to a new file and fsyncs it.
+
+        Raises:
+            StoreFullError: The disk is full.
+            StoreError: The file could not be written.
+        """
+        sizes = [sum(map(len, pieces)) for pieces in sessions]
+        with self._typed():
+            file, target = self._open_next()
+        try:
+            with self._typed():
+                with target:
+                    target.writelines(itertools.chain.from_iterable(sessions))
+                    target.flush()
+                    os.fdatasync(target.fileno())
+                self._sync_names()
+        except (StoreFullError, StoreError):
+            self.remove([file])
+            raise
+        begins = itertools.accumulate(sizes, initial=0)
+        return [Place(file, at, size) for at, size in zip(begins, sizes, strict=False)]
+
+    def _open_next(self) -> tuple[int, BinaryIO]:
+        """Creates the next file, skipping numbers that are already taken in the directory."""
+        while True:
+            file = next(self._numbers)
+            with suppress(FileExistsError):
+                return file, self._path(file).open("xb")
+
+    def read(self, place: Place) -> bytes:
+        """Returns the arrays of a session.
+
+        Raises:
+            ArraysLostError: The arrays are missing.
+            StoreError: The arrays cannot be read now, or the directory is missing.
+        """
+        path = self._path(place.file)
+        with self._typed():
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError as error:
+                self._folder.stat()  # if it is missing, a disk is not mounted
+                raise ArraysLostError(f"{path}: is gone") from error
+            try:
+                data = os.pread(descriptor, place.size, place.at)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise ArraysLostError(f"{path}: {error}") from error
+            finally:
+                os.close(descriptor)
+        if len(data) != place.size:
+            raise ArraysLostError(f"{path}: is cut")
+        return data
+
+    def remove(self, files: Collection[int]) -> None:
+        """Deletes unreferenced files. A file that is already gone is ignored.
+
+        Raises:
+            StoreError: The directory cannot be written.
+        """
+        with self._typed():
+            for file in files:
+                self._path(file).unlink(missing_ok=True)
+
+    def _path(self, file: int) -> Path:
+        return self._folder / str(file)
+
+    def _sync_names(self) -> None:
+        """Fsyncs the directory. Without that a new file may have no name after a crash."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFullError(
+                    f"the disk is full: {error}", retry_delay_ms=RETRY_MS
+                ) from error
+            raise StoreError(f"the store failed: {error}") from error
+
+
+class SqliteBackend(Backend):
+    """The connection of the file's only writer. Reads wait for earlier jobs."""
+
+    columns = ("file", "at", "size")
+
+    def __init__(self, database: Database, files: ArrayFiles) -> None:
+        """Takes an open database with the tables of `SCHEMA`, and its array files."""
+        self._database = database
+        self._files = files
+        self._has_begun = False
+
+    async def write(self, work: Work[_Result]) -> _Result:
+        """Runs work in a transaction, then deletes array files that lost their last session."""
+        result, files = await self._database.run(lambda db: self._run(db, work))
+        if files:
+            await asyncio.to_thread(self._files.remove, files)
+        return result
+
+    async def read(self, work: Work[_Result]) -> _Result:
+        """Runs work in a transaction."""
+        return await self.write(work)
+
+    async def read_then_write(
+        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
+    ) -> _Result:
+        """Runs both in one transaction."""
+        return await self.write(lambda tx: write(tx, read(tx)))
+
+    def _run(self, db: sqlite3.Connection, work: Work[_Result]) -> tuple[_Result, list[int]]:
+        tx = _Transaction(SqliteStatements(db), self)
+        result = work(tx)
+        forgotten = _forget_files(tx)
+        tx.finish()
+        return result, forgotten
+
+    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+        """Splits sessions into heads and arrays. Writes the arrays to a file if they are large."""
+        parts = [split(arrival.record) for arrival in arrivals]
+        if sum([len(piece) for _, pieces in parts for piece in pieces]) < _LARGE_CALL_BYTES:
+            return [
+                Packed(arrival, head, b"".join(pieces), (None, None, None))
+                for arrival, (head, pieces) in zip(arrivals, parts, strict=True)
+            ]
+        places = self._files.write([pieces for _, pieces in parts])
+        return [
+            Packed(arrival, head, None, place)
+            for arrival, (head, _), place in zip(arrivals, parts, places, strict=True)
+        ]
+
+    def forget(self, packed: Sequence[Packed]) -> None:
+        """Deletes the file of a call whose sessions were not stored."""
+        self._files.remove({one.columns[0] for one in packed} - {None})
+
+    def stored_bytes(self, tx: Transaction) -> int:
+        """Returns the bytes in use. Free pages of the database are reused and do not count.
+
+        An array file counts in full until its last session is removed.
+        """
+        pages: int = tx.db.value("PRAGMA page_count")
+        free: int = tx.db.value("PRAGMA freelist_count")
+        return (pages - free) * _PAGE_BYTES + tx.total(_FILE_BYTES)
+
+    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
+        """Adds the file of a call."""
+        assert isinstance(tx, _Transaction)
+        file = packed[0].columns[0]
+        if file is not None:
+            size = sum([one.columns[2] for one in packed])
+            tx.db.run("INSERT INTO files VALUES (?1, ?2)", file, size)
+            tx.add(_FILE_BYTES, size)
+            tx.left.add(file)  # all of its sessions may be repeats
+
+    def arrays(
+        self, tx: Transaction, session_ids: Sequence[str]
+    ) -> dict[str, bytes | SessionDamagedError]:
+        """Returns the arrays of stored sessions, or the error that they are damaged."""
+        rows = tx.db.rows(
+            "SELECT session_id, arrays, file, at, size FROM sessions"  # noqa: S608
+            f" WHERE session_id {tx.db.within(1)}",
+            tx.db.listed(session_ids),
+        )
+        found: dict[str, bytes | SessionDamagedError] = {}
+        for session_id, arrays, *place in rows:
+            try:
+                found[session_id] = self._files.read(Place(*place)) if arrays is None else arrays
+            except ArraysLostError as error:
+                found[session_id] = damaged(session_id, str(error))
+        return found
+
+    def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
+        """Notes the files that hold arrays of the groups."""
+        assert isinstance(tx, _Transaction)
+        rows = tx.db.rows(
+            "SELECT DISTINCT file FROM sessions WHERE file IS NOT NULL"  # noqa: S608
+            f" AND group_key {tx.db.within(1)}",
+            tx.db.listed(keys),
+        )
+        tx.left |= {file for (file,) in rows}
+
+    def to_score(self, tx: Transaction, limit: int) -> list[str]:
+        """Takes the sessions that an earlier process left. The first call finds them all."""
+        if self._has_begun:
+            return []
+        rows = tx.db.rows(
+            "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?1",
+            limit,
+        )
+        self._has_begun = True
+        return [session_id for (session_id,) in rows]
+
+    async def changed(self) -> list[str]:
+        """Never returns: the file has only one collector."""
+        await asyncio.Event().wait()
+        return []
+
+    async def lost(self) -> str:
+        """Returns once the file is removed or replaced under this collector."""
+        return await self._database.lost()
+
+
+class _Transaction(Transaction):
+    """A transaction that notes array files which may have lost their last session."""
+
+    def __init__(self, db: SqliteStatements, backend: Backend) -> None:
+        super().__init__(db, backend)
+        self.left: set[int] = set()
+
+
+def _forget_files(tx: _Transaction) -> list[int]:
+    """Forgets the noted files without sessions and returns their numbers.
+
+    They may be deleted once this transaction is on disk.
+    """
+    forgotten: list[int] = []
+    for file in sorted(tx.left):
+        gone = tx.db.rows(
+            "DELETE FROM files WHERE n = ?1"
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE file = ?1) RETURNING bytes",
+            file,
+        )
+        forgotten += [file] * len(gone)
+        tx.add(_FILE_BYTES, -sum([size for (size,) in gone]))
+    return forgotten
+
+
+@asynccontextmanager
+async def open_sqlite(folder: Path, retention: Retention) -> AsyncIterator[Store]:
+    """Opens the store in a directory, which is created if it is missing.
+
+    Raises:
+        StoreError: The store cannot be opened, or was written by another version.
+    """
+    path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
+    rescue = (
+        f"`rollmesh collector --data-dir={folder}` of that release delivers its sessions, and "
+        "`rollmesh collector export --to FILE` saves them; or give another data_dir"
+    )
+    async with Database(path, SCHEMA, VERSION, _PAGE_BYTES, rescue=rescue) as database:
+        await database.run(
+            lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
+        )
+        backend = SqliteBackend(database, files)
+        yield Store(backend, retention, await backend.write(store_id))

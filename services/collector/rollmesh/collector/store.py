@@ -1,0 +1,1488 @@
+"""The session store: what it keeps, and what every operation does, over either database.
+
+A `Store` runs functions over a `Transaction`. A `Backend` runs the transactions, and is the only
+place that knows the dialect: `sqlite.py` (one collector, large arrays in files) and `postgres.py`
+(several collectors that share the work of every consumer).
+
+Every operation is durable before it returns, and a repeat changes nothing. Times are milliseconds
+since 1970 UTC.
+"""
+
+import asyncio
+import json
+import logging
+import uuid
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.collector import log
+from rollmesh.collector.log import (
+    GROUP_LOG,
+    SESSION_LOG,
+    Arrival,
+    Loaded,
+    Member,
+    Page,
+    Retention,
+    Settlement,
+    Unit,
+    own_log,
+)
+from rollmesh.runtime.codec.records import apply_rewards
+from rollmesh.runtime.database import Row, Statements
+from rollmesh.runtime.errors import (
+    ConsumerExistsError,
+    ConsumerUnknownError,
+    GroupSizeError,
+    InvalidFieldError,
+    SessionDamagedError,
+    SessionUnknownError,
+    StoreFullError,
+)
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+LOAD_BYTES = 4 * 1024 * 1024
+"""Bytes of arrays after which `load` stops. The last unit may exceed them."""
+RETRY_MS = 1000
+"""Delay before a refused call is retried, milliseconds."""
+LAST_SEQ = "last_seq"
+"""Name of the total that is the last position in any log."""
+_SCAN = 2000
+"""Largest number of units examined for one page."""
+_GROUPS_AT_ONCE, _DUE_AT_ONCE, _REMOVED_AT_ONCE, _REMOVALS = 200, 200, 200, 20
+_MAX_TOKEN_DIGITS = 18
+_NO_END = 2**62
+
+
+class Sought(NamedTuple):
+    """The outcome of a seek."""
+
+    again: int
+    """Settled units that will be redelivered."""
+    skipped: int
+    """Open units that will not be delivered."""
+
+
+class Standing(NamedTuple):
+    """The units of a consumer, counted."""
+
+    acknowledged: int
+    open: int
+    """Units that are not settled, including leased ones."""
+    filtered: list[pb.FilteredCount]
+
+
+class Updated(NamedTuple):
+    """The outcome of an update."""
+
+    consumer: pb.Consumer
+    """The consumer as it is now."""
+    moved: bool
+    """Whether its group policy changed, so that units fetched for it are void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Totals of what is stored."""
+
+    sessions: int
+    trajectories: int
+    complete_groups: int
+    open_groups: int
+    waiting_for_rewards: int = 0
+    reward_timeouts: int = 0
+    stored_bytes: int = 0
+    removed_sessions: int = 0
+
+
+class Packed(NamedTuple):
+    """A session in its stored form."""
+
+    arrival: Arrival
+    """Its record no longer has arrays."""
+    head: bytes
+    arrays: bytes | None
+    """None if they are not in the table."""
+    columns: tuple[Any, ...]
+    """The backend's own columns."""
+
+
+class Transaction:
+    """A transaction, which sees its own changes.
+
+    Totals are kept in a table, so that no hot path counts rows. `finish` writes them.
+    """
+
+    def __init__(self, db: Statements, backend: "Backend") -> None:
+        """Starts without changes. The connection is in a transaction already."""
+        self.db = db
+        """Its statements."""
+        self.backend = backend
+        self._totals: dict[str, int] = {}
+        self._added: Counter[str] = Counter()
+
+    def total(self, name: str) -> int:
+        """Returns a total."""
+        if name not in self._totals:
+            row = self.db.row("SELECT value FROM totals WHERE name = ?1", name)
+            self._totals[name] = int(row[0]) if row else 0
+        return self._totals[name] + self._added[name]
+
+    def add(self, name: str, value: int = 1) -> int:
+        """Adds to a total and returns it."""
+        self._added[name] += value
+        return self.total(name)
+
+    def set(self, name: str, value: int) -> None:
+        """Sets a total."""
+        self._added[name] += value - self.total(name)
+
+    def forget_totals(self, *names: str) -> None:
+        """Removes totals."""
+        for name in names:
+            self.db.run("DELETE FROM totals WHERE name = ?1", name)
+            self._totals[name] = self._added[name] = 0
+
+    def finish(self) -> None:
+        """Writes the totals. Must be called before the commit."""
+        added = [(name, value) for name, value in self._added.items() if value]
+        if added:
+            self.db.run_many(
+                "INSERT INTO totals (name, value) VALUES (?1, ?2)"
+                " ON CONFLICT (name) DO UPDATE SET value = totals.value + excluded.value",
+                added,
+            )
+
+
+Work: TypeAlias = Callable[[Transaction], _Result]
+
+
+class Backend:
+    """The dialect of a database, and the collectors that share it.
+
+    The defaults are those of a store that only one collector has.
+    """
+
+    columns: ClassVar[tuple[str, ...]]
+    """Its own columns of the table of sessions."""
+    held: ClassVar[str] = "0"
+    """SQL for whether the progress `p` of a unit means that a collector fetched it: 0 or 1."""
+
+    @abstractmethod
+    async def write(self, work: Work[_Result]) -> _Result:
+        """Runs work in a transaction while no one else writes, and returns once it is durable."""
+
+    @abstractmethod
+    async def read(self, work: Work[_Result]) -> _Result:
+        """Runs work that only reads, in a transaction."""
+
+    @abstractmethod
+    async def read_then_write(
+        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
+    ) -> _Result:
+        """Runs `read`, then `write` with its result, and returns once that is durable."""
+
+    @abstractmethod
+    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+        """Brings sessions into their stored form. Runs in a worker thread."""
+
+    def forget(self, packed: Sequence[Packed]) -> None:
+        """Undoes `pack` for sessions that were not stored. Runs in a worker thread."""
+
+    @abstractmethod
+    def stored_bytes(self, tx: Transaction) -> int:
+        """Returns the bytes in use."""
+
+    def resized(self, tx: Transaction, count: int) -> None:
+        """Counts bytes of sessions that were added or, if negative, removed."""
+
+    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
+        """Is called with the sessions that a call packed, before they are stored."""
+
+    @abstractmethod
+    def arrays(
+        self, tx: Transaction, session_ids: Sequence[str]
+    ) -> dict[str, bytes | SessionDamagedError]:
+        """Returns the arrays of stored sessions, or the error that they are damaged.
+
+        Raises:
+            StoreError: The arrays cannot be read now.
+        """
+
+    @abstractmethod
+    def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
+        """Is called before the sessions of groups are removed."""
+
+    @abstractmethod
+    def to_score(self, tx: Transaction, limit: int) -> list[str]:
+        """Takes sessions that wait for rewards and that no living collector has taken to score."""
+
+    async def turn(self, duty: str, every_ms: int) -> bool:  # noqa: ARG002 - of all collectors
+        """Returns whether this collector does a duty now, as one does in `every_ms`."""
+        return True
+
+    @abstractmethod
+    async def changed(self) -> list[str]:
+        """Waits until another collector makes something deliverable, or changes a consumer."""
+
+    @abstractmethod
+    async def lost(self) -> str:
+        """Returns the reason once the store is lost for good."""
+
+    def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
+        """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
+
+    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:  # noqa: ARG002
+        """Takes units that another collector fetched and left."""
+        return []
+
+    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
+        """Keeps fetched units from the other collectors."""
+
+    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:  # noqa: ARG002
+        """Returns which of the units this collector still holds."""
+        return set(unit_ids)
+
+    async def fetch(self, consumer: str, work: Work[Page]) -> Page:  # noqa: ARG002
+        """Runs the transaction that fetches units for a consumer."""
+        return await self.write(work)
+
+    async def release(self, consumer: str) -> None:
+        """Releases everything that this collector fetched for the consumer."""
+
+
+class Store:
+    """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`."""
+
+    def __init__(self, backend: Backend, retention: Retention, store_id: str) -> None:
+        """Takes the backend of an open database that has the tables of `schema`."""
+        self.backend = backend
+        self._retention = retention
+        self._retained_to = 0
+        self.store_id = store_id
+        """Identifies what is stored: collectors with the same one share a store."""
+        self.turn = backend.turn
+        self.lost = backend.lost
+        self.changed = backend.changed
+        self.release = backend.release
+
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions, and returns for each whether it is a repeat, which changes nothing.
+
+        After an error, any of them may or may not have been stored.
+
+        Raises:
+            GroupSizeError: A group was announced with a different size in its run.
+            StoreFullError: There is no room until sessions are settled and removed.
+        """
+        packed = await asyncio.to_thread(self.backend.pack, arrivals)
+        try:
+            repeats = await self.backend.write(
+                lambda tx: ingest(tx, packed, now_ms, self._retention.max_bytes)
+            )
+        except (StoreFullError, InvalidFieldError):
+            await asyncio.to_thread(self.backend.forget, packed)
+            raise
+        if all(repeats):
+            await asyncio.to_thread(self.backend.forget, packed)
+        return repeats
+
+    async def set_rewards(
+        self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
+    ) -> bool:
+        """Sets a session's rewards and returns whether it is a repeat, which changes nothing.
+
+        Raises:
+            SessionUnknownError: There is no such session.
+            RepeatConflictError: An earlier request with this id set other rewards.
+            InvalidFieldError: A reward does not fit the session.
+        """
+        return await self.backend.write(
+            lambda tx: set_rewards(tx, session_id, rewards, request_id, now_ms)
+        )
+
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes sessions that wait for rewards and that no living collector has taken to score.
+
+        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
+
+        Returns:
+            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
+        """
+        return await self.backend.write(lambda tx: self.backend.to_score(tx, limit))
+
+    async def tick(self, now_ms: int) -> bool:
+        """Acts on deadlines that have passed and returns whether anything became deliverable."""
+        if not await self.backend.read(lambda tx: _is_due(tx, now_ms)):
+            return False
+        return await self.backend.write(lambda tx: tick(tx, now_ms))
+
+    async def create_consumer(
+        self, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+    ) -> None:
+        """Creates a consumer. One with damaged settings gets these, and keeps its position.
+
+        Args:
+            consumer: The consumer, as returned by `log.created`.
+            start: The first unit that is delivered. None: the oldest one stored.
+            now_ms: The current time.
+
+        Raises:
+            ConsumerExistsError: A consumer has this name.
+            InvalidFieldError: The start position does not exist.
+        """
+        await self.backend.write(lambda tx: create_consumer(tx, consumer, start, now_ms))
+
+    async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
+        """Changes the settings of a consumer, as `log.updated` says.
+
+        With a new group policy, every group that is not settled is decided anew.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+            InvalidFieldError: A field is invalid.
+        """
+        return await self.backend.write(lambda tx: update_consumer(tx, changes, now_ms))
+
+    async def delete_consumer(self, consumer: str) -> bool:
+        """Deletes a consumer and returns whether it was known."""
+        return await self.backend.write(lambda tx: delete_consumer(tx, consumer))
+
+    async def consumer(self, name: str) -> pb.Consumer:
+        """Returns a consumer.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown, or its settings are damaged.
+        """
+        return await self.backend.read(lambda tx: _consumer(tx, name))
+
+    async def consumers(self, page_size: int, page_token: str) -> tuple[list[pb.Consumer], str]:
+        """Returns consumers ordered by name, without damaged ones, and the token of the next page.
+
+        Args:
+            page_size: Largest number of consumers to return.
+            page_token: As returned with the page before. Empty begins.
+        """
+        sql = "SELECT name, settings, seen_ms FROM consumers WHERE name > ?1 ORDER BY name LIMIT ?2"
+        rows = await self.backend.read(lambda tx: tx.db.rows(sql, page_token, page_size))
+        found = [_read_consumer(*row) for row in rows]
+        return [one for one in found if one], rows[-1][0] if len(rows) == page_size else ""
+
+    async def fetch(self, consumer: str, after: int, limit: int, now_ms: int) -> Page:
+        """Returns units that the consumer has not settled and that were not fetched before.
+
+        The groups of a consumer with its own group policy are judged here.
+
+        Args:
+            consumer: Name of the consumer.
+            after: `cursor` of the previous page. 0 starts at the beginning.
+            limit: Largest number of units to return.
+            now_ms: The current time.
+
+        Raises:
+            ConsumerUnknownError: The consumer was deleted.
+        """
+        return await self.backend.fetch(
+            consumer, lambda tx: fetch(tx, consumer, after, limit, now_ms)
+        )
+
+    async def load(
+        self, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
+    ) -> list[Loaded | None]:
+        """Loads units, and counts attempts for those the filter does not drop.
+
+        Args:
+            consumer: The settings of the consumer, by which its units are filtered.
+            units: Units that were fetched for it.
+            now_ms: The current time.
+
+        Returns:
+            The units in order, at least the first, up to `LOAD_BYTES` of arrays, or None for a unit
+            that was removed, or that another collector took over.
+        """
+        return await self.backend.read_then_write(
+            lambda tx: load(tx, units, consumer),
+            lambda tx, loaded: count_attempts(tx, consumer.name, loaded, now_ms),
+        )
+
+    async def settle(
+        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
+    ) -> list[str]:
+        """Settles units and returns the ids of those that were open.
+
+        An acknowledgement counts only for units delivered since the consumer's last seek.
+        """
+        return await self.backend.write(lambda tx: settle(tx, consumer, settlements, now_ms))
+
+    async def seek(self, consumer: str, position: pb.Position, now_ms: int) -> Sought:
+        """Moves a consumer. Units it had settled at or after the position are redelivered.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+            InvalidFieldError: The position does not exist.
+        """
+        return await self.backend.write(lambda tx: seek(tx, consumer, position, now_ms))
+
+    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
+        """Records that consumers have streams now. Unknown consumers are ignored."""
+        sql = "UPDATE consumers SET seen_ms = ?1 WHERE name = ?2"
+        rows = [(now_ms, name) for name in sorted(consumers)]
+        if rows:
+            await self.backend.write(lambda tx: tx.db.run_many(sql, rows))
+
+    async def expire_consumers(self, before_ms: int) -> list[str]:
+        """Deletes the consumers that have had no stream since and returns their names."""
+
+        def expire(tx: Transaction) -> list[str]:
+            rows = tx.db.rows("SELECT name FROM consumers WHERE seen_ms < ?1", before_ms)
+            return [name for (name,) in sorted(rows) if delete_consumer(tx, name)]
+
+        return await self.backend.write(expire)
+
+    async def standing(self, consumer: str) -> Standing:
+        """Counts the units of a consumer. With its own group policy, as of the last `tick`.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+        """
+        return await self.backend.read(lambda tx: standing(tx, consumer))
+
+    async def filtered(
+        self, consumer: str, page_size: int, page_token: str
+    ) -> tuple[list[pb.FilteredEntry], str]:
+        """Returns the entries filtered for a consumer, and the token of the next page.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+        """
+        after = _read_token(page_token)
+        sql = (
+            "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?1, ?2) AND n > ?3"
+            " ORDER BY n LIMIT ?4"
+        )
+        rows = await self.backend.read(
+            lambda tx: tx.db.rows(
+                sql, own_log(consumer), _known(tx, consumer).log, after, page_size
+            )
+        )
+        token = str(rows[-1][0]) if len(rows) == page_size else ""
+        return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
+
+    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
+        """Returns groups waiting for samples, and the token of the next page."""
+        after = _read_token(page_token)
+        sql = (
+            "SELECT n, group_key, size, first_ms, (SELECT count(DISTINCT sample_index)"
+            " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g"
+            " WHERE open = 1 AND n > ?1 ORDER BY n LIMIT ?2"
+        )
+        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, page_size))
+        groups: list[pb.OpenGroup] = []
+        for _, key, size, first_ms, samples in rows:
+            run_id, group_id = log.run_and_group(key)
+            group = pb.OpenGroup(run_id=run_id, group_id=group_id, group_size=size)
+            group.samples, group.first_unix_ms = samples, first_ms
+            groups.append(group)
+        return groups, str(rows[-1][0]) if len(rows) == page_size else ""
+
+    async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
+        """Returns one session.
+
+        Raises:
+            SessionUnknownError: There is no such session.
+            SessionDamagedError: It cannot be read.
+        """
+
+        def read(tx: Transaction) -> tuple[bytes, bytes | SessionDamagedError | None]:
+            row = tx.db.row("SELECT head FROM sessions WHERE session_id = ?1", session_id)
+            if row is None:
+                raise _session_unknown(session_id)
+            found = tx.backend.arrays(tx, [session_id])[session_id] if arrays else None
+            return row[0], found
+
+        data, found = await self.backend.read(read)
+        head = log.read_head(session_id, data)
+        if isinstance(found, SessionDamagedError):
+            raise found
+        return head if found is None else log.join(head, found)
+
+    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
+        """Returns the cursor after each session and the session's id, in order of arrival."""
+        sql = "SELECT n, session_id FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2"
+        rows = await self.backend.read(lambda tx: tx.db.rows(sql, cursor, limit))
+        return [(n, session_id) for n, session_id in rows]
+
+    async def counts(self) -> Counts:
+        """Returns totals of what is stored."""
+        return await self.backend.read(
+            lambda tx: Counts(
+                sessions=tx.total("sessions"),
+                trajectories=tx.total("trajectories"),
+                complete_groups=tx.total(f"log:{GROUP_LOG}"),
+                open_groups=tx.db.value("SELECT count(*) FROM groups WHERE open = 1"),
+                waiting_for_rewards=tx.db.value(
+                    "SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL"
+                ),
+                reward_timeouts=tx.total("reward_timeouts"),
+                stored_bytes=tx.backend.stored_bytes(tx),
+                removed_sessions=tx.total("removed_sessions"),
+            )
+        )
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes sessions that every consumer has settled, and expired records, in parts.
+
+        A call examines a few thousand sessions and the next resumes there. Sessions are examined
+        without a lock, and again with it before they are removed.
+
+        Returns:
+            The number of sessions removed.
+        """
+        cursor = self._retained_to
+
+        def examine(tx: Transaction) -> Over:
+            before_ms = self._retention.settled_before(tx.backend.stored_bytes(tx), now_ms)
+            return find_over(tx, cursor, before_ms)
+
+        removed = await self.backend.write(lambda tx: remove(tx, [], now_ms))
+        for _ in range(_REMOVALS):
+            over = await self.backend.read(examine)
+            if over.keys:
+                removed += await self.backend.write(lambda tx: remove(tx, examine(tx).keys, now_ms))
+            cursor = self._retained_to = over.cursor
+            if not cursor:
+                break
+        return removed
+
+
+def store_id(tx: Transaction) -> str:
+    """Returns the id of the store. A new store gets one."""
+    row = tx.db.row("SELECT store_id FROM identity")
+    if row is None:
+        row = (uuid.uuid4().hex,)
+        tx.db.run("INSERT INTO identity VALUES (?1)", *row)
+    return str(row[0])
+
+
+# Sessions that arrive, and the groups that they complete.
+
+
+class Group(NamedTuple):
+    """A stored group."""
+
+    key: str
+    size: int
+    first_ms: int
+    """When its first session arrived."""
+
+
+def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
+    """Stores the sessions of a call and returns for each whether it is a repeat."""
+    rows = tx.db.rows(
+        f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"  # noqa: S608
+        f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
+        tx.db.listed([one.arrival.record.session_id for one in sessions]),
+    )
+    known = {session_id for (session_id,) in rows}
+    repeats: list[bool] = []
+    new: list[Packed] = []
+    for packed in sessions:
+        session_id = packed.arrival.record.session_id
+        repeats.append(session_id in known)
+        if session_id not in known:
+            known.add(session_id)
+            new.append(packed)
+    tx.backend.stored(tx, sessions)
+    if new:
+        _insert(tx, new, now_ms, max_bytes)
+    return repeats
+
+
+def _insert(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> None:
+    size = sum([len(packed.head) + len(packed.arrays or b"") for packed in sessions])
+    if tx.backend.stored_bytes(tx) + size > max_bytes:
+        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    groups = _enter_groups(tx, [packed.arrival for packed in sessions], now_ms)
+    rows: list[tuple[Any, ...]] = []
+    ready: list[tuple[str, str]] = []
+    trajectories = 0
+    for arrival, head, arrays, columns in sessions:
+        record, due_ms, (key, _) = arrival.record, arrival.due_ms(now_ms), arrival.group()
+        count = len(record.trajectories)
+        given = (record.session_id, key, record.sample_index, due_ms, int(due_ms is None), count)
+        rows.append((*given, head, arrays, *columns))
+        trajectories += count
+        if due_ms is None:
+            ready.append((record.session_id, key))
+    names = ("session_id", "group_key", "sample_index", "due_ms", "ready", "trajectories", "head")
+    columns = (*names, "arrays", *tx.backend.columns)
+    places = ", ".join([f"?{number}" for number in range(1, len(columns) + 1)])
+    tx.db.run_many(f"INSERT INTO sessions ({', '.join(columns)}) VALUES ({places})", rows)  # noqa: S608
+    tx.backend.resized(tx, size)
+    tx.add("sessions", len(rows))
+    tx.add("trajectories", trajectories)
+    _add_to_logs(tx, ready, groups, now_ms)
+
+
+def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
+    """Returns the groups of sessions. A group is created by its first one."""
+    announced = [(arrival, *arrival.group()) for arrival in arrivals]
+    keys = {key for _, key, size in announced if size is not None}
+    groups = _find_groups(tx, keys)
+    gone = _removed_groups(tx, keys - groups.keys())
+    new: list[Group] = []
+    for arrival, key, size in announced:
+        if size is None or key in gone:
+            continue
+        if key not in groups:
+            groups[key] = Group(key, size, now_ms)
+            new.append(groups[key])
+        elif groups[key].size != size:
+            record = arrival.record
+            raise GroupSizeError(
+                "group_size",
+                f"is {size}, and group {record.group_id!r} of run {record.run_id!r} has "
+                f"{groups[key].size}; give all its sessions one, and each run a run_id",
+            )
+    tx.db.run_many("INSERT INTO groups (group_key, size, first_ms) VALUES (?1, ?2, ?3)", new)
+    return groups
+
+
+def _find_groups(tx: Transaction, keys: Collection[str]) -> dict[str, Group]:
+    """Returns the groups that exist, by key: superseded sessions belong to no group."""
+    if not keys:
+        return {}
+    rows = tx.db.rows(
+        f"SELECT group_key, size, first_ms FROM groups WHERE group_key {tx.db.within(1)}",  # noqa: S608
+        tx.db.listed(keys),
+    )
+    return {row[0]: Group(*row) for row in rows}
+
+
+def _removed_groups(tx: Transaction, keys: Collection[str]) -> set[str]:
+    """Returns the groups that were delivered to all and removed. Later sessions are surplus."""
+    if not keys:
+        return set()
+    prefix = f"{GROUP_LOG}:"
+    rows = tx.db.rows(
+        f"SELECT id FROM removed WHERE id {tx.db.within(1)}",  # noqa: S608
+        tx.db.listed([prefix + key for key in keys]),
+    )
+    return {id_.removeprefix(prefix) for (id_,) in rows}
+
+
+def _make_ready(tx: Transaction, sessions: Sequence[Row], now_ms: int) -> None:
+    """Adds sessions that waited for rewards, with the keys of their groups, to the logs."""
+    tx.db.run_many(
+        "UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?1",
+        [(session_id,) for session_id, _ in sessions],
+    )
+    _add_to_logs(tx, sessions, _find_groups(tx, {key for _, key in sessions}), now_ms)
+
+
+def _add_to_logs(
+    tx: Transaction, sessions: Sequence[Row], groups: Mapping[str, Group], now_ms: int
+) -> None:
+    """Adds sessions, with the keys of their groups, to the shared logs.
+
+    The logs of consumers with a group policy are filled later, by `_fill`.
+    """
+    if not sessions:
+        return
+    made = [(tx.add(LAST_SEQ), one, "[]", 0, now_ms) for one, _ in sessions]
+    _add_units(tx, SESSION_LOG, made)
+    _decide(tx, GROUP_LOG, log.SHARED_POLICY, sessions, groups, now_ms)
+
+
+def _add_units(tx: Transaction, name: str, units: Sequence[tuple[int, str, str, int, int]]) -> None:
+    """Adds units to a log: position, id, members as JSON, whether partial, and when made."""
+    tx.db.run_many(
+        "INSERT INTO units (log, seq, unit_id, members, partial, made_ms)"
+        " VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+        [(name, *unit) for unit in units],
+    )
+    tx.add(f"log:{name}", len(units))
+
+
+def _decide(
+    tx: Transaction,
+    name: str,
+    consumer: pb.Consumer,
+    sessions: Sequence[Row],
+    groups: Mapping[str, Group],
+    now_ms: int,
+) -> None:
+    """Makes groups units of a log if it is time, and lists sessions that came too late.
+
+    Args:
+        tx: The transaction.
+        name: Name of the log.
+        consumer: Settings of its readers.
+        sessions: Sessions that are new to the log, with the keys of their groups.
+        groups: Groups to decide about: those of the sessions, as far as they exist, and others.
+        now_ms: The current time.
+    """
+    keys = {key for _, key in sessions} | groups.keys()
+    rows = tx.db.rows(
+        f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",  # noqa: S608
+        tx.db.listed(keys),
+        name,
+    )
+    members: dict[str, str] = dict(rows)
+    gone = _removed_groups(tx, keys - groups.keys())  # the others are of superseded sessions
+    entries = [
+        log.left_out(key, session_id, now_ms)
+        for session_id, key in sessions
+        if key in gone or (key in members and session_id not in json.loads(members[key]))
+    ]
+    waiting = [group for key, group in groups.items() if key not in members]
+    for at in range(0, len(waiting), _GROUPS_AT_ONCE):
+        entries += _form_units(tx, name, consumer, waiting[at : at + _GROUPS_AT_ONCE], now_ms)
+    _list_once(tx, name, entries)
+
+
+def _form_units(
+    tx: Transaction, name: str, consumer: pb.Consumer, groups: Sequence[Group], now_ms: int
+) -> list[pb.FilteredEntry]:
+    """Makes groups units of a log if it is time, and returns the entries to list for it.
+
+    In the log of one consumer, groups with all their samples get the positions that they have in
+    `GROUP_LOG`.
+    """
+    keys = tx.db.listed([group.key for group in groups])
+    head = "head" if consumer.groups.HasField("samples") else "NULL"
+    rows = tx.db.rows(
+        f"SELECT group_key, session_id, sample_index, {head} FROM sessions"  # noqa: S608
+        f" WHERE group_key {tx.db.within(1)} AND ready = 1 ORDER BY n",
+        keys,
+    )
+    members: dict[str, list[Member]] = {group.key: [] for group in groups}
+    for key, session_id, index, data in rows:
+        is_usable = data is None or _is_usable(consumer.filter, session_id, data)
+        members[key].append(Member(session_id, index, is_usable))
+    positions: dict[str, tuple[int, int]] = {}
+    if name != GROUP_LOG:
+        rows = tx.db.rows(
+            f"SELECT unit_id, seq, made_ms FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",  # noqa: S608
+            keys,
+            GROUP_LOG,
+        )
+        positions = {unit_id: (seq, made_ms) for unit_id, seq, made_ms in rows}
+    units: list[tuple[int, str, str, int, int]] = []
+    dropped: list[tuple[str, str, int]] = []
+    entries: list[pb.FilteredEntry] = []
+    for key, size, first_ms in groups:
+        formed = log.form(consumer.groups, size, members[key], now_ms - first_ms)
+        if formed is None:
+            continue
+        seq, made_ms = positions.get(key) or (tx.add(LAST_SEQ), now_ms)
+        units.append((seq, key, json.dumps(formed.members), int(formed.partial), made_ms))
+        dropped += [(consumer.name, key, now_ms)] * formed.dropped
+        entries += log.entries_of(key, formed, members[key], now_ms)
+    if not units:
+        return []
+    _add_units(tx, name, units)
+    if name == GROUP_LOG:
+        closed = [(key,) for _, key, *_ in units]
+        tx.db.run_many("UPDATE groups SET open = 0 WHERE group_key = ?1", closed)
+    tx.db.run_many(
+        "INSERT INTO progress (consumer, unit_id, attempts, settled_ms) VALUES (?1, ?2, 0, ?3)"
+        " ON CONFLICT (consumer, unit_id)"
+        " DO UPDATE SET settled_ms = coalesce(progress.settled_ms, excluded.settled_ms)",
+        dropped,
+    )
+    tx.db.run(  # including those that settled a group under another policy
+        "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"  # noqa: S608
+        " WHERE p.consumer = consumers.name AND p.settled_ms IS NOT NULL"
+        f" AND p.unit_id {tx.db.within(1)}) WHERE log = ?2",
+        tx.db.listed([key for _, key, *_ in units]),
+        name,
+    )
+    return entries
+
+
+def _is_usable(rules: pb.DeliveryFilter, session_id: str, data: bytes) -> bool:
+    try:
+        return log.usable(rules, log.read_head(session_id, data))
+    except SessionDamagedError:
+        return False
+
+
+def _fill(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
+    """Decides about the groups of a consumer with its own group policy, and fills its log.
+
+    Looks at the groups of the sessions that became ready since the last call, and at open groups
+    whose deadline has passed since. Groups with all their samples never wait, so these are all.
+
+    Returns:
+        Whether there are new units.
+    """
+    name = own_log(consumer.name)
+    judged, late_to, before = _JUDGED + name, _LATE_TO + name, tx.total(f"log:{name}")
+    sessions = tx.db.rows(
+        "SELECT s.session_id, s.group_key FROM units u JOIN sessions s ON s.session_id = u.unit_id"
+        " WHERE u.log = ?1 AND u.seq > ?2 ORDER BY u.seq",
+        SESSION_LOG,
+        tx.total(judged),
+    )
+    tx.set(judged, tx.total(LAST_SEQ))
+    groups = _find_groups(tx, {key for _, key in sessions})
+    if (overdue_ms := _overdue_ms(consumer, now_ms)) is not None:
+        rows = tx.db.rows(_OVERDUE, tx.total(late_to), overdue_ms)
+        groups |= {row[0]: Group(*row) for row in rows}
+        tx.set(late_to, max(overdue_ms + 1, tx.total(late_to)))
+    if sessions or groups:
+        _decide(tx, name, consumer, sessions, groups, now_ms)
+    return tx.total(f"log:{name}") > before
+
+
+def _fill_own_log(tx: Transaction, name: str, now_ms: int) -> "Known":
+    """Returns the progress of a consumer, after filling its log if it is its own."""
+    known = _known(tx, name)
+    if known.log != own_log(name):
+        return known
+    _fill(tx, _consumer(tx, name), now_ms)
+    return _known(tx, name)
+
+
+def _overdue_ms(consumer: pb.Consumer, now_ms: int) -> int | None:
+    """Returns until when the first session of a group whose deadline has passed arrived."""
+    policy = consumer.groups
+    return now_ms - policy.deadline_ms if policy.HasField("deadline_ms") else None
+
+
+def _is_unfilled(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
+    """Returns whether `_fill` has anything to do."""
+    name = own_log(consumer.name)
+    if tx.total(_JUDGED + name) < tx.total(LAST_SEQ):
+        return True
+    overdue_ms = _overdue_ms(consumer, now_ms)
+    return overdue_ms is not None and bool(
+        tx.db.rows(f"{_OVERDUE} LIMIT 1", tx.total(_LATE_TO + name), overdue_ms)
+    )
+
+
+def _with_policies(tx: Transaction) -> list[pb.Consumer]:
+    """Returns the consumers that have their own group policy."""
+    rows = tx.db.rows(
+        "SELECT name, settings FROM consumers WHERE log NOT IN (?1, ?2)", SESSION_LOG, GROUP_LOG
+    )
+    return [one for row in rows if (one := _read_consumer(*row)) is not None]
+
+
+def tick(tx: Transaction, now_ms: int) -> bool:
+    """Acts on what is due and returns whether anything became deliverable."""
+    late = tx.db.rows(
+        "SELECT session_id, group_key FROM sessions WHERE due_ms <= ?1 LIMIT ?2",
+        now_ms,
+        _DUE_AT_ONCE,
+    )
+    _make_ready(tx, late, now_ms)
+    tx.add("reward_timeouts", len(late))
+    filled = [_fill(tx, consumer, now_ms) for consumer in _with_policies(tx)]
+    return bool(late) or any(filled)
+
+
+def _is_due(tx: Transaction, now_ms: int) -> bool:
+    """Returns whether `tick` has anything to do."""
+    return bool(tx.db.rows("SELECT 1 FROM sessions WHERE due_ms <= ?1 LIMIT 1", now_ms)) or any(
+        _is_unfilled(tx, one, now_ms) for one in _with_policies(tx)
+    )
+
+
+def set_rewards(
+    tx: Transaction,
+    session_id: str,
+    rewards: session_pb2.SessionRewards,
+    request_id: str,
+    now_ms: int,
+) -> bool:
+    """Sets a session's rewards, adds it to the logs and returns whether it is a repeat."""
+    row = tx.db.row(
+        "SELECT head, due_ms, group_key FROM sessions WHERE session_id = ?1", session_id
+    )
+    if row is None:
+        raise _session_unknown(session_id)
+    digest = log.rewards_digest(rewards)
+    first = tx.db.row(
+        "SELECT digest FROM reward_requests WHERE session_id = ?1 AND request_id = ?2",
+        session_id,
+        request_id,
+    )
+    if first is not None:
+        log.check_repeat(request_id, bytes(first[0]), digest)
+        return True
+    tx.db.run("INSERT INTO reward_requests VALUES (?1, ?2, ?3)", session_id, request_id, digest)
+    head = log.read_head(session_id, row[0])
+    apply_rewards(head, rewards)
+    data = head.SerializeToString()
+    tx.db.run("UPDATE sessions SET head = ?1 WHERE session_id = ?2", data, session_id)
+    tx.backend.resized(tx, len(data) - len(row[0]))
+    if row[1] is not None:
+        _make_ready(tx, [(session_id, row[2])], now_ms)
+    return False
+
+
+# What consumers do not receive: listed and counted.
+
+
+def _list_once(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry]) -> None:
+    """Lists entries of groups, without those that an earlier policy of the consumer listed."""
+    if not entries:
+        return
+    rows = tx.db.rows(
+        f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",  # noqa: S608
+        tx.db.listed({entry.delivery_id for entry in entries}),
+        owner,
+    )
+    listed = [log.read_entry(unit_id, data) for unit_id, data in rows]
+    known = {(one.delivery_id, one.reason, one.session_id) for one in listed}
+    _list_filtered(
+        tx,
+        owner,
+        [one for one in entries if (one.delivery_id, one.reason, one.session_id) not in known],
+    )
+
+
+def _list_filtered(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry]) -> None:
+    """Lists and counts what was filtered for a consumer, or for all readers of a log."""
+    if not entries:
+        return
+    tx.db.run_many(
+        "INSERT INTO filtered (owner, unit_id, entry) VALUES (?1, ?2, ?3)",
+        [(owner, entry.delivery_id, entry.SerializeToString()) for entry in entries],
+    )
+    tx.db.run_many(
+        "INSERT INTO filtered_counts VALUES (?1, ?2, ?3, ?4) ON CONFLICT (owner, reason)"
+        " DO UPDATE SET units = filtered_counts.units + excluded.units,"
+        " trajectories = filtered_counts.trajectories + excluded.trajectories",
+        [(owner, reason, *counts) for reason, counts in log.counts_of(entries).items()],
+    )
+
+
+# Consumers: created, changed, moved and deleted.
+
+_JUDGED, _LATE_TO = "judged:", "late_to:"
+"""Prefixes of the totals of a consumer's own log: the position up to which sessions were looked at,
+and from when the first session of the groups arrived whose deadline was not looked at."""
+_OVERDUE = (
+    "SELECT group_key, size, first_ms FROM groups WHERE open = 1 AND first_ms >= ?1"
+    " AND first_ms <= ?2"
+)
+_OPEN = (
+    "SELECT count(*) FROM units u WHERE u.log = ?1 AND u.seq > ?2 AND u.seq < ?4 AND NOT EXISTS"
+    " (SELECT 1 FROM progress p WHERE p.consumer = ?3 AND p.unit_id = u.unit_id"
+    " AND p.settled_ms IS NOT NULL)"
+)
+
+
+class Known(NamedTuple):
+    """The progress of a consumer."""
+
+    log: str
+    start_seq: int
+    """Units up to this position are not delivered."""
+    floor: int
+    """All units up to this position are settled."""
+    settled: int
+    acknowledged: int
+
+
+def _known(tx: Transaction, name: str) -> Known:
+    """Returns the progress of a consumer."""
+    row = tx.db.row(
+        "SELECT log, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?1", name
+    )
+    if row is None:
+        raise consumer_unknown(name)
+    return Known(*row)
+
+
+def create_consumer(
+    tx: Transaction, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+) -> None:
+    """Creates a consumer."""
+    name, read = consumer.name, log.log_of(consumer)
+    row = tx.db.row("SELECT settings, log FROM consumers WHERE name = ?1", name)
+    if row is None:
+        shared = SESSION_LOG if read == SESSION_LOG else GROUP_LOG
+        start_seq = _first_seq(tx, shared, start) - 1 if start else 0
+        tx.db.run(
+            "INSERT INTO consumers (name, log, settings, start_seq, floor, settled, seen_ms)"
+            " VALUES (?1, ?2, ?3, ?4, ?4, 0, ?5)",
+            name,
+            read,
+            consumer.SerializeToString(),
+            start_seq,
+            now_ms,
+        )
+    elif _read_consumer(name, row[0]) is not None:
+        raise ConsumerExistsError(
+            f"consumer.name: {name!r} exists; update it, or choose another name"
+        )
+    elif (row[1] == SESSION_LOG) != (read == SESSION_LOG):
+        raise log.other_unit(name)
+    _decide_anew(tx, consumer, now_ms)
+    tx.backend.tell(tx, name)
+
+
+def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> Updated:
+    """Changes the settings of a consumer."""
+    stored = _consumer(tx, changes.name)
+    seen_ms = stored.seen_unix_ms
+    stored.ClearField("seen_unix_ms")
+    after = log.updated(stored, changes)
+    moved = after.groups != stored.groups
+    if moved:
+        _decide_anew(tx, after, now_ms)
+    elif after != stored:
+        _set_settings(tx, after)
+    tx.backend.tell(tx, after.name, moved=moved)
+    after.seen_unix_ms = seen_ms
+    return Updated(after, moved)
+
+
+def _consumer(tx: Transaction, name: str) -> pb.Consumer:
+    """Returns a consumer."""
+    row = tx.db.row("SELECT name, settings, seen_ms FROM consumers WHERE name = ?1", name)
+    consumer = _read_consumer(*row) if row else None
+    if consumer is None:
+        raise consumer_unknown(name)
+    return consumer
+
+
+def _read_consumer(name: str, data: bytes, seen_ms: int = 0) -> pb.Consumer | None:
+    """Parses the stored settings of a consumer, or returns None if they cannot be read.
+
+    Such a consumer keeps its position until it is created again.
+    """
+    with suppress(DecodeError):
+        consumer = pb.Consumer.FromString(data)
+        if consumer.name == name:
+            consumer.seen_unix_ms = seen_ms
+            return consumer
+    _tell_damaged(name, bytes(data))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once for what is stored
+    _log.error("consumer damaged: its settings cannot be read", extra=fields(consumer=consumer))
+
+
+def _set_settings(tx: Transaction, consumer: pb.Consumer) -> None:
+    tx.db.run(
+        "UPDATE consumers SET settings = ?1, log = ?2 WHERE name = ?3",
+        consumer.SerializeToString(),
+        log.log_of(consumer),
+        consumer.name,
+    )
+
+
+def _decide_anew(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> None:
+    """Moves a consumer to the log of its group policy. Settled units stay settled."""
+    name = consumer.name
+    _set_settings(tx, consumer)
+    tx.db.run("DELETE FROM progress WHERE consumer = ?1 AND settled_ms IS NULL", name)
+    _leave_own_log(tx, name)
+    tx.db.run("UPDATE consumers SET floor = start_seq WHERE name = ?1", name)
+    if log.log_of(consumer) == own_log(name):
+        _fill(tx, consumer, now_ms)
+    _count_open(tx, name)
+
+
+def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> Sought:
+    """Moves a consumer."""
+    _fill_own_log(tx, name, now_ms)
+    consumer = _known(tx, name)
+    first = _first_seq(tx, consumer.log, position)
+    again: int = tx.db.value(
+        "SELECT count(*) FROM units u JOIN progress p ON p.consumer = ?1"
+        " AND p.unit_id = u.unit_id AND p.settled_ms IS NOT NULL"
+        " WHERE u.log = ?2 AND u.seq >= ?3",
+        name,
+        consumer.log,
+        first,
+    )
+    # Those skipped by an earlier start or seek have no progress.
+    again += tx.db.value(_OPEN, consumer.log, first - 1, name, consumer.start_seq + 1)
+    skipped: int = tx.db.value(_OPEN, consumer.log, consumer.start_seq, name, first)
+    tx.db.run(
+        "DELETE FROM progress WHERE consumer = ?1 AND (settled_ms IS NULL"
+        " OR unit_id IN (SELECT unit_id FROM units WHERE log = ?2 AND seq >= ?3))",
+        name,
+        consumer.log,
+        first,
+    )
+    tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", first - 1, name)
+    _count_open(tx, name)
+    tx.backend.tell(tx, name, moved=True)
+    return Sought(again, skipped)
+
+
+def delete_consumer(tx: Transaction, name: str) -> bool:
+    """Deletes a consumer and its data, and returns whether it was known."""
+    deleted = tx.db.rows("DELETE FROM consumers WHERE name = ?1 RETURNING name", name)
+    tx.db.run("DELETE FROM progress WHERE consumer = ?1", name)
+    _leave_own_log(tx, name)
+    tx.db.run("DELETE FROM filtered WHERE owner = ?1", own_log(name))
+    tx.db.run("DELETE FROM filtered_counts WHERE owner = ?1", own_log(name))
+    tx.backend.tell(tx, name)
+    return bool(deleted)
+
+
+def standing(tx: Transaction, name: str) -> Standing:
+    """Counts the units of a consumer."""
+    consumer = _known(tx, name)
+    rows = tx.db.rows(
+        "SELECT reason, CAST(sum(units) AS BIGINT), CAST(sum(trajectories) AS BIGINT)"
+        " FROM filtered_counts WHERE owner IN (?1, ?2) GROUP BY reason",
+        own_log(name),
+        consumer.log,
+    )
+    counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
+    left = tx.total(f"log:{consumer.log}") - consumer.settled
+    return Standing(consumer.acknowledged, left, log.filtered_counts(counts))
+
+
+def _first_seq(tx: Transaction, name: str, position: pb.Position) -> int:
+    """Returns the position of the first unit at or after `position`, which must be set."""
+    if position.HasField("delivery_id"):
+        row = tx.db.row(
+            "SELECT seq FROM units WHERE log = ?1 AND unit_id = ?2", name, position.delivery_id
+        )
+        if row is None:
+            raise InvalidFieldError(
+                "position.delivery_id", f"unit {position.delivery_id!r} is not stored"
+            )
+        return int(row[0])
+    if position.end == pb.LOG_END_EARLIEST:
+        return 1
+    if position.HasField("unix_ms"):
+        seq = tx.db.value(
+            "SELECT min(seq) FROM units WHERE log = ?1 AND made_ms >= ?2", name, position.unix_ms
+        )
+        if seq is not None:
+            return int(seq)
+    return tx.total(LAST_SEQ) + 1
+
+
+def _leave_own_log(tx: Transaction, name: str) -> None:
+    own = own_log(name)
+    tx.db.run("DELETE FROM units WHERE log = ?1", own)
+    tx.forget_totals(f"log:{own}", _JUDGED + own, _LATE_TO + own)
+
+
+def _count_open(tx: Transaction, name: str) -> None:
+    """Recounts the settled units after a change of log or position. It scans all units."""
+    consumer = _known(tx, name)
+    left: int = tx.db.value(_OPEN, consumer.log, consumer.start_seq, name, _NO_END)
+    settled = tx.total(f"log:{consumer.log}") - left
+    tx.db.run("UPDATE consumers SET settled = ?1 WHERE name = ?2", settled, name)
+
+
+# Units on their way to a consumer: fetched, loaded and settled.
+
+
+def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Page:
+    """Returns a page of unsettled units. Advances the floor past the leading settled units."""
+    consumer = _fill_own_log(tx, name, now_ms)
+    taken = tx.backend.take_over(tx, name, limit)
+    wanted = max(limit - len(taken), 0)
+    begin = cursor = max(after, consumer.floor)
+    rows = tx.db.rows(
+        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.backend.held}"  # noqa: S608
+        " FROM units u LEFT JOIN progress p ON p.consumer = ?1 AND p.unit_id = u.unit_id"
+        " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4",
+        name,
+        consumer.log,
+        begin,
+        _SCAN,
+    )
+    units: list[Unit] = []
+    floor, leading = begin, True
+    for seq, unit_id, members, partial, settled_ms, held in rows:
+        if settled_ms is None:
+            if not held and len(units) == wanted:
+                break
+            leading = False
+            if not held:
+                units.append(Unit(seq, unit_id, tuple(json.loads(members)), bool(partial)))
+        elif leading:
+            floor = seq
+        cursor = seq
+    if begin == consumer.floor and floor > begin:
+        tx.db.run("UPDATE consumers SET floor = ?1 WHERE name = ?2", floor, name)
+    tx.backend.hold(tx, name, units)
+    more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0]) or len(taken) >= limit
+    return Page(sorted([*taken, *units]), cursor, more)
+
+
+def load(tx: Transaction, units: Sequence[Unit], consumer: pb.Consumer) -> list[Loaded | None]:
+    """Loads the first of the units, up to `LOAD_BYTES`."""
+    ids = [session_id for unit in units for session_id in unit.session_ids]
+    rows = tx.db.rows(
+        f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",  # noqa: S608
+        tx.db.listed(ids),
+    )
+    heads: dict[str, bytes] = dict(rows)
+    found: list[Loaded | None] = []
+    out: list[Loaded] = []
+    size = 0
+    for unit in units:
+        loaded = log.judge_unit(unit, [heads.get(one) for one in unit.session_ids], consumer)
+        found.append(loaded)
+        if loaded and loaded.delivers:
+            out.append(loaded)
+            size += sum(map(log.arrays_size, loaded.heads))
+            if size >= LOAD_BYTES:
+                break
+    arrays = tx.backend.arrays(tx, [one for loaded in out for one in loaded.unit.session_ids])
+    for loaded in out:
+        for session_id in loaded.unit.session_ids:
+            data = arrays[session_id]
+            if isinstance(data, SessionDamagedError):
+                loaded.drop_damaged(data)
+                break
+            loaded.arrays.append(data)
+    return found
+
+
+def count_attempts(
+    tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
+) -> list[Loaded | None]:
+    """Counts attempts for the units that are delivered, and lists what is removed from them.
+
+    Returns:
+        The units. None stands for one that left the consumer's log or that another collector has.
+
+    Raises:
+        ConsumerUnknownError: The consumer was deleted.
+    """
+    kept = tx.backend.kept(tx, name, [one.unit.unit_id for one in loaded if one])
+    mine = [one if one and one.unit.unit_id in kept else None for one in loaded]
+    found = {one.unit.unit_id: one for one in mine if one and one.delivers}
+    rows = tx.db.rows(
+        "INSERT INTO progress (consumer, unit_id, attempts)"  # noqa: S608
+        " SELECT c.name, u.unit_id, 1 FROM consumers c JOIN units u ON u.log = c.log"
+        f" WHERE c.name = ?1 AND u.unit_id {tx.db.within(2)}"
+        " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
+        " RETURNING unit_id, attempts",
+        name,
+        tx.db.listed(found),
+    )
+    if not rows and found:
+        _known(tx, name)
+    entries: list[pb.FilteredEntry] = []
+    for unit_id, attempt in rows:
+        one = found[unit_id]
+        one.attempt = attempt
+        if attempt == 1 and one.verdict.removed:
+            removed = one.verdict.removed
+            entries.append(pb.FilteredEntry(delivery_id=unit_id, unix_ms=now_ms, removed=removed))
+    _list_filtered(tx, own_log(name), entries)
+    return [one if one and (one.attempt or not one.delivers) else None for one in mine]
+
+
+def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms: int) -> list[str]:
+    """Settles units and returns the ids of those that were open."""
+    read = _known(tx, name).log
+    rows = tx.db.rows(
+        "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+        f" AND attempts > 0 AND unit_id {tx.db.within(3)} RETURNING unit_id",
+        name,
+        now_ms,
+        tx.db.listed([one.unit_id for one in settlements if not one.reason]),
+    )
+    done = {unit_id for (unit_id,) in rows}
+    acknowledged = len(done)
+    filtered = {one.unit_id: one for one in settlements if one.reason}
+    if filtered:
+        rows = tx.db.rows(
+            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"  # noqa: S608
+            f" SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3 AND unit_id {tx.db.within(4)}"
+            " ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = excluded.settled_ms"
+            " WHERE progress.settled_ms IS NULL RETURNING unit_id",
+            name,
+            now_ms,
+            read,
+            tx.db.listed(filtered),
+        )
+        dropped = {unit_id for (unit_id,) in rows}
+        entries = [
+            pb.FilteredEntry(delivery_id=id_, reason=reason, unix_ms=now_ms, removed=removed)
+            for id_, reason, removed in filtered.values()
+            if id_ in dropped
+        ]
+        _list_filtered(tx, own_log(name), entries)
+        done |= dropped
+    if done:
+        tx.db.run(
+            "UPDATE consumers SET settled = settled + ?1, acknowledged = acknowledged + ?2"
+            " WHERE name = ?3",
+            len(done),
+            acknowledged,
+            name,
+        )
+    return [id_ for id_ in dict.fromkeys(one.unit_id for one in settlements) if id_ in done]
+
+
+# Removal of the groups of sessions that every consumer has settled.
+
+_NEEDED = """
+SELECT 1 FROM consumers c JOIN sessions s ON s.group_key = k.group_key
+LEFT JOIN units u ON u.log = c.log
+  AND u.unit_id = CASE WHEN c.log = ?1 THEN s.session_id ELSE s.group_key END
+LEFT JOIN progress p ON p.consumer = c.name
+  AND p.unit_id = CASE WHEN c.log = ?1 THEN s.session_id ELSE s.group_key END
+WHERE (c.log = ?1 OR EXISTS (SELECT 1 FROM groups g WHERE g.group_key = k.group_key))
+  AND (u.seq IS NULL OR CASE WHEN p.settled_ms IS NULL THEN u.seq > c.start_seq
+    ELSE p.settled_ms > ?4 END)"""
+"""Units of a group that some consumer needs: it waits for them, or has not settled them, or settled
+them too recently."""
+_OVER = f"""
+SELECT k.group_key FROM (SELECT DISTINCT group_key FROM sessions WHERE n > ?2 AND n <= ?3) k
+WHERE NOT EXISTS (SELECT 1 FROM sessions w WHERE w.group_key = k.group_key AND w.ready = 0)
+  AND NOT EXISTS ({_NEEDED})"""  # noqa: S608
+
+
+class Over(NamedTuple):
+    """Groups that no consumer needs, among the next sessions."""
+
+    cursor: int
+    """Cursor for the next call. 0: start over."""
+    keys: list[str]
+
+
+def find_over(tx: Transaction, cursor: int, settled_before: int) -> Over:
+    """Examines the next sessions, oldest first.
+
+    Args:
+        tx: The transaction.
+        cursor: Cursor from the previous call.
+        settled_before: As returned by `Retention.settled_before`.
+    """
+    sql = "SELECT n FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2"
+    rows = tx.db.rows(sql, cursor, _REMOVED_AT_ONCE)
+    if not rows or not tx.db.row("SELECT 1 FROM consumers LIMIT 1"):
+        return Over(0, [])
+    last: int = rows[-1][0]
+    found = tx.db.rows(_OVER, SESSION_LOG, cursor, last, settled_before)
+    return Over(last if len(rows) == _REMOVED_AT_ONCE else 0, [key for (key,) in found])
+
+
+def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
+    """Removes groups except their ids, and returns the number of sessions removed."""
+    db = tx.db
+    db.run("DELETE FROM removed WHERE removed_ms < ?1", now_ms - log.REMEMBERED_MS)
+    if not keys:
+        return 0
+    rows = db.rows(
+        f"SELECT session_id, trajectories FROM sessions WHERE group_key {db.within(1)}",  # noqa: S608
+        db.listed(keys),
+    )
+    tx.backend.removing(tx, keys)
+    ids, groups = [(session_id,) for session_id, _ in rows], [(key,) for key in keys]
+    consumers = db.rows("SELECT name, log FROM consumers")
+    logs = {GROUP_LOG, *(name for _, name in consumers)} - {SESSION_LOG}
+    listed = [(GROUP_LOG, key) for key in keys]
+    for name, read in consumers:  # a group may have the id of another session
+        gone = [unit_id for (unit_id,) in (ids if read == SESSION_LOG else groups)]
+        in_progress = [(name, unit_id) for unit_id in gone]
+        db.run_many("DELETE FROM progress WHERE consumer = ?1 AND unit_id = ?2", in_progress)
+        listed += [(own_log(name), unit_id) for unit_id in gone]
+    in_logs = [(SESSION_LOG, *id_) for id_ in ids]
+    in_logs += [(name, *key) for name in sorted(logs) for key in groups]
+    db.run_many("DELETE FROM units WHERE log = ?1 AND unit_id = ?2", in_logs)
+    db.run_many("DELETE FROM reward_requests WHERE session_id = ?1", ids)
+    db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)
+    db.run_many("DELETE FROM sessions WHERE group_key = ?1", groups)
+    db.run_many("DELETE FROM groups WHERE group_key = ?1", groups)
+    tombstones = [*(id_ for (id_,) in ids), *(f"{GROUP_LOG}:{key}" for key in keys)]
+    db.run_many(
+        "INSERT INTO removed VALUES (?1, ?2)"
+        " ON CONFLICT (id) DO UPDATE SET removed_ms = excluded.removed_ms",
+        [(id_, now_ms) for id_ in tombstones],
+    )
+    tx.add("sessions", -len(rows))
+    tx.add("trajectories", -sum(count for _, count in rows))
+    tx.add("removed_sessions", len(rows))
+    return len(rows)
+
+
+def _read_token(page_token: str) -> int:
+    """Parses a page token. An empty token is the first page.
+
+    Raises:
+        InvalidFieldError: The token is invalid.
+    """
+    known = page_token.isascii() and page_token.isdigit() and len(page_token) <= _MAX_TOKEN_DIGITS
+    if page_token and not known:
+        raise InvalidFieldError(
+            "page_token", "is invalid; give the next_page_token of a page, or leave it empty"
+        )
+    return int(page_token or "0")
+
+
+def _session_unknown(session_id: str) -> SessionUnknownError:
+    return SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+
+
+def consumer_unknown(name: str) -> ConsumerUnknownError:
+    """Returns the error that no such consumer is known."""
+    return ConsumerUnknownError(f"consumer: {name!r} is not known; create it first")
+
+
+# The tables. Their types, and columns that only one database has, are left open.
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS identity (store_id {text} NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+  n {key}, session_id {text} NOT NULL UNIQUE, group_key {text} NOT NULL,
+  sample_index BIGINT NOT NULL, due_ms BIGINT, ready BIGINT NOT NULL DEFAULT 0,
+  trajectories BIGINT NOT NULL, head {blob} NOT NULL, arrays {blob}{of_sessions});
+CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions (group_key);
+CREATE INDEX IF NOT EXISTS sessions_due ON sessions (due_ms) WHERE due_ms IS NOT NULL;
+CREATE TABLE IF NOT EXISTS groups (
+  n {key}, group_key {text} NOT NULL UNIQUE, size BIGINT NOT NULL,
+  first_ms BIGINT NOT NULL, open BIGINT NOT NULL DEFAULT 1);
+CREATE INDEX IF NOT EXISTS groups_waiting ON groups (n) WHERE open = 1;
+CREATE INDEX IF NOT EXISTS groups_overdue ON groups (first_ms) WHERE open = 1;
+DROP TABLE IF EXISTS group_deadlines;
+CREATE TABLE IF NOT EXISTS units (
+  log {text} NOT NULL, seq BIGINT NOT NULL, unit_id {text} NOT NULL, members {text} NOT NULL,
+  partial BIGINT NOT NULL, made_ms BIGINT NOT NULL,
+  PRIMARY KEY (log, seq), UNIQUE (log, unit_id)){by_key};
+CREATE INDEX IF NOT EXISTS units_by_time ON units (log, made_ms, seq);
+CREATE TABLE IF NOT EXISTS consumers (
+  name {text} PRIMARY KEY, log {text} NOT NULL, settings {blob} NOT NULL, start_seq BIGINT NOT NULL,
+  floor BIGINT NOT NULL, settled BIGINT NOT NULL, acknowledged BIGINT NOT NULL DEFAULT 0,
+  seen_ms BIGINT NOT NULL{of_consumers});
+CREATE TABLE IF NOT EXISTS progress (
+  consumer {text} NOT NULL, unit_id {text} NOT NULL, attempts BIGINT NOT NULL, settled_ms BIGINT
+  {of_progress}, PRIMARY KEY (consumer, unit_id)){by_key};
+CREATE TABLE IF NOT EXISTS filtered (
+  n {key}, owner {text} NOT NULL, unit_id {text} NOT NULL, entry {blob} NOT NULL);
+CREATE INDEX IF NOT EXISTS filtered_by_owner ON filtered (owner, n);
+CREATE INDEX IF NOT EXISTS filtered_by_unit ON filtered (unit_id);
+CREATE TABLE IF NOT EXISTS filtered_counts (
+  owner {text} NOT NULL, reason BIGINT NOT NULL, units BIGINT NOT NULL,
+  trajectories BIGINT NOT NULL, PRIMARY KEY (owner, reason)){by_key};
+CREATE TABLE IF NOT EXISTS reward_requests (
+  session_id {text} NOT NULL, request_id {text} NOT NULL, digest {blob} NOT NULL,
+  PRIMARY KEY (session_id, request_id)){by_key};
+CREATE TABLE IF NOT EXISTS removed (
+  id {text} PRIMARY KEY, removed_ms BIGINT NOT NULL){by_key};
+CREATE INDEX IF NOT EXISTS removed_by_time ON removed (removed_ms);
+CREATE TABLE IF NOT EXISTS totals (name {text} PRIMARY KEY, value BIGINT NOT NULL){by_key};
+"""

@@ -1,0 +1,697 @@
+"""Serves consumers: which units each stream gets, and the work that runs beside them.
+
+The store knows all unsettled units. A `Consumer` holds as many as its streams can take, and
+decides without I/O. Invariants: a unit is held at most once, either ready or leased. A stream never
+holds more units than it was granted. Units of a closed stream or an expired lease become ready
+again. A stream is *stalled* once a single message has been in transit for a full lease period,
+because its consumer is not reading.
+"""
+
+import asyncio
+import heapq
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from rollmesh.collector import metrics
+from rollmesh.collector.log import (
+    Loaded,
+    Page,
+    Settlement,
+    Unit,
+    Verdict,
+    check_consumer_name,
+    check_version,
+)
+from rollmesh.collector.store import Sought, Store, consumer_unknown
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    RollmeshError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.tasks import begun, contained, finish
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import collector_pb2 as pb
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_MOST_FETCHED = 64
+_MAX_CREDITS = 65_536
+_MAX_ACKNOWLEDGED = 4096
+"""Of one message."""
+_MOST_UNTOLD = 4096
+"""Durable acknowledgements that may wait for the consumer to read their confirmation."""
+_PAGE = 1000
+_MOST_TAKEN = 8
+_SETTLED = 256
+"""Acknowledgements passed to the store in one call."""
+
+
+@dataclass(slots=True)
+class DeliveryLease:
+    """A unit that was sent and is not yet acknowledged."""
+
+    unit: Unit
+    stream_id: int
+    expires_ms: int
+
+
+@dataclass(slots=True)
+class Consumer:
+    """One consumer: its settings, and the units of its streams."""
+
+    settings: pb.Consumer
+    paging: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Keeps its pages in order."""
+    more: bool = True
+    """Whether the store may have units that are not held here."""
+    cursor: int = 0
+    """Start of the next page in the store."""
+    _ready: list[Unit] = field(default_factory=list)
+    _queued: set[str] = field(default_factory=set)
+    _leased: dict[str, DeliveryLease] = field(default_factory=dict)
+    _credits: dict[int, int] = field(default_factory=dict)
+    _late: dict[str, int] = field(default_factory=dict)
+    """By unit id: the open stream whose lease on it expired last."""
+    _settled: set[str] = field(default_factory=set)
+    """Units settled while a page was being fetched. The page may still contain them."""
+    _sending: dict[int, int] = field(default_factory=dict)
+    """By stream: when the message in transit was sent."""
+    _stalled: set[int] = field(default_factory=set)
+    _next_stream: int = 1
+
+    def __repr__(self) -> str:
+        """Summarizes the state, such as "trainer: 3 ready, 2 leased, 1 streams"."""
+        return (
+            f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
+            f"{len(self._credits)} streams"
+        )
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.settings.name
+
+    @property
+    def ready(self) -> int:
+        """Number of units waiting for a stream with credits."""
+        return len(self._ready)
+
+    @property
+    def leased(self) -> int:
+        """Number of units sent and not yet acknowledged."""
+        return len(self._leased)
+
+    @property
+    def streams(self) -> int:
+        """Number of open streams."""
+        return len(self._credits)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether there are streams and all of them are stalled."""
+        return bool(self._credits) and self._credits.keys() <= self._stalled
+
+    def wanted(self) -> int:
+        """Returns how many units to fetch: what the streams may take beyond what is held.
+
+        Regardless of credits, fewer than twice `_MOST_FETCHED` units are held ready, not counting
+        those returned by streams.
+        """
+        self._settled.clear()
+        if not self.more or len(self._ready) >= _MOST_FETCHED:
+            return 0
+        return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
+
+    def add_page(self, page: Page) -> None:
+        """Adds a page from the store."""
+        self.cursor = page.cursor
+        self.more = self.more or page.more
+        for unit in page.units:
+            if unit.unit_id not in self._settled:
+                self.add(unit)
+
+    def reset(self) -> None:
+        """Forgets all units, which the store returns again. Streams keep their credits."""
+        self._ready.clear()
+        self._queued.clear()
+        self._leased.clear()
+        self._late.clear()
+        self.cursor, self.more = 0, True
+
+    def add(self, unit: Unit) -> None:
+        """Adds a unit. A known unit is ignored."""
+        if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
+            self._queued.add(unit.unit_id)
+            heapq.heappush(self._ready, unit)
+
+    def open_stream(self) -> int:
+        """Opens a stream without credits and returns its id."""
+        stream_id, self._next_stream = self._next_stream, self._next_stream + 1
+        self._credits[stream_id] = 0
+        return stream_id
+
+    def close_stream(self, stream_id: int) -> None:
+        """Closes a stream. The units it held become ready again."""
+        self._credits.pop(stream_id, None)
+        self._sending.pop(stream_id, None)
+        for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
+            self._return(lease)
+        self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
+
+    def grant(self, stream_id: int, credits_: int) -> None:
+        """Grants a stream more credits."""
+        self._credits[stream_id] += credits_
+
+    @contextmanager
+    def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
+        """Marks a message as in transit to a stream until its consumer has read it."""
+        self._sending[stream_id] = now_ms
+        try:
+            yield
+        finally:
+            self._sending.pop(stream_id, None)
+            self._stalled.discard(stream_id)
+
+    def take(self, stream_id: int, now_ms: int) -> Unit | None:
+        """Leases the oldest ready unit to a stream. Returns None without credits or units.
+
+        A unit whose lease expired on this stream goes to another stream that can take it, if any.
+        """
+        if not self._credits.get(stream_id):
+            return None
+        busy = {stream_id, *self._stalled}
+        others = any(credits_ for id_, credits_ in self._credits.items() if id_ not in busy)
+        passed: list[Unit] = []
+        while others and self._ready and self._late.get(self._ready[0].unit_id) == stream_id:
+            passed.append(heapq.heappop(self._ready))
+        unit = heapq.heappop(self._ready) if self._ready else None
+        for late in passed:
+            heapq.heappush(self._ready, late)
+        if unit is None:
+            return None
+        self._queued.discard(unit.unit_id)
+        self._credits[stream_id] -= 1
+        self._leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
+        return unit
+
+    def settle(self, unit_id: str) -> None:
+        """Marks a unit as settled, ready or leased. Unknown units are ignored."""
+        self._settled.add(unit_id)
+        if self._leased.pop(unit_id, None) is None and unit_id in self._queued:
+            self._queued.discard(unit_id)
+            self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
+            heapq.heapify(self._ready)
+        self._late.pop(unit_id, None)
+
+    def refund(self, stream_id: int) -> None:
+        """Returns the credit of a unit that was taken but not sent."""
+        if stream_id in self._credits:
+            self._credits[stream_id] += 1
+
+    def expire(self, now_ms: int) -> bool:
+        """Takes back units with expired leases. Returns whether more can be taken than before."""
+        late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
+        for lease in late:
+            self._late[lease.unit.unit_id] = lease.stream_id
+            self._return(lease)
+        slow_since = now_ms - self.settings.lease_ms
+        before = self._stalled
+        self._stalled = {id_ for id_, at_ms in self._sending.items() if at_ms <= slow_since}
+        return bool(late or self._stalled - before)
+
+    def next_expiry_ms(self) -> int | None:
+        """Returns when the next lease expires, or None if nothing is leased."""
+        return min((lease.expires_ms for lease in self._leased.values()), default=None)
+
+    def _return(self, lease: DeliveryLease) -> None:
+        del self._leased[lease.unit.unit_id]
+        self.add(lease.unit)
+
+
+class Stream:
+    """One `Subscribe` call: the state its reader shares with its writer."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        """Opens a stream of a consumer."""
+        self.consumer = consumer
+        self.id = consumer.open_stream()
+        self.wake = asyncio.Event()
+        self.taken: list[Unit] = []
+        """Leased units that are not loaded yet."""
+        self.loaded: deque[pb.SubscribeResponse] = deque()
+        """Responses to send: at most `LOAD_BYTES` and one more unit, however slow the reader."""
+        self.acknowledged: list[str] = []
+        self.told = asyncio.Event()
+        self.ended = False
+        self.error: Exception | None = None
+
+    def end(self, error: RollmeshError | None = None) -> None:
+        """Makes the writer stop, with an error if one is given."""
+        self.error = self.error or error
+        self.ended = True
+        self.wake.set()
+        self.told.set()
+
+    def tell(self) -> pb.SubscribeResponse:
+        """Returns the confirmation of durable acknowledgements."""
+        ids, self.acknowledged = self.acknowledged, []
+        self.told.set()
+        return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
+
+    async def room(self) -> None:
+        """Applies back-pressure to a consumer that acknowledges without reading."""
+        while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
+            self.told.clear()
+            await self.told.wait()
+
+
+class Subscriptions:
+    """The consumers of a collector, and their open streams."""
+
+    def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
+        """Starts without consumers. `refresh` adds those known to the store.
+
+        Args:
+            store: An open store.
+            tasks: Owns the work that outlives its caller.
+        """
+        self.store = store
+        self.tasks = tasks
+        self._known: dict[str, Consumer] = {}
+        self._streams: set[Stream] = set()
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """The consumers known here, ordered by name."""
+        return [self._known[name] for name in sorted(self._known)]
+
+    def announce(self) -> None:
+        """Signals that something may have become deliverable."""
+        for consumer in self._known.values():
+            consumer.more = True
+        self._wake_all()
+
+    def end_streams(self) -> None:
+        """Ends every stream because the service is stopping. The consumers reconnect."""
+        for stream in self._streams:
+            stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
+
+    async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs work to completion even if the caller is cancelled.
+
+        The consumers' state must reflect everything the store has committed.
+        """
+        return await finish(self.tasks, work)
+
+    async def create(self, consumer: pb.Consumer, start: pb.Position | None) -> pb.Consumer:
+        """Creates a consumer.
+
+        Raises:
+            RollmeshError: The name is taken, or the start position does not exist.
+        """
+        await self.store.create_consumer(consumer, start, clock.steady_unix_ms())
+        created = await self.store.consumer(consumer.name)
+        self._know(created)
+        return created
+
+    async def update(self, changes: pb.Consumer) -> pb.Consumer:
+        """Changes the settings of a consumer. With another group policy its streams end.
+
+        Raises:
+            RollmeshError: The consumer is unknown, or a field is invalid.
+        """
+        consumer = self._known.get(changes.name) or Consumer(changes)
+        async with consumer.paging:
+            done = await self.store.update_consumer(changes, clock.steady_unix_ms())
+            self._know(done.consumer)
+            if done.moved:
+                consumer.reset()
+        if done.moved:
+            self._end_of(changes.name, _moved(changes.name))
+        return done.consumer
+
+    async def seek(self, name: str, position: pb.Position) -> Sought:
+        """Moves a consumer. Its streams end and must be reopened.
+
+        Raises:
+            RollmeshError: The consumer is unknown, or the position does not exist.
+        """
+        consumer = self._known.get(name) or Consumer(pb.Consumer(name=name))
+        async with consumer.paging:
+            sought = await self.store.seek(name, position, clock.steady_unix_ms())
+            consumer.reset()
+        self._end_of(name, _moved(name))
+        return sought
+
+    async def moved(self, name: str) -> None:
+        """Ends the streams of a consumer that another collector moved. They must be reopened."""
+        if (consumer := self._known.get(name)) is not None:
+            async with consumer.paging:
+                await self._give_back(consumer)
+            self._end_of(name, _moved(name))
+
+    async def refresh(self) -> None:
+        """Reads the settings of all consumers anew. Forgets those that another collector deleted.
+
+        Raises:
+            RollmeshError: The store failed.
+        """
+        before = set(self._known)
+        stored, token = await self.store.consumers(_PAGE, "")
+        while token:
+            page, token = await self.store.consumers(_PAGE, token)
+            stored += page
+        for name in before - {settings.name for settings in stored}:
+            self._forget(name)
+        for settings in stored:
+            self._know(settings)
+
+    async def expire(self) -> None:
+        """Takes back expired leases. Releases units that no stream here takes to other collectors.
+
+        A waiting stream expires leases itself, but one whose consumer does not read cannot.
+
+        Raises:
+            RollmeshError: The store failed. The units stay here until the next try.
+        """
+        for consumer in list(self._known.values()):
+            if consumer.expire(clock.monotonic_ms()):
+                self._wake_all()
+            async with consumer.paging:
+                if consumer.stalled and consumer.ready + consumer.leased:
+                    await self.store.release(consumer.name)
+                    consumer.reset()
+
+    async def delete(self, name: str) -> None:
+        """Deletes a consumer. Its streams end.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+        """
+        deleted = await self.store.delete_consumer(name)
+        self._forget(name)
+        if not deleted:
+            raise consumer_unknown(name)
+
+    async def attend(self, ttl_ms: int | None) -> None:
+        """Records which consumers are connected. Deletes those disconnected for too long.
+
+        Args:
+            ttl_ms: How long a consumer may be disconnected, milliseconds. None deletes none.
+
+        Raises:
+            RollmeshError: The store failed.
+        """
+        now_ms = clock.steady_unix_ms()
+        connected = [name for name, one in self._known.items() if one.streams]
+        await self.store.touch(connected, now_ms)
+        if ttl_ms is None:
+            return
+        for name in await self.store.expire_consumers(now_ms - ttl_ms):
+            metrics.EXPIRED.inc()
+            _log.warning(
+                "consumer deleted: it had no stream for too long",
+                extra=fields(consumer=name, consumer_ttl_ms=ttl_ms),
+            )
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        metrics.forget(name)
+        self._end_of(name, consumer_unknown(name))
+
+    def _end_of(self, name: str, error: RollmeshError) -> None:
+        for stream in self._streams:
+            if stream.consumer.name == name:
+                stream.end(error)
+
+    def _know(self, settings: pb.Consumer) -> Consumer:
+        """Returns a consumer with its current settings."""
+        if (known := self._known.get(settings.name)) is not None:
+            consumer = known
+        else:
+            consumer = self._known[settings.name] = Consumer(settings)
+            metrics.watch(consumer.name, lambda: consumer.ready, lambda: consumer.leased)
+        consumer.settings = settings
+        return consumer
+
+    async def _give_back(self, consumer: Consumer) -> None:
+        """Forgets the units held for a consumer. The store gives them to the next fetch."""
+        consumer.reset()
+        with suppress(RollmeshError):  # retried when the next stream ends, or on exit
+            await self.store.release(consumer.name)
+
+    def _wake_all(self) -> None:
+        for stream in self._streams:
+            stream.wake.set()
+
+    async def stream(
+        self, requests: AsyncIterator[pb.SubscribeRequest]
+    ) -> AsyncIterator[pb.SubscribeResponse]:
+        """Serves one stream until its consumer ends it.
+
+        Raises:
+            RollmeshError: The consumer sent an invalid request, or must subscribe again.
+        """
+        first = await anext(requests, None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidFieldError("hello", "is missing; send it in the first message")
+        name = first.hello.consumer
+        check_consumer_name("hello.consumer", name)
+        await self.store.touch([name], clock.steady_unix_ms())
+        stream = Stream(self._know(await self.store.consumer(name)))
+        self._streams.add(stream)
+        reader = self.tasks.create_task(self._read(stream, requests))
+        reader.add_done_callback(lambda _: stream.end())  # however it ended
+        try:
+            while not stream.ended:
+                stream.wake.clear()
+                if stream.acknowledged:
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield stream.tell()
+                response = await self._next(stream)
+                if response is not None:
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield response
+                    await faults.reach("collector-after-delivery")
+                elif not stream.acknowledged and not stream.ended:
+                    await self._wait(stream)
+            if stream.acknowledged:  # the consumer may have closed its side after sending them
+                yield stream.tell()
+            if stream.error is not None:
+                raise stream.error
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            stream.consumer.close_stream(stream.id)
+            # A stream may end after the service: the next start reads what it had not given back.
+            release = partial(self._release, stream.consumer)
+            begun(self.tasks, contained(release, "units not released"))
+            self._wake_all()
+
+    async def _read(self, stream: Stream, requests: AsyncIterator[pb.SubscribeRequest]) -> None:
+        """Processes requests until the consumer ends. The writer raises any error."""
+        try:
+            async for request in requests:
+                await self._take(stream, request)
+                stream.wake.set()
+                await stream.room()
+        except Exception as error:  # noqa: BLE001 - one stream's error must not stop the others
+            stream.error = error
+
+    async def _take(self, stream: Stream, request: pb.SubscribeRequest) -> None:
+        match request.WhichOneof("part"):
+            case "grant":
+                if not 0 < request.grant.credits <= _MAX_CREDITS:
+                    raise InvalidFieldError("grant.credits", f"give 1 to {_MAX_CREDITS}")
+                stream.consumer.grant(stream.id, request.grant.credits)
+            case "acknowledge":
+                ids = request.acknowledge.delivery_ids
+                check_count("acknowledge.delivery_ids", ids, _MAX_ACKNOWLEDGED)
+                for at in range(0, len(ids), _SETTLED):  # other streams run in between
+                    part = list(ids[at : at + _SETTLED])
+                    await self.finish(self._acknowledge(stream, part))
+            case "version":
+                version = request.version.policy_version
+                check_version("version.policy_version", version)
+                changes = pb.Consumer(name=stream.consumer.name, policy_version=version)
+                await self.finish(self.update(changes))
+            case _:
+                raise InvalidFieldError("part", "send grants, acknowledgements and versions")
+
+    async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
+        consumer = stream.consumer
+        settled = await self.store.settle(
+            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
+        )
+        await faults.reach("collector-after-acknowledgement")
+        for unit_id in settled:
+            consumer.settle(unit_id)
+        metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
+        stream.acknowledged += delivery_ids  # unknown ones were acknowledged earlier
+
+    async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
+        """Returns a stream's next response, or None if there is none, or no credits."""
+        while not stream.ended:
+            if stream.loaded:
+                return stream.loaded.popleft()
+            await self._fetch(stream.consumer)
+            now = clock.monotonic_ms()
+            while len(stream.taken) < _MOST_TAKEN and (
+                unit := stream.consumer.take(stream.id, now)
+            ):
+                stream.taken.append(unit)
+            if not stream.taken:
+                return None
+            await self._load(stream)
+        return None
+
+    async def _fetch(self, consumer: Consumer) -> None:
+        """Fetches the units that the streams of a consumer may take."""
+        async with consumer.paging:
+            if not (wanted := consumer.wanted()):
+                return
+            consumer.more = False
+            try:
+                now_ms = clock.steady_unix_ms()
+                page = await self.store.fetch(consumer.name, consumer.cursor, wanted, now_ms)
+            except BaseException:
+                consumer.more = True
+                raise
+            consumer.add_page(page)
+
+    async def _load(self, stream: Stream) -> None:
+        """Loads the units a stream has taken, at least the first."""
+        consumer, now_ms = stream.consumer, clock.steady_unix_ms()
+        found = await self.store.load(consumer.settings, stream.taken, now_ms)
+        responses = await asyncio.to_thread(_respond, found)
+        units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
+        for unit, loaded, response in zip(units, found, responses, strict=True):
+            if response is None:
+                consumer.refund(stream.id)
+            if loaded is None:
+                consumer.settle(unit.unit_id)
+            elif response is None:
+                await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
+            else:
+                stream.loaded.append(response)
+                first = loaded.attempt == 1
+                kind = "first" if first else "again"
+                metrics.DELIVERIES.labels(consumer.name, kind).inc()
+                if first:
+                    metrics.count_filtered(consumer.name, loaded.verdict)
+
+    async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
+        """Settles a unit that is not delivered to its consumer."""
+        settlement = Settlement(unit_id, verdict.reason, verdict.removed)
+        await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
+        consumer.settle(unit_id)
+        metrics.count_filtered(consumer.name, verdict)
+
+    async def _release(self, consumer: Consumer) -> None:
+        """Releases the units of a consumer that has no streams left."""
+        async with consumer.paging:
+            if not consumer.streams:
+                await self._give_back(consumer)
+
+    async def _wait(self, stream: Stream) -> None:
+        """Waits for something to do. Wakes up when a lease expires."""
+        now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
+        left_s = None if expiry is None else max(expiry - now, 0) / 1000
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await stream.wake.wait()
+        if stream.consumer.expire(clock.monotonic_ms()):
+            self._wake_all()
+
+
+def check_count(field_name: str, values: Sequence[object], most: int) -> None:
+    """Limits the number of entries in a message, because their cost is shared by all clients.
+
+    Raises:
+        InvalidFieldError: There are too many entries.
+    """
+    if len(values) > most:
+        problem = f"has {len(values)} entries; send at most {most} at once"
+        raise InvalidFieldError(field_name, problem)
+
+
+def _moved(name: str) -> ConsumerMovedError:
+    """Returns the error that ends the streams of a consumer that was moved."""
+    return ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
+
+
+def _respond(found: list[Loaded | None]) -> list[pb.SubscribeResponse | None]:
+    """Returns the response for each unit, or None if it is gone or not delivered."""
+    return [loaded.response() if loaded else None for loaded in found]
+
+
+# Background work of a collector: deadlines, changes by other collectors, retention.
+
+_RETAIN_EVERY_S, _RETAIN_TURN_MS = 2.0, 1500
+_AFTER_ERROR_S = 1.0
+_ATTEND_EVERY_MS = 60_000.0
+_PATIENCE_MS = 3_600_000
+
+
+async def maintain(
+    store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
+) -> None:
+    """Runs until cancelled. Errors are logged and counted, and the work is retried."""
+
+    async def tick() -> None:
+        if await store.tick(clock.steady_unix_ms()):
+            subscriptions.announce()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def expire() -> None:
+        await subscriptions.expire()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def listen() -> None:
+        for name in await store.changed():
+            await subscriptions.moved(name)
+        await subscriptions.refresh()
+        subscriptions.announce()
+
+    async def retain() -> None:
+        if await store.turn("retain", _RETAIN_TURN_MS):
+            metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
+        await asyncio.sleep(_RETAIN_EVERY_S)
+
+    # Consumers get time to reconnect before the time without a collector counts against them.
+    patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
+
+    async def attend() -> None:
+        expires = consumer_ttl_ms and clock.monotonic_ms() >= patient_until
+        await subscriptions.attend(consumer_ttl_ms if expires else None)
+        every_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else None
+        await asyncio.sleep((every_ms or _ATTEND_EVERY_MS) / 1000)
+
+    async with asyncio.TaskGroup() as group:
+        for work in (tick, expire, listen, retain, attend):
+            group.create_task(_for_ever(work))
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await work()
+        except RollmeshError as error:
+            metrics.STORE_ERRORS.labels(error.reason).inc()
+            _log.warning(
+                "store failed, will retry", extra=fields(reason=error.reason, error=str(error))
+            )
+            await asyncio.sleep(_AFTER_ERROR_S)
+        except Exception as error:  # noqa: BLE001 - one bad row must not stop the rest
+            metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
+            _log.error("maintenance failed, will retry", exc_info=error)
+            await asyncio.sleep(_AFTER_ERROR_S)

@@ -1,4 +1,0 @@
-"""Consumers, their streams, and the maintenance that runs alongside them.
-
-May import `delivery` and `storage`.
-"""

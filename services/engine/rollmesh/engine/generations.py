@@ -1,0 +1,271 @@
+"""The generations of one engine: each by a call of its own, or many over one stream."""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from rollmesh.engine import metrics
+from rollmesh.engine.backend import Backend, aborted
+from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.control import Control
+from rollmesh.engine.requests import RequestImages, read_generate
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidFieldError,
+    ModelMismatchError,
+    OverloadedError,
+    RequestIdInUseError,
+    RollmeshError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.telemetry.logs import set_request_id
+from rollmesh.v1 import engine_pb2
+
+_log = logging.getLogger(__name__)
+_MOST_ON_STREAM = 2_048
+_RETRY_MS = 1_000
+
+
+class Generations:
+    """Checks generation requests and runs them on a backend."""
+
+    def __init__(self, backend: Backend, control: Control, config: EngineConfig) -> None:
+        """Takes the backend, its control, and the settings of the engine."""
+        self._backend = backend
+        self._control = control
+        self._model = config.model
+        self._running: dict[str, bool] = {}  # whether each request was aborted
+        self.streams: set[GenerationStream] = set()
+        self.is_leaving = False
+        """Whether streams end with their last generation."""
+        self.images = RequestImages(config)
+        """The images of requests."""
+
+    def __contains__(self, request_id: object) -> bool:
+        """Returns whether a generation is running."""
+        return request_id in self._running
+
+    async def run(
+        self, request: engine_pb2.StreamGenerateRequest
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        """Yields the messages of a generation. The last has the finish.
+
+        Closing the iterator aborts the generation.
+
+        Raises:
+            EngineDeadError: The backend lost it.
+            RollmeshError: As StreamGenerate says.
+        """
+        generate, limits = request.generate, self._backend.limits
+        self.check_model(generate.model)
+        request_id = generate.request_id
+        if request_id in self._running:
+            raise RequestIdInUseError(
+                f"request_id: {request_id!r} is running; give each attempt its own id"
+            )
+        self._running[request_id] = False
+        crc32: int | None = zlib.crc32(generate.token_ids_u32le)
+        try:
+            if generate.HasField("constraint"):
+                checked = await asyncio.to_thread(read_generate, request, limits)
+            else:
+                checked = read_generate(request, limits)
+            self.check_usable()
+            await faults.reach("engine-before-first-token")
+            if generate.images:
+                images = await self.images.read(generate.images, len(checked.token_ids))
+                checked = dataclasses.replace(checked, images=images)
+            self._control.check_weights()  # a sleep may have dropped them while images were read
+            was_aborted = self._running[request_id]  # the backend did not know of it
+            messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
+            async with aclosing(messages):
+                async for message in messages:
+                    if message.HasField("finish"):
+                        await faults.reach("engine-after-last-token")
+                        message.finish.prompt_tokens = len(checked.token_ids)
+                        message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
+                        metrics.finished(message.finish)
+                    if crc32 is not None:
+                        message.prompt_crc32, crc32 = crc32, None
+                    yield message
+                    if message.HasField("finish"):
+                        return
+            raise EngineDeadError("the backend ended a generation without a finish reason")
+        finally:
+            del self._running[request_id]
+
+    async def abort(self, request_ids: set[str] | None) -> list[str]:
+        """Aborts generations. Each ends with the tokens sampled so far.
+
+        Args:
+            request_ids: Their ids. None aborts all.
+
+        Returns:
+            The ids of those that are running, sorted.
+        """
+        found = sorted(
+            self._running.keys() if request_ids is None else request_ids & self._running.keys()
+        )
+        self._running |= dict.fromkeys(found, True)  # the backend may not know some yet
+        await self._backend.abort(found)
+        return found
+
+    def leave(self) -> None:
+        """Ends each stream when its last generation has ended."""
+        self.is_leaving = True
+        for stream in self.streams:
+            stream.wake()
+
+    def check_usable(self) -> None:
+        """Checks that the engine can sample.
+
+        Raises:
+            WeightsDroppedError: It has no weights.
+            EngineDeadError: The model's process died.
+        """
+        self._control.check_weights()
+        if self._backend.died.is_set():
+            raise EngineDeadError("the model's process died; the engine is about to restart")
+
+    def check_model(self, model: str, field: str = "model") -> None:
+        """Checks the name of the model in a request. An empty name is the engine's own.
+
+        Raises:
+            ModelMismatchError: The engine serves another one.
+        """
+        if model not in {"", self._model}:
+            raise ModelMismatchError(field, f"is {model!r}; this engine serves {self._model!r}")
+
+
+class GenerationStream:
+    """Many generations on one stream. Frames that arise together leave in one message.
+
+    Frames wait while gRPC does not take them. They are bounded by the answers of the generations,
+    and the server ends a stream that its client does not read.
+    """
+
+    def __init__(self, generations: Generations) -> None:
+        """Starts without generations."""
+        self._generations = generations
+        self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # by number
+        self._frames = engine_pb2.GenerationsResponse()
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Looks again at whether the stream has ended."""
+        self._changed.set()
+
+    async def serve(
+        self, requests: AsyncIterator[engine_pb2.GenerationsRequest]
+    ) -> AsyncGenerator[engine_pb2.GenerationsResponse, None]:
+        """Yields the frames until the client closes its side and its generations have ended.
+
+        Raises:
+            RollmeshError: A request is malformed.
+        """
+        reading = asyncio.get_running_loop().create_task(self._read(requests))
+        reading.add_done_callback(lambda _: self._changed.set())
+        self._generations.streams.add(self)
+        try:
+            while True:
+                self._changed.clear()
+                if self._frames.frames:
+                    message, self._frames = self._frames, engine_pb2.GenerationsResponse()
+                    has_tokens = any(one.HasField("answer") for one in message.frames)
+                    yield message
+                    if has_tokens:
+                        await faults.reach("engine-mid-stream")
+                    continue
+                if reading.done():
+                    reading.result()
+                if not self._running and (reading.done() or self._generations.is_leaving):
+                    return
+                await self._changed.wait()
+                await asyncio.sleep(0)  # the other generations of a step add their frames
+        finally:
+            self._generations.streams.discard(self)
+            tasks = [reading, *(task for _, task in self._running.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _read(self, requests: AsyncIterator[engine_pb2.GenerationsRequest]) -> None:
+        async for request in requests:
+            for begin in request.begin:
+                self._begin(begin)
+            if request.abort:
+                await asyncio.sleep(0)  # generations of the same message begin first
+                numbers = self._running.keys() & set(request.abort)
+                await self._generations.abort({self._running[one][0] for one in numbers})
+            for number in request.drop:
+                if number in self._running:
+                    self._running[number][1].cancel()
+
+    def _begin(self, begin: engine_pb2.BeginGeneration) -> None:
+        number = begin.number
+        if number in self._running:
+            raise InvalidFieldError("begin.number", f"{number} is in use; give another")
+        if len(self._running) >= _MOST_ON_STREAM:
+            error = OverloadedError(
+                f"the stream has {_MOST_ON_STREAM} generations; try again",
+                retry_delay_ms=_RETRY_MS,
+            )
+            self._add(number).error.CopyFrom(to_status(error))
+            return
+        task = asyncio.get_running_loop().create_task(self._generate(begin))
+        self._running[number] = begin.request.generate.request_id, task
+        task.add_done_callback(lambda _: self._ended(number))
+
+    def _ended(self, number: int) -> None:
+        del self._running[number]
+        self._changed.set()
+
+    def _add(self, number: int) -> engine_pb2.GenerationFrame:
+        self._changed.set()
+        return self._frames.frames.add(number=number)
+
+    async def _generate(self, begin: engine_pb2.BeginGeneration) -> None:
+        number, request = begin.number, begin.request
+        set_request_id(begin.caller_request_id or uuid.uuid4().hex)
+        try:
+            async with asyncio.timeout(begin.timeout_ms / 1000 if begin.timeout_ms else None):
+                check_streamed(request)
+                self._generations.check_usable()
+                # If the process dies of the request, its caller knows that the engine had it.
+                self._add(number).taken = True
+                async with aclosing(self._generations.run(request)) as messages:
+                    async for message in messages:
+                        self._add(number).answer.CopyFrom(message)
+        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+            self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
+
+
+def check_streamed(request: engine_pb2.StreamGenerateRequest) -> None:
+    """Checks the message size of a stream.
+
+    Raises:
+        InvalidFieldError: The messages may hold no token.
+    """
+    if not request.max_chunk_tokens:
+        raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
+
+
+async def _only(
+    message: engine_pb2.StreamGenerateResponse,
+) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+    yield message
+
+
+def _typed(error: Exception, timeout_ms: int) -> RollmeshError:
+    if isinstance(error, RollmeshError):
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineError(f"the generation took longer than {timeout_ms} ms")
+    _log.error("generation failed with an unexpected error", exc_info=error)
+    return RollmeshError("unexpected error; see the engine's log")

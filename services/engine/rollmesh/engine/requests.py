@@ -1,0 +1,476 @@
+"""Validates generation requests."""
+
+import asyncio
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from rollmesh.engine.backend import (
+    GenerateInput,
+    ModelLimits,
+    Transfer,
+)
+from rollmesh.engine.config import EngineConfig
+from rollmesh.mesh.images import HeldBytes, Images, check_hashes, check_places
+from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
+from rollmesh.runtime.codec.images import ImageLimits
+from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES, check_ranges
+from rollmesh.runtime.decoding.pool import ImageDecoders
+from rollmesh.runtime.errors import (
+    InvalidConstraintError,
+    InvalidFieldError,
+    InvalidSamplingError,
+    PromptEmptyError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+    WeightTransferError,
+)
+from rollmesh.v1 import engine_pb2, sampling_pb2
+
+# Estimates how much the JSON schemas of a structural tag slow down each sampling step.
+#
+# Any of an object's optional properties may come next. xgrammar merges the allowed tokens of all of
+# them over the full vocabulary, within the step in which vLLM samples for all requests. This costs
+# 0.3 ms per property at 150,000 tokens. Alternatives with a common prefix add up.
+
+_MOST_LEVELS = 128
+"""Levels of a schema, those that its references add included."""
+_MOST_PARTS = 16_384
+"""Objects and lists of a schema, most of which are subschemas."""
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_VALUES = {"const", "enum", "default", "examples"}
+"""Schema keywords whose contents are values, not schemas."""
+_MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+"""Schema keywords that map names to schemas."""
+
+
+def tag_schemas(value: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields the JSON schemas in a structural tag, each with the format that holds it."""
+    if isinstance(value, list):
+        for one in value:
+            yield from tag_schemas(one)
+    elif isinstance(value, dict) and value.get("type") == "json_schema":
+        yield value.get("json_schema"), value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tag_schemas(one)
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yields the direct subschemas of a JSON schema."""
+    for key, one in schema.items():
+        if key in _MAPS and isinstance(one, dict):
+            yield from one.values()
+        elif key not in _VALUES:
+            yield one
+
+
+def most_optional(schema: Any) -> int:
+    """Returns the largest number of optional properties that may come next at any position.
+
+    Raises:
+        ValueError: The schema has too many parts, or its references nest too deeply.
+    """
+    return _Counter(schema).count(schema, 0)
+
+
+class _Counter:
+    """Counts within one schema. References point into the same schema.
+
+    Each part is counted once, however many paths lead to it. A part that refers to itself adds
+    nothing to its own count.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._counts: dict[int, int] = {}
+        """By identity of the part, which the root keeps alive."""
+
+    def count(self, schema: Any, level: int) -> int:
+        if not isinstance(schema, dict | list):
+            return 0
+        known = self._counts.get(id(schema))
+        if known is not None:
+            return known
+        if level > _MOST_LEVELS:
+            raise ValueError(f"its references nest deeper than {_MOST_LEVELS} levels")
+        if len(self._counts) == _MOST_PARTS:
+            raise ValueError(f"has more than {_MOST_PARTS} objects and lists")
+        self._counts[id(schema)] = 0
+        if isinstance(schema, list):
+            found = max((self.count(one, level + 1) for one in schema), default=0)
+        else:
+            found = max(self._object_counts(schema, level))
+        self._counts[id(schema)] = found
+        return found
+
+    def _object_counts(self, schema: dict[str, Any], level: int) -> Iterator[int]:
+        yield _own(schema)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            yield self.count(self._at(reference), level + 1)
+        for one in subschemas(schema):
+            yield self.count(one, level + 1)
+        for key in _ALTERNATIVES:
+            if isinstance(branches := schema.get(key), list):
+                yield sum(self.count(one, level + 2) for one in branches)
+
+    def _at(self, reference: str) -> Any:
+        part = self._root
+        for key in reference.removeprefix("#").split("/")[1:]:
+            part = part.get(key.replace("~1", "/").replace("~0", "~"), {})
+            if not isinstance(part, dict):
+                return {}
+        return part
+
+
+def _own(schema: dict[str, Any]) -> int:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    names = filter(properties.__contains__, _texts(required))
+    return len(properties) - len(set(names))
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+# Validates constraints as far as possible without a grammar library.
+
+# vLLM's client parses a tag on the event loop in time superlinear in its depth. These limits keep
+# that below about 0.1 s.
+_MAX_BYTES = 128 * 1024
+_MAX_NESTING = 64
+_MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
+_PARSED = {"pattern", "grammar"}
+"""Keys whose texts a grammar library parses."""
+_GROUPS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|[()]", re.DOTALL)
+"""Groups, after escaped characters and classes, in which brackets are text."""
+_FIELD = "constraint.structural_tag_json"
+
+
+def check_constraint(request: engine_pb2.GenerateRequest) -> None:
+    """Checks the constraint of a request, if it has one.
+
+    The time is linear in its size: up to some 50 ms, so call it in a thread if there is one.
+
+    Raises:
+        InvalidConstraintError: It is not a structural tag, or it is too large.
+        InvalidSamplingError: A sampling parameter conflicts with it.
+    """
+    if not request.HasField("constraint"):
+        return
+    text = request.constraint.structural_tag_json
+    if len(text.encode()) > _MAX_BYTES:
+        raise InvalidConstraintError(_FIELD, f"has more than {_MAX_BYTES} bytes; simplify it")
+    try:
+        tag: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConstraintError(_FIELD, f"is not JSON: {error}") from error
+    if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+        raise InvalidConstraintError(_FIELD, "has no format; send a structural tag")
+    if _is_deeper(tag, _MAX_NESTING):
+        raise InvalidConstraintError(_FIELD, f"is nested deeper than {_MAX_NESTING} levels")
+    for name, pattern in _patterns(tag):
+        if _nests_deeper(pattern, _MAX_NESTING):
+            raise InvalidConstraintError(
+                _FIELD, f"has a {name} with brackets nested deeper than {_MAX_NESTING} levels"
+            )
+    try:
+        optional = max((most_optional(schema) for schema, _ in tag_schemas(tag)), default=0)
+    except ValueError as error:
+        raise InvalidConstraintError(
+            _FIELD, f"has a JSON schema that is too complex: {error}; simplify it"
+        ) from error
+    if optional > _MAX_OPTIONAL:
+        raise InvalidConstraintError(
+            _FIELD,
+            f"has a JSON schema with {optional} optional properties in one object or its "
+            f"alternatives; give at most {_MAX_OPTIONAL}: require some, or nest them",
+        )
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
+        if getattr(request.sampling, name):  # after the end of the tag only an end token is allowed
+            raise InvalidSamplingError(f"sampling.{name}", "cannot be combined with a constraint")
+
+
+def _patterns(value: object) -> Iterator[tuple[str, str]]:
+    """Yields the patterns and grammars in a structural tag, and texts that could be some."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _patterns(one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            if isinstance(one, str):
+                if key in _PARSED:
+                    yield key, one
+            else:
+                if key == "patternProperties" and isinstance(one, dict):
+                    yield from (("pattern", pattern) for pattern in one)
+                yield from _patterns(one)
+
+
+def _nests_deeper(pattern: str, levels: int) -> bool:
+    """Returns whether groups of a pattern or grammar nest deeper than some levels."""
+    if pattern.count("(") <= levels:
+        return False
+    depth = 0
+    for found in _GROUPS.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(found.group(), 0)
+        if depth > levels:
+            return True
+    return False
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in value)
+
+
+# Validates sampling parameters and fills in their defaults.
+
+
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}  # others 0
+_MAX_STOP_IDS = 64
+_MAX_ALLOWED = 4096
+_MAX_BIASES, _MOST_BIAS = 1024, 100.0
+_MAX_BAD, _MAX_BAD_IDS = 1000, 256
+MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
+
+
+def read_sampling(
+    params: sampling_pb2.SamplingParams, room: int, vocabulary_tokens: int
+) -> sampling_pb2.SamplingParams:
+    """Returns checked parameters with all defaults. A seed has none.
+
+    Args:
+        params: The parameters of a request.
+        room: Number of ids left in the context, the most that `max_tokens` may be.
+        vocabulary_tokens: Size of the vocabulary.
+
+    Raises:
+        InvalidSamplingError: Names the field.
+    """
+    check_ranges(params)
+    found = sampling_pb2.SamplingParams()
+    found.CopyFrom(params)
+    for name in SAMPLING_RANGES:
+        if not params.HasField(name):  # type: ignore[arg-type]
+            setattr(found, name, _DEFAULTS.get(name, 0.0))
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else room
+    if max_tokens < 1:
+        raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
+    if params.min_tokens > max_tokens:
+        raise InvalidSamplingError("sampling.min_tokens", f"is above max_tokens, {max_tokens}")
+    found.max_tokens, found.min_tokens = min(max_tokens, room), min(params.min_tokens, room)
+    _check_ids("stop_token_ids", params.stop_token_ids, _MAX_STOP_IDS, vocabulary_tokens)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, _MAX_ALLOWED, vocabulary_tokens)
+    _check_ids("logit_bias", params.logit_bias, _MAX_BIASES, vocabulary_tokens)
+    if not all(-_MOST_BIAS <= bias <= _MOST_BIAS for bias in params.logit_bias.values()):
+        raise InvalidSamplingError(
+            "sampling.logit_bias", f"give {-_MOST_BIAS} to {_MOST_BIAS} for each id"
+        )
+    bad = [one.token_ids for one in params.bad_sequences]
+    if len(bad) > _MAX_BAD or not all(0 < len(one) <= _MAX_BAD_IDS for one in bad):
+        raise InvalidSamplingError(
+            "sampling.bad_sequences",
+            f"give at most {_MAX_BAD} sequences of 1 to {_MAX_BAD_IDS} ids",
+        )
+    if any(id_ >= vocabulary_tokens for one in bad for id_ in one):
+        raise InvalidSamplingError("sampling.bad_sequences", f"give ids below {vocabulary_tokens}")
+    if params.allowed_token_ids or bad:  # at least one token can always be sampled
+        masked = {one[-1] for one in bad}
+        masked |= set(params.stop_token_ids) if params.min_tokens else set()
+        allowed = set(params.allowed_token_ids)
+        left = len(allowed - masked) if allowed else vocabulary_tokens - len(masked)
+        if left < 1:
+            name = "bad_sequences" if bad else "allowed_token_ids"
+            raise InvalidSamplingError(f"sampling.{name}", "leaves no token to sample; mask fewer")
+    return found
+
+
+def _check_ids(name: str, ids: Collection[int], most: int, vocabulary_tokens: int) -> None:
+    if len(ids) > most or any(id_ >= vocabulary_tokens for id_ in ids):
+        raise InvalidSamplingError(
+            f"sampling.{name}", f"give at most {most} ids below {vocabulary_tokens}"
+        )
+
+
+_MAX_ID_CHARS = 128
+_MAX_BANNED = 64
+
+
+def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimits) -> GenerateInput:
+    """Returns the validated request.
+
+    Args:
+        streamed: The request, whose sampling gets its defaults. With `max_chunk_tokens` 0 it asks
+            for a single message.
+        limits: Limits of the backend.
+
+    Raises:
+        InvalidFieldError: Names the field and its fault.
+    """
+    request = streamed.generate
+    if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
+    room = max(limits.max_context_tokens - len(token_ids), 1)
+    sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
+    request.sampling.CopyFrom(sampling)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidFieldError(
+            "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
+        )
+    check_constraint(request)
+    banned = request.banned_token_ids
+    if len(banned) > _MAX_BANNED or any(id_ >= limits.vocabulary_tokens for id_ in banned):
+        raise InvalidFieldError(
+            "banned_token_ids", f"give at most {_MAX_BANNED} ids below {limits.vocabulary_tokens}"
+        )
+    _check_prompt(token_ids, limits)
+    if request.sampled_tokens >= len(token_ids):
+        raise InvalidFieldError(
+            "sampled_tokens",
+            f"is {request.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
+        )
+    return GenerateInput(request, token_ids, streamed.max_chunk_tokens, streamed.collect_ms)
+
+
+def _check_prompt(ids: TokenIds, limits: ModelLimits) -> None:
+    """Checks a prompt against the limits of the model.
+
+    Raises:
+        PromptEmptyError: It has no ids.
+        TokenOutOfVocabularyError: It has an id outside of the vocabulary.
+        PromptTooLongError: It leaves no room for an answer.
+    """
+    field = "token_ids_u32le"
+    if not len(ids):
+        raise PromptEmptyError(field, "is empty; send at least one id")
+    largest = int(ids.max())
+    if largest >= limits.vocabulary_tokens:
+        raise TokenOutOfVocabularyError(
+            field, f"has id {largest}; ids are below {limits.vocabulary_tokens}"
+        )
+    if len(ids) + 1 > limits.max_context_tokens:
+        raise PromptTooLongError(
+            field,
+            f"has {len(ids)} ids; the context holds {limits.max_context_tokens} with the answer",
+        )
+
+
+# The images of requests: their bytes are checked when they come, and held for later requests.
+
+
+class RequestImages:
+    """Reads the images of requests."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts without images. Takes the limits from the settings of the engine."""
+        self._most = config.max_images
+        limits = ImageLimits(config.max_image_bytes, config.max_image_pixels)
+        self._decoders = ImageDecoders(limits)
+        self._held = HeldBytes(config.image_cache_bytes)
+
+    async def read(self, images: Images, prompt_tokens: int) -> dict[str, bytes]:
+        """Returns the bytes of the images of a request, by hash.
+
+        Args:
+            images: The images.
+            prompt_tokens: Number of ids of the prompt.
+
+        Raises:
+            InvalidFieldError: There are too many, or one has no place in the prompt.
+            InvalidImageError: Bytes have another hash, are no image, or are too large.
+            ImageUnknownError: The bytes of some neither came nor are held.
+        """
+        check_places(images, prompt_tokens, self._most)
+        if any(image.data for image in images):
+            await self._check(images)
+        return self._held.take(images)
+
+    async def close(self) -> None:
+        """Ends the processes that decode images."""
+        await self._decoders.close()
+
+    async def _check(self, images: Images) -> None:
+        """Checks bytes that came. Images that are held are known to be good."""
+        await asyncio.to_thread(check_hashes, images)
+        checked: set[str] = set()
+        for at, image in enumerate(images):
+            if image.data and image.sha256 not in self._held and image.sha256 not in checked:
+                await self._decoders.decode(image.data, f"images[{at}].data", "")
+                checked.add(image.sha256)
+
+
+# Parses the description of a weight transfer. The weights themselves bypass gRPC.
+
+
+def read_init(request: engine_pb2.InitWeightTransferRequest, own_backend: str) -> dict[str, Any]:
+    """Returns the `init_info` of a request.
+
+    Raises:
+        WeightTransferError: The engine was not started with that backend.
+        InvalidFieldError: It is not a JSON object, or has a pickled field.
+    """
+    _check_backend(request.backend, own_backend)
+    info = _parse(request.init_json, "init_json")
+    if not isinstance(info, dict):
+        raise InvalidFieldError("init_json", "is not an object; give the fields of init_info")
+    _refuse_pickles(info, "init_json")
+    return info
+
+
+def read_transfer(transfer: engine_pb2.WeightTransfer, own_backend: str) -> Transfer:
+    """Returns the description of a transfer.
+
+    Raises:
+        WeightTransferError: The engine was not started with that backend.
+        InvalidFieldError: There is no description, one is neither a JSON object nor a list of
+            them, or one has a pickled field.
+    """
+    _check_backend(transfer.backend, own_backend)
+    field = "header.transfer.update_json"
+    updates = tuple(_parse(text, field) for text in transfer.update_json)
+    if not updates or not all(isinstance(update, dict | list) for update in updates):
+        raise InvalidFieldError(field, "give at least one object or list of objects")
+    for update in updates:
+        for part in update if isinstance(update, list) else [update]:
+            if not isinstance(part, dict):
+                raise InvalidFieldError(field, "give at least one object or list of objects")
+            _refuse_pickles(part, field)
+    return Transfer(updates)
+
+
+def _check_backend(wanted: str, own: str) -> None:
+    if not own:
+        raise WeightTransferError(
+            f"backend: is {wanted!r}, and the engine has no transfer backend; "
+            "start it with --weight-transfer"
+        )
+    if wanted != own:
+        raise WeightTransferError(f"backend: is {wanted!r}, and the engine uses {own!r}; give that")
+
+
+def _refuse_pickles(info: dict[str, Any], field: str) -> None:
+    """Refuses fields that vLLM would unpickle: their author runs code in the engine.
+
+    vLLM asks for VLLM_ALLOW_INSECURE_SERIALIZATION first. It is not asked here.
+    """
+    for name, value in info.items():
+        if "pickle" in name.lower() and value is not None:
+            raise InvalidFieldError(
+                f"{field}.{name}", "is pickled, and is never read; give CUDA IPC handles as JSON"
+            )
+
+
+def _parse(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError(field, f"is not JSON: {error}") from error

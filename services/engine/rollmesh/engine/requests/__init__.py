@@ -1,4 +1,0 @@
-"""Parses and validates requests: sampling parameters, constraints and weight transfers.
-
-May import `engine.backend`.
-"""

@@ -1,0 +1,211 @@
+"""Trial compilation of grammars, so that none crashes or stalls the engine.
+
+vLLM parses a grammar in the engine's event loop and compiles it in the process of the model. A
+crash of the C++ compiler would end both. Each new grammar is therefore compiled once before in a
+process that may die (`grammar_process`), and the outcome is remembered by the grammar's digest. A
+trial that the machine disturbed has no outcome: the engine is busy, and the request is tried again.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rollmesh.runtime.errors import InvalidConstraintError, OverloadedError, RollmeshError
+
+_COMMAND = (sys.executable, "-m", "rollmesh.engine.vllm.grammar_process")
+_FIELD = "constraint.structural_tag_json"
+_REMEMBERED = 4096
+_AT_ONCE = 4
+_MOST_WAITING = 256
+_TIMEOUT_S = 120.0  # with the start of the process, and others' trials before
+_RETRY_MS = 2000
+
+
+class Grammars:
+    """The grammars that were tried, and the process that tries new ones."""
+
+    def __init__(self, command: Sequence[str] = _COMMAND) -> None:
+        """Starts nothing yet."""
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._vocabulary: int | None = None
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
+        self._running: dict[bytes, asyncio.Future[OverloadedError | None]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._starting = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process. None if there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Starts the process. It loads its libraries meanwhile."""
+        async with self._starting:
+            if self._process is not None and self._process.poll() is None:
+                return
+            self.stop()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = await asyncio.to_thread(_started, self._command, theirs)
+            self._control = ours
+            if self._vocabulary is not None:
+                socket.send_fds(ours, [b"v"], [self._vocabulary])
+
+    async def set_vocabulary(self, vocabulary: bytes) -> None:
+        """Tells the process the tokens of the model, as `xgrammar.TokenizerInfo` writes them."""
+        self._vocabulary = await asyncio.to_thread(_in_memory, vocabulary)
+        if self._control is None:
+            await self.start()
+        else:
+            socket.send_fds(self._control, [b"v"], [self._vocabulary])
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
+            self._process.wait()
+            self._process = None
+
+    async def check(self, text: str) -> None:
+        """Compiles a structural tag on trial, unless its outcome is known.
+
+        Raises:
+            InvalidConstraintError: It is no grammar, crashes the compiler, or takes too long.
+            OverloadedError: Too many new grammars wait, or the machine disturbed the trial.
+        """
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        while key not in self._problems:
+            if (running := self._running.get(key)) is not None:
+                await asyncio.wait({running})
+                if (busy := running.result()) is not None:  # for all who waited, not one by one
+                    raise OverloadedError(busy.message, retry_delay_ms=_RETRY_MS) from busy
+                continue
+            if len(self._running) >= _MOST_WAITING:
+                raise OverloadedError(
+                    "too many new grammars wait for the compiler", retry_delay_ms=_RETRY_MS
+                )
+            self._running[key] = asyncio.get_running_loop().create_future()
+            busy = None
+            try:
+                problem = await self._tried(text)
+                self._remember(key, problem)
+            except OverloadedError as error:
+                busy = error
+                raise
+            finally:
+                self._running.pop(key).set_result(busy)
+        self._problems.move_to_end(key)
+        if problem := self._problems[key]:
+            raise InvalidConstraintError(_FIELD, problem)
+
+    def _remember(self, key: bytes, problem: str) -> None:
+        self._problems[key] = problem
+        if len(self._problems) > _REMEMBERED:
+            self._problems.popitem(last=False)
+
+    async def _tried(self, text: str) -> str:
+        """Returns the fault of a grammar. Tries again if the process had died."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S), self._slots:
+                for _ in range(2):
+                    await self.start()
+                    process = self._process
+                    answer = await self._asked(text)
+                    if answer:
+                        return _problem(json.loads(answer))
+                    async with self._starting:  # a killed process may not have ended yet
+                        if self._process is process:
+                            self.stop()
+        except TimeoutError as error:
+            raise OverloadedError(
+                "the grammar compiler is busy", retry_delay_ms=_RETRY_MS
+            ) from error
+        raise RollmeshError("the grammar compiler's process ends; see the engine's log")
+
+    async def _asked(self, text: str) -> bytes:
+        """Returns the answer. Empty if the process died."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"t"], [theirs.fileno()])
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except OSError:
+            ours.close()
+            return b""
+        try:
+            data = text.encode()
+            writer.write(len(data).to_bytes(4, "big") + data)
+            return await reader.read()
+        except OSError:
+            return b""
+        finally:
+            writer.close()
+
+
+def _problem(outcome: dict[str, str]) -> str:
+    """Returns the problem of a grammar. Empty if there is none.
+
+    Raises:
+        OverloadedError: The trial says nothing about the grammar.
+    """
+    if disturbed := outcome.get("disturbed"):
+        raise OverloadedError(
+            f"the grammar compiler is busy: a trial {disturbed}", retry_delay_ms=_RETRY_MS
+        )
+    return outcome["problem"]
+
+
+def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)  # noqa: S603 - ours
+
+
+def _in_memory(data: bytes) -> int:
+    """Returns the descriptor of a file in memory, which any process can read from its start."""
+    descriptor = os.memfd_create("vocabulary")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor
+
+
+# Patterns of a bounded length.
+#
+# xgrammar parses a repetition in time quadratic in its count: `.{0,4000}` takes six seconds. It is
+# therefore written in blocks.
+
+_BLOCK = 64
+
+
+def length_pattern(least: int, most: int | None) -> str:
+    """Returns a pattern of `least` to `most` characters. None is without an upper bound."""
+    if max(least, most or 0) <= _BLOCK:
+        return f"^.{{{least},{'' if most is None else most}}}$"
+    rest = ".*" if most is None else _up_to(most - least)
+    return f"^{_exactly(least)}{rest}$"
+
+
+def _exactly(count: int) -> str:
+    blocks, rest = divmod(count, _BLOCK)
+    return (f"(.{{{_BLOCK}}}){{{blocks}}}" if blocks else "") + (f".{{{rest}}}" if rest else "")
+
+
+def _up_to(count: int) -> str:
+    blocks, rest = divmod(count, _BLOCK)
+    if not blocks:
+        return f".{{0,{count}}}"
+    block = f"(.{{{_BLOCK}}})"
+    return f"({block}{{0,{blocks - 1}}}.{{0,{_BLOCK - 1}}}|{block}{{{blocks}}}.{{0,{rest}}})"

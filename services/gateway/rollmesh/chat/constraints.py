@@ -1,0 +1,313 @@
+"""Structured output: tool calls, a JSON value, or either, as a structural tag.
+
+xgrammar compiles structural tags. This module writes the calls of each format in `formats.FORMATS`
+as the chat template prints them; xgrammar has its own builders, but for other formats, and
+importing it imports torch. Reasoning is not constrained: the constraint begins after it.
+"""
+
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from rollmesh.chat.json_values import write_json
+from rollmesh.chat.messages import RenderContext
+from rollmesh.chat.parsing.calls import channels, gemma_calls, json_calls as object_formats
+from rollmesh.chat.parsing.formats import (
+    CHANNELS,
+    FORMATS,
+    GEMMA,
+    HARMONY,
+    MUSE,
+    SOLAR,
+    AnswerFormat,
+    named_functions,
+    tool_schemas,
+)
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
+from rollmesh.v1 import engine_pb2, sampling_pb2
+
+_MOST_WHITESPACE = 32  # characters in a row; without a limit some models never stop writing them
+_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # names that every format can carry
+# By format: the text that begins the reasoning, the text that ends it, and the text after it.
+_CHANNELED = {
+    HARMONY: ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+    GEMMA: (f"{gemma_calls.THOUGHT}\n", "<channel|>", ""),
+    MUSE: (" to=self<|message|>", "<|eom|>", "<|start|>assistant"),
+    SOLAR: ("<|think|>", "<|end|>", "<|begin|>assistant"),
+}
+_SAID = {
+    HARMONY: "<|channel|>final<|message|>",
+    GEMMA: "",
+    MUSE: " to=user<|message|>",
+    SOLAR: "<|content|>",
+}
+"""Text before the answer's own text, by format."""
+_Format = dict[str, Any]
+
+
+class Calls(Enum):
+    """Whether an answer may, must, or must not call tools."""
+
+    NONE = auto()
+    AUTO = auto()
+    REQUIRED = auto()
+    NAMED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The form that a request asks of its answer."""
+
+    calls: Calls = Calls.AUTO
+    tool_name: str = ""
+    """The tool to call, with NAMED."""
+    one_call: bool = False
+    """Whether a second call is forbidden."""
+    json_schema: bytes | None = None
+    """Schema of the answer's text; None if the text is free."""
+    strict: bool = False
+    """Whether a schema is refused if a part of it cannot be enforced."""
+
+    def refused(self, error: InvalidConstraintError) -> InvalidConstraintError:
+        """Returns an engine's error with the `ChatRequest` field that the constraint came from."""
+        field = "json_format" if self.json_schema is not None else "tools_json"
+        return InvalidConstraintError(field, error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Syntax:
+    """How one format writes calls; NAME is replaced by the tool's name."""
+
+    begin: str
+    end: str
+    between: str = ""
+    """Text between two calls."""
+    around: tuple[str, str] = ("", "")
+    id: tuple[str, str] = ("", "")
+    """After `begin`: a pattern of the call's id, and the text that follows it."""
+    style: str = "json"
+    """How arguments are written."""
+    excluded: tuple[str, ...] = ()
+    """Text that no string may contain, because parsers would not read it as part of the string."""
+    many: bool = True
+    """Whether an answer may contain several calls."""
+
+
+_DEEPSEEK = object_formats.DEEPSEEK_V3
+_SYNTAXES: dict[str, _Syntax] = {
+    "hermes": _Syntax(
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"
+    ),
+    "llama3_json": _Syntax('{"name": "NAME", "parameters": ', "}", between="; "),
+    "mistral": _Syntax(
+        '{"name": "NAME", "arguments": ', "}", between=", ", around=("[TOOL_CALLS] [", "]")
+    ),
+    "mistral_args": _Syntax("[TOOL_CALLS]NAME[ARGS]", ""),
+    "deepseek_v3": _Syntax(
+        f"{_DEEPSEEK.open}function{_DEEPSEEK.inside[0]}NAME\n```json\n",
+        f"\n```{_DEEPSEEK.close}",
+        between="\n",
+        around=(_DEEPSEEK.around[0], _DEEPSEEK.around[1]),
+    ),
+    "deepseek_v31": _Syntax(
+        f"{_DEEPSEEK.open}NAME{_DEEPSEEK.inside[0]}",
+        _DEEPSEEK.close,
+        around=(_DEEPSEEK.around[0], _DEEPSEEK.around[1]),
+    ),
+    "kimi_k2": _Syntax(
+        "<|tool_call_begin|>functions.NAME:",
+        "<|tool_call_end|>",
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        id=(r"\d{1,4}", "<|tool_call_argument_begin|>"),
+    ),
+    "qwen3_coder": _Syntax(
+        "<tool_call>\n<function=NAME>\n",
+        "\n</function>\n</tool_call>",
+        between="\n",
+        style="qwen_xml",
+        excluded=("<parameter=", "</parameter>"),
+    ),
+    "glm45": _Syntax(
+        "<tool_call>NAME\n",
+        "\n</tool_call>",
+        between="\n",
+        style="glm_xml",
+        excluded=("<arg_value>", "</arg_value>"),
+    ),
+    # The end token `<|call|>` is not part of the constraint: it comes after its end.
+    HARMONY: _Syntax(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        "",
+        excluded=channels.SPECIAL_TOKENS,
+        many=False,
+    ),
+}
+CONSTRAINED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
+"""Formats whose calls can be constrained."""
+
+
+def constraint_of(
+    wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
+) -> engine_pb2.Constraint | None:
+    """Returns the constraint of an answer; None if the answer is free.
+
+    Raises:
+        InvalidFieldError: The model's format or the name of a tool does not allow the constraint.
+    """
+    forms: list[_Format] = []
+    strict = wanted.strict
+    has_functions = bool(context.tools_json and tool_schemas(context.tools_json))
+    callable_ = has_functions and wanted.calls is not Calls.NONE
+    if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
+        raise InvalidFieldError("parallel_tool_calls", _not_served(format_))
+    if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
+        callable_ and wanted.json_schema is not None
+    ):
+        schemas = _wanted_schemas(wanted, context)
+        strict |= _any_strict(context, schemas)
+        one = wanted.one_call or format_.one_call or wanted.calls is Calls.NAMED
+        forms += _calls(_syntax(format_), schemas, one=one)
+    if wanted.json_schema is not None and wanted.calls not in {Calls.REQUIRED, Calls.NAMED}:
+        forms.append(_json(wanted.json_schema, format_, beside_calls=callable_))
+    if not forms:
+        return None
+    reasoning = _reasoning(format_, inside=inside_reasoning)
+    tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
+    text = write_json(tag)
+    return engine_pb2.Constraint(structural_tag_json=text, strict=strict)
+
+
+def _syntax(format_: AnswerFormat) -> _Syntax:
+    name = (
+        "mistral_args"
+        if format_.tools == "mistral" and format_.has_args_delimiter
+        else format_.tools
+    )
+    if name not in _SYNTAXES:
+        raise InvalidFieldError("tool_choice", _not_served(format_))
+    return _SYNTAXES[name]
+
+
+def _not_served(format_: AnswerFormat) -> str:
+    known = ", ".join(sorted(CONSTRAINED_FORMATS))
+    return f"is not supported with tool_parser {format_.tools}; use one of: {known}"
+
+
+def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
+    schemas = tool_schemas(context.tools_json)
+    if not schemas:
+        raise InvalidFieldError(
+            "tools_json", "has no function with a name, so no call can be required; send one"
+        )
+    if wanted.calls is Calls.NAMED:
+        schemas = {wanted.tool_name: schemas[wanted.tool_name]}
+    for name in schemas:
+        if not _NAME.fullmatch(name):
+            raise InvalidFieldError(
+                "tools_json",
+                f"{name!r} cannot be required; name it with letters, digits and _ - . : / only",
+            )
+    return schemas
+
+
+def _any_strict(context: RenderContext, schemas: Container[str]) -> bool:
+    functions = named_functions(context.tools_json)
+    return any(one.get("strict") is True for name, one in functions if name in schemas)
+
+
+def _calls(
+    syntax: _Syntax, schemas: Mapping[str, Mapping[str, Any]], *, one: bool
+) -> list[_Format]:
+    call = _one_of([_call(syntax, name, schema) for name, schema in schemas.items()])
+    before, after = syntax.around
+    more = {"type": "star", "content": _sequence(_text(syntax.between), call)}
+    several = [] if one or not syntax.many else [more]
+    return [_sequence(_text(before), call, *several, _text(after))]
+
+
+def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
+    pattern, after = syntax.id
+    id_ = [{"type": "regex", "pattern": pattern}, _text(after)] if pattern else []
+    arguments = _schema({**schema, "type": "object"}, syntax.excluded) | {"style": syntax.style}
+    return _sequence(_text(syntax.begin.replace("NAME", name)), *id_, arguments, _text(syntax.end))
+
+
+def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Format:
+    value = json.loads(schema) if schema else {"type": "object"}
+    if format_.in_channels:
+        return _sequence(
+            _text(_SAID[format_.in_channels]), _schema(value, CHANNELS[format_.in_channels])
+        )
+    calls = FORMATS.get(format_.tools) if beside_calls else None
+    return _schema(value, () if calls is None else calls.opens)
+
+
+def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
+    """Returns what comes before the answer: free text up to the delimiter that ends it."""
+    if format_.in_channels:
+        begin, end, after = _CHANNELED[format_.in_channels]
+        others = [delimiter for delimiter in CHANNELS[format_.in_channels] if delimiter != end]
+        thought = _sequence(_free("" if inside else begin, end, others), _text(after))
+        return [thought if inside else {"type": "optional", "content": thought}]
+    if not format_.reasoning:
+        return []
+    opening, closing = format_.reasoning_tags
+    free = _free("" if inside else opening, closing)
+    thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
+    return [thought if inside else {"type": "optional", "content": thought}]
+
+
+def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:
+    text = {"type": "any_text", "excludes": list(excluded)}
+    return {"type": "tag", "begin": begin, "content": text, "end": end}
+
+
+def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_WHITESPACE}
+    return form | {"excludes": list(excluded)} if excluded else form
+
+
+def _text(value: str) -> _Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*parts: _Format) -> _Format:
+    kept = [part for part in parts if part != _text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def _one_of(forms: list[_Format]) -> _Format:
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+
+
+# Masked tokens: `bad_words` as vLLM reads them.
+
+
+def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[int]]:
+    """Returns the ids of each word at the beginning of a text and after a space.
+
+    The second form is returned if it has as many tokens and another first token, as in vLLM's
+    `SamplingParams.update_from_tokenizer`.
+
+    Raises:
+        InvalidFieldError: A word has no tokens.
+    """
+    sequences: list[list[int]] = []
+    for at, word in enumerate(words):
+        plain: list[int] = tokenizer.encode(word.lstrip()).tolist()
+        if not plain:
+            raise InvalidFieldError(f"bad_words[{at}]", "encodes to no tokens; leave it out")
+        sequences.append(plain)
+        after: list[int] = tokenizer.encode(f" {word.lstrip()}").tolist()
+        if len(after) == len(plain) and after[0] != plain[0]:
+            sequences.append(after)
+    return sequences
+
+
+def is_masked(sampling: sampling_pb2.SamplingParams) -> bool:
+    """Returns whether the request masks tokens or changes their likelihood."""
+    return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

@@ -1,4 +1,0 @@
-"""Structured output, for tool calls and JSON, and masked tokens.
-
-May import `parsing` and `tokenizer`.
-"""

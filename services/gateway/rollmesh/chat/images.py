@@ -1,0 +1,374 @@
+"""How the processors of vision models represent an image: the run of ids that stands for it.
+
+A run depends on the width and height of the image only. The rules are arithmetic over the files of
+the model, so no pixels are needed, and neither torch nor transformers.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rollmesh.chat.messages import Image, MessageGroup, images_of
+from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, read_json
+from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.runtime.codec.images import CheckedImage, ImageLimits, check_image, read_data_url
+from rollmesh.runtime.errors import InvalidFieldError
+
+_ID_NAMES = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+)
+_GRID_TYPES = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+)
+_MAX_ASPECT = 200
+_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+
+
+class ImageRefusedError(Exception):
+    """A model cannot take an image; the message says why."""
+
+
+class ImageRule(Protocol):
+    """How the processor of one model represents images."""
+
+    @property
+    def printed_id(self) -> int:
+        """Id of the token that the chat template prints for an image."""
+        ...
+
+    @property
+    def reserved_ids(self) -> tuple[int, ...]:
+        """Ids that stand for images, video and sound, and for nothing else."""
+        ...
+
+    def run(self, width: int, height: int) -> TokenIds:
+        """Returns the ids that stand for an image of a size in pixels; uint32 [K].
+
+        Raises:
+            ImageRefusedError: The model cannot take an image of that size.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GridRule:
+    """Qwen-VL: one id for each square of merged patches, after resizing to fit the limits.
+
+    The arithmetic is that of `Qwen2VLImageProcessor` in transformers 5.19, floats included.
+    """
+
+    printed_id: int
+    reserved_ids: tuple[int, ...]
+    square: int
+    """Edge of a square of merged patches, pixels."""
+    min_pixels: int
+    max_pixels: int
+
+    def run(self, width: int, height: int) -> TokenIds:
+        """Returns the ids that stand for an image of a size in pixels; uint32 [K].
+
+        Raises:
+            ImageRefusedError: The image is more than 200 times as long as it is wide.
+        """
+        rows, columns = self._grid(width, height)
+        return np.full(rows * columns, self.printed_id, np.uint32)
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the number of rows and of columns of squares."""
+        if max(width, height) / min(width, height) > _MAX_ASPECT:
+            raise ImageRefusedError(
+                f"is {width} x {height} pixels; a side may be {_MAX_ASPECT} times the other"
+            )
+        square = self.square
+        rows, columns = round(height / square), round(width / square)
+        pixels = rows * columns * square * square
+        if pixels > self.max_pixels:
+            factor = math.sqrt((height * width) / self.max_pixels)
+            return (
+                max(1, math.floor(height / factor / square)),
+                max(1, math.floor(width / factor / square)),
+            )
+        if pixels < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / (height * width))
+            return math.ceil(height * factor / square), math.ceil(width * factor / square)
+        return rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRule:
+    """LLaVA: every image is cut to one size and has as many ids."""
+
+    printed_id: int
+    reserved_ids: tuple[int, ...]
+    length: int
+
+    def run(self, width: int, height: int) -> TokenIds:  # noqa: ARG002 - of the protocol
+        """Returns the ids that stand for an image; uint32 [K]."""
+        return np.full(self.length, self.printed_id, np.uint32)
+
+
+def load_rule(model_path: Path) -> ImageRule | None:
+    """Returns the rule of a model directory; None if its model takes no images that are served.
+
+    Raises:
+        ModelFilesError: A file cannot be read, or lacks a number that the rule needs.
+    """
+    config = _read(model_path / "config.json")
+    reserved = reserved_ids(config)
+    printed = config.get("image_token_id", config.get("image_token_index"))
+    model_type = config.get("model_type")
+    if printed is None or model_type not in {*_GRID_TYPES, "llava"}:
+        return None
+    combined = _read(model_path / "processor_config.json")
+    nested = combined.get("image_processor")
+    processor = nested if nested else _read(model_path / "preprocessor_config.json")
+    if not processor:
+        return None  # only text is served without a processor
+    try:
+        if model_type in _GRID_TYPES:
+            return _grid_rule(int(printed), reserved, processor)
+        return _constant_rule(int(printed), reserved, processor, combined)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFilesError(
+            f"{model_path}: the image processor's config is not that of {model_type}: {error!r}"
+        ) from error
+
+
+def reserved_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ids that a model's config names for images, video and sound, ascending."""
+    named = (config.get(name) for name in _ID_NAMES)
+    return tuple(sorted({one for one in named if isinstance(one, int)}))
+
+
+def load_reserved_ids(model_path: Path) -> tuple[int, ...]:
+    """Returns the ids that a model directory names for images, video and sound, ascending.
+
+    Raises:
+        ModelFilesError: The model's config cannot be read.
+    """
+    return reserved_ids(_read(model_path / "config.json"))
+
+
+def reserved_texts(ids: Collection[int], tokenizer: ModelTokenizer) -> tuple[str, ...]:
+    """Returns the texts that spell reserved ids."""
+    return tuple(text for text in tokenizer.added_texts if tokenizer.special_id(text) in ids)
+
+
+def _grid_rule(
+    printed_id: int, reserved: tuple[int, ...], processor: Mapping[str, Any]
+) -> GridRule:
+    size = processor.get("size") or {}
+    least = processor.get("min_pixels")
+    most = processor.get("max_pixels")
+    return GridRule(
+        printed_id,
+        reserved,
+        int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2)),
+        int(size.get("shortest_edge", _MIN_PIXELS) if least is None else least),
+        int(size.get("longest_edge", _MAX_PIXELS) if most is None else most),
+    )
+
+
+def _constant_rule(
+    printed_id: int,
+    reserved: tuple[int, ...],
+    processor: Mapping[str, Any],
+    combined: Mapping[str, Any],
+) -> ConstantRule:
+    crop, patch = processor["crop_size"], int(combined["patch_size"])
+    height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    length = (int(height) // patch) * (int(width) // patch)
+    length += int(combined.get("num_additional_image_tokens", 0))
+    if combined.get("vision_feature_select_strategy") == "default":
+        length -= 1
+    return ConstantRule(printed_id, reserved, length)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+# Images of one conversation, each held once.
+
+
+class HeldImages:
+    """Images by the hash of their bytes."""
+
+    def __init__(self, limits: ImageLimits | None = None) -> None:
+        """Starts empty."""
+        self._limits = limits or ImageLimits()
+        self._images: dict[str, CheckedImage] = {}
+
+    def __getitem__(self, sha256: str) -> CheckedImage:
+        """Returns an image by its hash.
+
+        Raises:
+            KeyError: There is no such image.
+        """
+        return self._images[sha256]
+
+    def add(self, data: bytes, field: str, media_type: str = "") -> Image:
+        """Returns an image, checked unless it is held already, at the beginning of a content.
+
+        Args:
+            data: The bytes of the file.
+            field: Names the image in errors.
+            media_type: Media type that the sender gives; empty if it gives none.
+
+        Raises:
+            InvalidImageError: It is broken, too large, or not an image.
+        """
+        checked = check_image(data, field, media_type, self._limits)
+        held = self._images.setdefault(checked.sha256, checked)
+        return Image(0, held.sha256, held.width, held.height)
+
+    def read_part(self, field: str, part: Mapping[str, Any]) -> Image:
+        """Returns the image of an OpenAI `image_url` part, which holds a data URL in base64.
+
+        Raises:
+            InvalidFieldError: The part has another form.
+            InvalidImageError: The image is broken, too large, or not an image.
+        """
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, Mapping) else given
+        if not isinstance(url, str):
+            raise InvalidFieldError(f"{field}.image_url", "has no url; give a data URL")
+        media_type, data = read_data_url(url, f"{field}.image_url", self._limits.max_bytes)
+        return self.add(data, f"{field}.image_url", media_type)
+
+
+# Puts the runs of images into ids, and finds them there.
+
+
+class PlacementError(Exception):
+    """The placeholders in ids are not those of the images; the message says how they differ."""
+
+
+class Placeholder(NamedTuple):
+    """The ids that stand for one image."""
+
+    sha256: str
+    """SHA-256 of the image's bytes, hexadecimal."""
+    offset: int
+    """Index of the first id."""
+    length: int
+    """Number of ids."""
+
+
+def expand(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> TokenIds:
+    """Returns ids with the run of each image in place of its placeholder.
+
+    Args:
+        ids: Ids with one placeholder for each image, in order; uint32 [N].
+        images: The images.
+        rule: How the model's processor represents images.
+
+    Raises:
+        PlacementError: There are more or fewer placeholders than images.
+        ImageRefusedError: The model cannot take an image of that size.
+    """
+    at = np.flatnonzero(np.isin(ids, rule.reserved_ids))
+    if len(at) != len(images) or not (ids[at] == rule.printed_id).all():
+        raise PlacementError(
+            f"the chat template prints {len(at)} placeholders for {len(images)} images"
+        )
+    if not images:
+        return ids
+    parts: list[TokenIds] = []
+    begin = 0
+    for index, image in zip(at.tolist(), images, strict=True):
+        parts += (ids[begin:index], rule.run(image.width, image.height))
+        begin = index + 1
+    return np.concatenate([*parts, ids[begin:]])
+
+
+def locate(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> list[Placeholder]:
+    """Returns where the runs of images are in expanded ids.
+
+    Args:
+        ids: What `expand` returned, or an array that contains it; uint32 [N].
+        images: All images of these ids, in order.
+        rule: The rule that expanded them.
+
+    Raises:
+        PlacementError: The ids do not hold exactly the runs of these images.
+    """
+    reserved = np.isin(ids, rule.reserved_ids)
+    found: list[Placeholder] = []
+    end = 0
+    for image in images:
+        run = rule.run(image.width, image.height)
+        offset = end + int(np.argmax(reserved[end:])) if reserved[end:].any() else len(ids)
+        end = offset + len(run)
+        if not np.array_equal(ids[offset:end], run):
+            raise PlacementError(f"the ids hold no run of {len(run)} ids for image {image.sha256}")
+        found.append(Placeholder(image.sha256, offset, len(run)))
+    if reserved[end:].any():
+        raise PlacementError("the ids hold placeholders without an image")
+    return found
+
+
+# Encodes what a template prints, with the runs of images in it.
+
+
+class ImageEncoder:
+    """The tokenizer and the image rule of one model."""
+
+    def __init__(self, tokenizer: ModelTokenizer, rule: ImageRule | None) -> None:
+        """Takes both; without a rule the model takes no images."""
+        self._tokenizer = tokenizer
+        self._rule = rule
+        self.printed = ""
+        """The text that the template prints for an image; empty without a rule."""
+        if rule is not None:
+            texts = tokenizer.added_texts
+            self.printed = next(
+                (text for text in texts if tokenizer.special_id(text) == rule.printed_id), ""
+            )
+
+    def encode(self, text: str, images: Sequence[Image]) -> TokenIds:
+        """Returns the ids of printed text that shows images; uint32 [N].
+
+        Raises:
+            PlacementError: The text does not show exactly these images.
+            ImageRefusedError: The model cannot take an image of that size.
+        """
+        ids = self._tokenizer.encode(text)
+        return ids if self._rule is None else expand(ids, images, self._rule)
+
+    def places(self, group: MessageGroup, ids: TokenIds) -> tuple[Placeholder, ...]:
+        """Returns where the images of a group are in its ids, uint32 [N].
+
+        Raises:
+            PlacementError: The ids do not hold exactly the runs of these images.
+        """
+        rule, images = self._rule, images_of([group])
+        return () if rule is None or not images else tuple(locate(ids, images, rule))
+
+    def over(self, images: Iterable[Image]) -> Callable[[str], TokenIds]:
+        """Returns a function that encodes the pieces of a printed conversation in order.
+
+        It takes as many of the images as each piece shows. A piece that shows more images than are
+        left keeps its placeholders.
+        """
+        rule, left = self._rule, list(images)[::-1]
+        if rule is None or not left:
+            return self._tokenizer.encode
+
+        def encode(text: str) -> TokenIds:
+            ids = self._tokenizer.encode(text)
+            shown = int(np.isin(ids, rule.reserved_ids).sum())
+            if not 0 < shown <= len(left):
+                return ids
+            return expand(ids, [left.pop() for _ in range(shown)], rule)
+
+        return encode

@@ -1,1 +1,0 @@
-"""Images in conversations: how many tokens each one takes, and where they are."""

@@ -1,0 +1,85 @@
+"""Answers of Solar Open: messages of three kinds, after `<|begin|>assistant`.
+
+    <|think|> ... <|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5
+    <|tool_call:name|>f<|tool_call:args|>{"n": 4}<|tool_call:end|><|calls|>
+
+    <|think|> ... <|end|><|begin|>assistant<|content|> ... <|flush|>
+
+The model samples `<|flush|>` where the history has the last `<|end|>` of an answer. Calls are
+emitted once their message is complete, with the ids that the model gave them.
+"""
+
+import re
+
+from rollmesh.chat.json_values import is_object
+from rollmesh.chat.parsing.calls.channels import ChannelParser, Kind
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent
+from rollmesh.chat.parsing.schemas import Schemas
+
+_KINDS: dict[str, Kind] = {
+    "<|think|>": "reasoning",
+    "<|content|>": "text",
+    "<|tool_calls|>": "call",
+}
+_BEGIN, _ENDS = "<|begin|>", ("<|end|>", "<|flush|>", "<|calls|>")
+_CALL, _NAME, _ARGUMENTS, _CALL_END = (
+    f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end")
+)
+_HEAD = re.compile(
+    rf"(?P<id>[^<]{{0,{MOST_NAME}}}){re.escape(_NAME)}"
+    rf"\s*(?P<name>{NAME_CHARACTER}{{1,{MOST_NAME}}})\s*{re.escape(_ARGUMENTS)}"
+)
+_ROLE = "assistant"
+SPECIAL_TOKENS = (*_KINDS, _BEGIN, *_ENDS, _CALL, _NAME, _ARGUMENTS, _CALL_END)
+
+
+class SolarParser(ChannelParser):
+    """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        """Begins an empty answer; `schemas` are those of the tools."""
+        super().__init__((*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
+        self._schemas = schemas
+        self._body: list[str] = []
+
+    def _is_header(self, text: str) -> bool:
+        return (_BEGIN + _ROLE).startswith(text.strip()) or text.strip() in _ENDS
+
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
+        said = header
+        for part in (*_ENDS, f"{_BEGIN}{_ROLE}"):
+            said = said.replace(part, "")
+        if said.strip():
+            self.malformed = True  # text outside of any message
+            self.emit_text(said, events)
+        self._body = []
+        return _KINDS[opening]
+
+    def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
+        super()._close(at, delimiter, events)
+        if delimiter not in _ENDS:  # nothing ended this message: it begins the next one
+            self._held = delimiter + self._held
+
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # noqa: ARG002 - kept till whole
+        self._body.append(text)
+
+    def _end_call(self, events: list[ParserEvent]) -> None:
+        before, *calls = "".join(self._body).split(_CALL)
+        self._say(before, events)
+        for call in calls:
+            body, ended, behind = call.partition(_CALL_END)
+            head = _HEAD.match(body)
+            arguments = body[head.end() :] if head else ""
+            if not (ended and head and head["name"] in self._schemas and is_object(arguments)):
+                self.malformed = True
+                self.emit_text(f"{_CALL}{body}{ended}", events)
+            else:
+                self.begin_call(head["name"], events, head["id"].strip())
+                self.emit_arguments(arguments, events)
+            self._say(behind, events)
+
+    def _say(self, text: str, events: list[ParserEvent]) -> None:
+        """Emits text beside the calls of a message; there should be none."""
+        if text.strip():
+            self.malformed = True
+            self.emit_text(text, events)

@@ -1,0 +1,154 @@
+"""What the JSON schema of a tool says about the kinds of values, for formats without types."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollmesh.chat.json_values import read_json
+
+_MOST_VISITED = 1000  # subschemas that are looked at for one value
+_MOST_DEPTH = 64  # of references and combinations inside each other
+_NAMES: tuple[tuple[type, frozenset[str]], ...] = (
+    (bool, frozenset({"boolean"})),  # first: it is an int too
+    (int, frozenset({"integer", "number"})),
+    (float, frozenset({"integer", "number"})),
+    (str, frozenset({"string"})),
+    (list, frozenset({"array"})),
+    (dict, frozenset({"object"})),
+)
+_KEYWORDS = {
+    "object": ("properties", "required", "additionalProperties", "patternProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+"""Keywords by the kind of value that they speak of, where a schema has no `type`."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schema of each tool's parameters, by the tool's name."""
+
+
+class Schema:
+    """A part of a tool's JSON schema; `$ref` is looked up in the whole of it."""
+
+    def __init__(self, part: object, root: object = None) -> None:
+        """Takes a part of a schema, and the whole; without `root` the part is the whole."""
+        self._part = part
+        self._root = part if root is None else root
+
+    def member(self, name: str) -> "Schema":
+        """Returns the schema of an object's property; that of any value if it has none."""
+        for one in self._all():
+            properties = one.get("properties")
+            if isinstance(properties, Mapping) and name in properties:
+                return Schema(properties[name], self._root)
+        return Schema(None, self._root)
+
+    @property
+    def items(self) -> "Schema":
+        """The schema of an array's items; that of any value if it has none."""
+        found = (one["items"] for one in self._all() if "items" in one)
+        return Schema(next(found, None), self._root)
+
+    def kinds(self) -> frozenset[str]:
+        """Returns the types that are allowed; empty if none is named, or it is no schema."""
+        return _Kinds(self._root).of(self._part)
+
+    def typed(self, text: str) -> Any:
+        """Converts a value's text as the schema says; returns the text if it does not fit."""
+        allowed = self.kinds()
+        if not allowed or allowed == {"string"}:
+            return text
+        try:
+            value = read_json(text)
+        except ValueError:
+            spelled = {"true": True, "false": False, "none": None, "null": None}
+            word = text.strip().lower()
+            if word not in spelled:
+                return text
+            value = spelled[word]
+        return value if kind_of(value) & allowed else text
+
+    def _all(self) -> Iterable[Mapping[str, Any]]:
+        """Yields the schema and those that hold, or may hold, beside it, each once."""
+        seen: set[int] = set()
+        left = [self._part]
+        while left and len(seen) < _MOST_VISITED:
+            one = left.pop()
+            if not isinstance(one, Mapping) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            yield one
+            left += _beside(one, self._root)
+
+
+class _Kinds:
+    """The kinds of one value; each subschema is visited once, and a circle says nothing."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}
+        self._depth = 0
+
+    def of(self, schema: object) -> frozenset[str]:
+        if not isinstance(schema, Mapping):
+            return frozenset()
+        key = id(schema)
+        if key in self._known:
+            return self._known[key]
+        self._known[key] = frozenset()
+        if self._depth < _MOST_DEPTH and len(self._known) < _MOST_VISITED:
+            self._depth += 1
+            self._known[key] = self._visit(schema)
+            self._depth -= 1
+        return self._known[key]
+
+    def _visit(self, schema: Mapping[str, Any]) -> frozenset[str]:
+        kind = schema.get("type")
+        named = kind if isinstance(kind, list) else [kind]
+        said = [frozenset(one for one in named if isinstance(one, str))]
+        values = schema.get("enum")
+        values = list(values) if isinstance(values, list) else []
+        values += [schema["const"]] if "const" in schema else []
+        said.append(frozenset[str]().union(*map(kind_of, values)))
+        options = (_list(schema, key) for key in ("anyOf", "oneOf"))
+        said += (frozenset[str]().union(*map(self.of, one)) for one in options)
+        said += map(self.of, (*_list(schema, "allOf"), _referred(schema, self._root)))
+        said = [one for one in said if one]
+        if said:
+            # What contradicts itself is read as whatever fits.
+            return frozenset.intersection(*said) or frozenset.union(*said)
+        return frozenset(
+            kind for kind, keys in _KEYWORDS.items() if any(key in schema for key in keys)
+        )
+
+
+def kind_of(value: object) -> frozenset[str]:
+    """Returns the JSON schema type names of a value."""
+    if isinstance(value, float) and not value.is_integer():
+        return frozenset({"number"})
+    found = (names for kind, names in _NAMES if isinstance(value, kind))
+    return next(found, frozenset({"null"}))
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _beside(schema: Mapping[str, Any], root: object) -> list[Any]:
+    parts = [part for key in ("oneOf", "anyOf", "allOf") for part in _list(schema, key)]
+    return [*parts[::-1], _referred(schema, root)]
+
+
+def _referred(schema: Mapping[str, Any], root: object) -> object:
+    """Returns what `$ref` names by its path in the whole schema; None if nothing is there."""
+    path = schema.get("$ref")
+    if not isinstance(path, str) or not path.startswith("#"):
+        return None
+    found = root
+    for step in path[1:].split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6:
+            found = found[int(name)] if int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found

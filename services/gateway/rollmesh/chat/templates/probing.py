@@ -1,0 +1,763 @@
+"""Probes how a chat template renders a growing conversation.
+
+Every probe conversation is split and compared with the template's own render: completely or, if the
+template prints earlier turns differently, after the last answer. If neither matches, the pair of
+roles at which the difference begins is refused. The template itself is refused if agents cannot do
+without that pair.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import cache
+from itertools import takewhile
+
+import numpy as np
+
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import (
+    Image,
+    Message,
+    MessageGroup,
+    RenderContext,
+    RoleName,
+    ToolCall,
+    group_messages,
+    images_of,
+)
+from rollmesh.chat.parsing.reasoning import OPEN
+from rollmesh.chat.templates.cutter import Boundaries, Cutter
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.profile import (
+    REWRITING,
+    WHITESPACE,
+    Finding,
+    Kind,
+    RefusedOrder,
+    Stripped,
+    TemplateProfile,
+)
+from rollmesh.chat.templates.windows import ASKED, CALL, Place, TemplateRefusedError, place
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime import clock
+
+# The conversations over which a chat template is probed.
+
+TOOLS = (
+    b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
+    b' "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}}]'
+)
+SYSTEM, USER = Message("system", "Be  brief. "), Message("user", " Where?\n")
+ANSWER, EMPTY = Message("assistant", "  Here. \n"), Message("user", "")
+PLAIN = Message("assistant", "Here.")
+THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
+INLINE = Message("assistant", f"{OPEN}thought7zq</think>Here.")
+CALLS = Message("assistant", "", (CALL,))
+THOUGHT_CALLS = Message("assistant", "", (CALL,), reasoning=THOUGHT.reasoning)
+CALLS_TWICE = Message("assistant", "", (CALL, CALL))
+SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
+RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
+
+
+def _told_apart(*conversations: tuple[Message, ...]) -> tuple[tuple[Message, ...], ...]:
+    """Returns conversations whose calls have ids of their own: some templates look results up."""
+    return tuple(map(_with_ids, conversations))
+
+
+def _with_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    given = itertools.count(1)
+    open_ids: list[str] = []
+    told: list[Message] = []
+    for message in messages:
+        calls = tuple(replace(call, id=f"call{next(given)}prob") for call in message.tool_calls)
+        open_ids += (call.id for call in calls)
+        answers = open_ids.pop(0) if message.role == "tool" else ""
+        told.append(replace(message, tool_calls=calls, tool_call_id=answers))
+    return tuple(told)
+
+
+BASIC = (
+    (USER,),
+    (SYSTEM, USER),
+    (USER, PLAIN, USER),
+    (SYSTEM, USER, PLAIN, USER, PLAIN, USER),
+)
+ENDING = ((USER, PLAIN), (SYSTEM, USER, PLAIN))
+STRIPPED = (
+    (USER, ANSWER, USER),
+    (USER, ANSWER, EMPTY, ANSWER, USER),
+)
+TWICE = ((USER, USER), (SYSTEM, USER, USER))
+CALLING = _told_apart(
+    (USER, CALLS, RESULT),
+    (SYSTEM, USER, CALLS, RESULT),
+    (USER, CALLS, RESULT, PLAIN, USER),
+    (USER, CALLS, RESULT, USER),
+    (USER, CALLS, RESULT, CALLS, RESULT, PLAIN, USER, CALLS, RESULT),
+    (USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
+    (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT),
+    (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
+    (SYSTEM, USER, PLAIN, USER, CALLS_TWICE, RESULT, RESULT, CALLS, RESULT, USER),
+)
+TWO_CALLS = _with_ids((USER, CALLS_TWICE, RESULT, RESULT))
+SAYING = _with_ids((USER, SAYS_AND_CALLS, RESULT, RESULT))
+SYSTEMS = _told_apart(
+    (SYSTEM, SYSTEM, USER, PLAIN, USER),
+    (USER, PLAIN, SYSTEM, USER),
+    (SYSTEM, USER, PLAIN, SYSTEM, USER),
+    (USER, SYSTEM),
+    (USER, SYSTEM, USER),
+    (USER, CALLS, RESULT, SYSTEM),
+)
+GREETING = (
+    (PLAIN, USER),
+    (ANSWER, USER),
+    (PLAIN, USER, PLAIN, USER),
+    (SYSTEM, PLAIN, USER),
+    (SYSTEM, PLAIN, USER, PLAIN, USER),
+)
+THINKING = ((USER, THOUGHT, USER), (SYSTEM, USER, THOUGHT, USER, PLAIN, USER))
+
+
+def _seeing(message: Message, *places: int) -> Message:
+    """Returns a message with images at offsets of its content."""
+    return replace(message, images=tuple(Image(at, "", 1, 1) for at in places))
+
+
+LOOK, LOOK_TWICE = _seeing(USER, 0), _seeing(USER, 3, len(USER.content))
+ONLY_IMAGES = _seeing(EMPTY, 0, 0)
+SEEN = _seeing(RESULT, len(RESULT.content))
+IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
+    "user": (
+        (LOOK,),
+        (LOOK_TWICE, PLAIN, ONLY_IMAGES),
+        (SYSTEM, LOOK, PLAIN, USER, PLAIN, LOOK_TWICE, PLAIN, USER),
+    ),
+    "tool": (
+        (USER, CALLS, SEEN),
+        (SYSTEM, USER, CALLS_TWICE, SEEN, SEEN, PLAIN, USER),
+    ),
+    "system": ((_seeing(SYSTEM, 0), USER), (_seeing(SYSTEM, 0), USER, PLAIN, USER)),
+}
+"""By role whose messages hold images."""
+
+
+# Questions about a chat template that a few renders answer; see `probe`.
+
+_DATE = re.compile(r"strftime_now|date_string")
+
+
+class Questions:
+    """Questions about one template with one set of options."""
+
+    def __init__(
+        self,
+        template: ModelTemplate,
+        boundaries: Boundaries,
+        bare: RenderContext,
+        tools: RenderContext,
+    ) -> None:
+        """Takes the template, and the contexts without and with tools."""
+        self._template = template
+        self._boundaries = boundaries
+        self._bare = bare
+        self._tools = tools
+
+    def prints_date(self) -> bool:
+        """Returns whether the template prints the current date."""
+        return _DATE.search(self._template.source) is not None
+
+    def ignores_tools(self) -> bool:
+        """Returns whether tools do not change the render."""
+        return self._render((USER,), self._bare) == self._render((USER,), self._tools)
+
+    def repeats_tools(self) -> bool:
+        """Returns whether a later turn prints the tools again."""
+        first = self._render((USER,), self._tools).count('"look_up"')
+        later = (USER, PLAIN, USER, PLAIN, USER)
+        whole = self._render(later, self._tools)
+        return first > 0 and '"look_up"' in whole.rpartition(self._boundaries.last_end)[2]
+
+    def moves_system(self) -> bool:
+        """Returns whether a later user turn prints the first system message."""
+        try:
+            whole = self._render((SYSTEM, USER, PLAIN, USER), self._bare)
+        except TemplateRenderError:
+            return False
+        return SYSTEM.content.strip() in whole.rpartition(self._boundaries.last_end)[2]
+
+    def generation_prompt_begins_answers(self) -> bool:
+        """Returns whether an earlier answer is printed as it is sampled."""
+        asked = self._template.render((USER,), self._bare, generation_prompt=True)
+        answered = self._render((USER, PLAIN, USER), self._bare)
+        return answered.startswith(f"{asked}{PLAIN.content}{self._boundaries.ends.text}")
+
+    def drops_reasoning(self, context: RenderContext) -> bool:
+        """Returns whether an answer's reasoning is dropped once another answer follows.
+
+        Args:
+            context: Context of conversations with calls.
+        """
+        kept, thinks = set[bool](), OPEN in self._template.source
+        for answer in (THOUGHT, INLINE):
+            last = self._render((USER, answer), self._bare)
+            for more in ((), (PLAIN, USER)):
+                earlier = self._render((USER, answer, USER, *more), self._bare)
+                if THOUGHT.reasoning in last or thinks:
+                    kept.add(THOUGHT.reasoning in earlier)
+        return False in kept or self._drops_reasoning_of_calls(context)
+
+    def stripped(self) -> Stripped:
+        """Returns the whitespace that is stripped from earlier answers."""
+
+        def earlier(said: str) -> str:
+            return self._render((USER, Message("assistant", said), USER), self._bare)
+
+        plain = earlier("Here.")
+        leading = (space for space in WHITESPACE if earlier(f"{space}Here.") == plain)
+        trailing = (space for space in WHITESPACE if earlier(f"Here.{space}") == plain)
+        return Stripped("".join(leading), "".join(trailing))
+
+    def prints_call_ids(self, context: RenderContext) -> bool:
+        """Returns whether the ids of tool calls change the render in a context."""
+        other = ToolCall("other9zq1", CALL.name, CALL.arguments)
+        renders = []
+        for call in (CALL, other):
+            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
+            messages = (USER, Message("assistant", "", (call,)), result)
+            try:
+                renders.append(self._render(messages, context))
+            except TemplateRenderError:
+                return False
+        return renders[0] != renders[1]
+
+    def _drops_reasoning_of_calls(self, context: RenderContext) -> bool:
+        called = (USER, THOUGHT_CALLS, RESULT)
+        try:
+            last = self._render(called, context)
+            earlier = self._render((*called, PLAIN, USER), context)
+        except TemplateRenderError:
+            return False
+        return THOUGHT.reasoning in last and THOUGHT.reasoning not in earlier
+
+    def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
+        return self._template.render(messages, context)
+
+
+# Renders that are kept while a template is probed.
+
+
+class RememberedTemplate:
+    """A template that renders each conversation once, until it forgets.
+
+    The probes grow turn by turn and share their beginnings and windows: most of what they ask for
+    has been rendered before.
+    """
+
+    def __init__(self, template: ModelTemplate) -> None:
+        """Takes the template."""
+        self.source, self.sha256 = template.source, template.sha256
+        self._template = template
+        self._keeps = True
+        self._renders: dict[object, str | TemplateRenderError] = {}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        if not self._keeps:
+            return self._template.render(messages, context, generation_prompt=generation_prompt)
+        key = (tuple(messages), context, generation_prompt)
+        known = self._renders.get(key)
+        if known is None:
+            try:
+                known = self._template.render(
+                    messages, context, generation_prompt=generation_prompt
+                )
+            except TemplateRenderError as error:
+                known = error
+            self._renders[key] = known
+        if isinstance(known, TemplateRenderError):
+            raise TemplateRenderError(str(known)) from known
+        return known
+
+    def forget(self) -> None:
+        """Drops the renders, and keeps none from now on."""
+        self._keeps = False
+        self._renders = {}
+
+
+# How a template is given system messages that it does not take as they are.
+#
+# Agents send several system messages before the first user message, and others within the
+# conversation. Some templates take only one, at the beginning: they refuse the others, or drop
+# them. The rule depends on the template alone, so a message is printed the same in every turn.
+
+_BETWEEN = "\n\n"
+_TWO = (Message("system", "one7zq"), Message("system", "two7zq"))
+
+
+@dataclass(frozen=True, slots=True)
+class SystemRule:
+    """What becomes of a conversation's system messages before the template sees them."""
+
+    joins_first: bool = False
+    """Whether those at the beginning are one, their texts separated by an empty line."""
+    later_as_user: bool = False
+    """Whether those within the conversation are user messages."""
+
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages as the template is given them."""
+        first = list(takewhile(lambda message: message.role == "system", messages))
+        later = list(messages[len(first) :])
+        if self.joins_first and len(first) > 1:
+            first = [_joined(first)]
+        if self.later_as_user:
+            later = [replace(one, role="user") if one.role == "system" else one for one in later]
+        return first + later
+
+
+class RuledTemplate:
+    """A template behind a rule for system messages."""
+
+    def __init__(self, template: ModelTemplate, rule: SystemRule) -> None:
+        """Takes the template and the rule."""
+        self.source, self.sha256 = template.source, template.sha256
+        self._template = template
+        self._rule = rule
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        ruled = self._rule.apply(messages)
+        return self._template.render(ruled, context, generation_prompt=generation_prompt)
+
+
+def must_join(template: ModelTemplate, options: RenderContext) -> bool:
+    """Returns whether a template prints one system message at the beginning, but not two."""
+    shown: list[str] = []
+    for first in (_TWO[:1], _TWO):
+        try:
+            text = template.render((*first, ASKED), options)
+        except TemplateRenderError:
+            text = ""
+        shown.append(text)
+    alone, both = shown
+    return _TWO[0].content in alone and not all(one.content in both for one in _TWO)
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    result = messages[0]
+    for message in messages[1:]:
+        before = result.content + _BETWEEN if result.content else ""
+        images = (replace(one, at=one.at + len(before)) for one in message.images)
+        content = before + message.content if message.content else result.content
+        result = replace(result, content=content, images=(*result.images, *images))
+    return result
+
+
+_ESSENTIAL: set[tuple[Place, RoleName]] = {
+    ("start", "user"),
+    ("user", "assistant"),
+    ("assistant", "user"),
+}
+_GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
+"""Role orders in which an agent begins; a failure after one of them is attributed to it."""
+
+_OPENS_NONE = "the template does not open it there as elsewhere"
+_LEAST_BEHIND_SYSTEM = 3  # a system message and two others
+_WEEKS_S = 30 * 86_400 + 3_661
+"""Until a session that prints another time than the probe's own."""
+
+
+class _Outcome(Enum):
+    EXACT = auto()
+    KEPT = auto()
+    """Equal after the last answer."""
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A template with one set of options, ready to be continued."""
+
+    profile: TemplateProfile
+    cutter: Cutter
+    template: ModelTemplate
+    """The template, behind what it needs to be given system messages."""
+
+
+def probe(
+    template: ModelTemplate, options_json: bytes, *, tokenizer: ModelTokenizer, image: str = ""
+) -> Probed:
+    """Probes a template.
+
+    Args:
+        template: The template.
+        options_json: Extra variables of the template: a JSON object, or empty.
+        tokenizer: Its tokenizer.
+        image: What the template prints for an image; empty if the model takes none.
+
+    Raises:
+        TemplateRefusedError: It cannot be continued exactly; the message describes the difference.
+    """
+    remembered = RememberedTemplate(template)
+    try:
+        options = replace(make_context(b"", options_json), now=clock.unix_ms() // 1000)
+        return _probe(remembered, tokenizer, options, image)
+    finally:
+        remembered.forget()
+
+
+def _probe(
+    template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext, image: str
+) -> Probed:
+    rule = SystemRule(joins_first=must_join(template, options))
+    try:
+        plain = _Probe(template, tokenizer, options, rule)
+        found = plain.probed(image)
+    except TemplateRenderError as error:
+        raise TemplateRefusedError(f"the template failed while it was probed: {error}") from error
+    if plain.refused_systems:
+        later = replace(rule, later_as_user=True)
+        try:
+            other = _Probe(template, tokenizer, options, later)
+            ruled = other.probed(image)
+        except (TemplateRenderError, TemplateRefusedError):
+            pass
+        else:
+            if other.refused_systems < plain.refused_systems:
+                found, rule = ruled, later
+    if found.cutter.refused_behind_system:
+        try:
+            behind = _Probe(template, tokenizer, options, rule, behind_system=True).probed(image)
+        except (TemplateRenderError, TemplateRefusedError):
+            return found
+        if len(behind.profile.refused) <= len(found.profile.refused):
+            return behind
+    return found
+
+
+class _Probe:
+    def __init__(
+        self,
+        template: ModelTemplate,
+        tokenizer: ModelTokenizer,
+        options: RenderContext,
+        rule: SystemRule,
+        *,
+        behind_system: bool = False,
+    ) -> None:
+        if rule != SystemRule():
+            template = RuledTemplate(template, rule)
+        self._template = template
+        self._tokenizer = tokenizer
+        self._encode = cache(tokenizer.encode)
+        self._rule = rule
+        self._cutter = cutter = Cutter(template, tokenizer, options, behind_system=behind_system)
+        self._bare = options
+        self._tools = replace(options, tools_json=TOOLS)
+        self._contexts: tuple[RenderContext, ...] = (self._bare, self._tools)
+        self._boundaries = cutter.boundaries
+        self._ask = Questions(template, cutter.boundaries, self._bare, self._tools)
+        self._counts = dict.fromkeys(_Outcome, 0)
+        self.refused_systems: set[tuple[Message, ...]] = set()
+        """Conversations with several system messages that cannot be continued."""
+
+    def probed(self, image: str) -> Probed:
+        """Probes the template; call it once."""
+        return Probed(self._profile(image), self._cutter, self._template)
+
+    def _profile(self, image: str) -> TemplateProfile:
+        findings = self._find_system_and_tools()
+        if self._rule.joins_first:
+            findings.add(Finding.JOINS_FIRST_SYSTEM)
+        if self._rule.later_as_user:
+            findings.add(Finding.LATER_SYSTEM_AS_USER)
+        plain = self._all(BASIC) and self._ask.generation_prompt_begins_answers()
+        findings |= self._find_rewrites(plain=plain)
+        self._all(TWICE)
+        self._all(ENDING)
+        self._all(THINKING)
+        self._find_greetings()
+        stripped = self._ask.stripped()
+        if stripped != Stripped():
+            findings.add(Finding.STRIPS_ANSWERS)
+        if self._ask.prints_call_ids(self._contexts[-1]):
+            findings.add(Finding.PRINTS_CALL_IDS)
+        ends, shown = self._boundaries.ends, self._tokenizer.shown
+        if ends.headers:
+            findings.add(Finding.HEADERS_END)
+        if self._boundaries.says_after_results:
+            findings.add(Finding.TEXT_AFTER_RESULTS)
+        image_roles = self._find_image_roles(image) if image else frozenset[RoleName]()
+        self._cutter.image_roles = image_roles
+        kind = Kind.APPEND_ONLY_EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
+        return TemplateProfile(
+            kind if plain else Kind.REWRITES,
+            shown(ends.text),
+            frozenset(findings),
+            tuple(self._refused_orders()),
+            self._counts[_Outcome.EXACT],
+            self._counts[_Outcome.KEPT],
+            stripped,
+            {role: shown(one) for role, one in ends.headers.items()},
+            shown(ends.call),
+            image_roles,
+            tuple(map(shown, ends.stops)),
+        )
+
+    def _refused_orders(self) -> Iterator[RefusedOrder]:
+        for (before, role), why in self._cutter.refused.items():
+            yield RefusedOrder(before, role, with_tools=False, why=why)
+        for (before, role), why in self._cutter.refused_with_tools.items():
+            yield RefusedOrder(before, role, with_tools=True, why=why)
+        for (before, role), why in self._cutter.refused_behind_system.items():
+            yield RefusedOrder(before, role, with_tools=False, why=why, behind_system=True)
+        for last, why in self._cutter.refused_prompts.items():
+            yield RefusedOrder(last, None, with_tools=False, why=why)
+
+    def _find_system_and_tools(self) -> set[Finding]:
+        """Examines the beginning of a conversation and configures the cutter."""
+        findings: set[Finding] = set()
+        if self._ask.ignores_tools():
+            findings.add(Finding.IGNORES_TOOLS)
+            self._cutter.ignores_tools = True
+            self._contexts = (self._bare,)
+        elif self._ask.repeats_tools():
+            findings.add(Finding.REPEATS_TOOLS)
+            self._cutter.repeats_tools = True
+        if self._ask.moves_system():
+            findings.add(Finding.MOVES_SYSTEM)
+            self._cutter.moves_system = True
+        if self._ask.prints_date():
+            findings.add(Finding.PRINTS_DATE)
+            self._contexts = (replace(self._bare, now=self._bare.now + _WEEKS_S), *self._contexts)
+        for context in self._contexts:
+            joined = self._cutter.find_joined_system(context)
+            self._cutter.joins_system[bool(context.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
+        return findings
+
+    def _find_rewrites(self, *, plain: bool) -> set[Finding]:
+        findings: set[Finding] = set()
+        if not (self._all(STRIPPED) and plain):
+            findings.add(Finding.REWRITES_ANSWERS)
+        several = TWO_CALLS if self._boundaries.says_after_results else SAYING
+        if not self._all((*CALLING, several)):
+            findings.add(Finding.REWRITES_CALLS)
+        if not self._all(SYSTEMS) and not self._rule.later_as_user:
+            findings.add(Finding.MOVES_LATER_SYSTEM)
+        if self._ask.drops_reasoning(self._contexts[-1]):
+            findings.add(Finding.DROPS_REASONING)
+        return findings
+
+    def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
+        """Tries conversations; returns whether each one's texts equal the complete render.
+
+        Raises:
+            TemplateRefusedError: A conversation that agents need cannot be continued.
+        """
+        exact = True
+        for messages in conversations:
+            groups = group_messages(messages)
+            for context in self._contexts:
+                outcome = self._try(groups, context)
+                self._counts[outcome] += 1
+                if outcome is _Outcome.REFUSED and messages in SYSTEMS:
+                    self.refused_systems.add(messages)
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
+                    exact = False
+        return exact
+
+    def _find_image_roles(self, image: str) -> frozenset[RoleName]:
+        """Returns the roles in whose messages every image is printed, in its place."""
+        self._cutter.image_roles = frozenset(IMAGES)
+        return frozenset(
+            role
+            for role, conversations in IMAGES.items()
+            if all(
+                self._shows_images(messages, context, image)
+                for messages in conversations
+                for context in self._contexts
+            )
+        )
+
+    def _shows_images(
+        self, messages: tuple[Message, ...], context: RenderContext, image: str
+    ) -> bool:
+        groups = group_messages(messages)
+        try:
+            full = self._template.render(messages, context, generation_prompt=True)
+            outcome, _ = self._compare(groups, context, full)
+            texts = self._cutter.texts(groups, 0, context)
+        except TemplateRenderError:
+            return False
+        counts = [len(images_of([group])) for group in groups]
+        return outcome is not _Outcome.REFUSED and [one.count(image) for one in texts] == counts
+
+    def _find_greetings(self) -> None:
+        """Tries conversations that an agent begins; refuses those that differ from the render.
+
+        A greeting was not sampled, so keeping sampled tokens does not explain a difference.
+        """
+        refused = self._cutter.refused
+        for context in self._contexts:
+            before = set(refused)
+            for messages in GREETING:
+                self._try_greeting(messages, context)
+            if context.tools_json:
+                for order in refused.keys() - before:
+                    self._cutter.refused_with_tools[order] = refused.pop(order)
+
+    def _try_greeting(self, messages: tuple[Message, ...], context: RenderContext) -> None:
+        groups = group_messages(messages)
+        order = self._culprit(groups, context)
+        outcome = self._try(groups, context)
+        self._counts[outcome] += 1
+        if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
+            self._cutter.refused[order] = "later messages change how it is printed"
+        elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
+            without = tuple(one for one in messages if one.role != "assistant")
+            why = self._refusal(messages, context)
+            if why and not self._refusal(without, context):
+                self._cutter.refused[order] = why
+
+    def _refusal(self, messages: tuple[Message, ...], context: RenderContext) -> str:
+        """Returns why the template itself refuses a conversation; empty if it accepts it."""
+        try:
+            self._template.render(messages, context, generation_prompt=True)
+        except TemplateRenderError as error:
+            return str(error)
+        return ""
+
+    def _is_explained(self, messages: tuple[Message, ...], context: RenderContext) -> bool:
+        """Returns whether a finding on tools or the system message explains the difference."""
+        moved = self._cutter.moves_system and messages[0].role == "system"
+        return moved or (self._cutter.repeats_tools and bool(context.tools_json))
+
+    def _try(self, groups: list[MessageGroup], context: RenderContext) -> _Outcome:
+        """Compares ever longer prefixes, so that the last role identifies a failure.
+
+        Raises:
+            TemplateRefusedError: The failing conversation is one that agents need.
+        """
+        outcome = _Outcome.REFUSED
+        for size in range(1, len(groups) + 1):
+            before, role = place(groups, size - 1), groups[size - 1][0].role
+            if self._cutter.refusal(groups, size - 1, context):
+                return _Outcome.REFUSED
+            whole = size == len(groups)
+            outcome, why = self._judge(groups[:size], context, whole=whole)
+            if why and role == "assistant":
+                # Templates end the last answer differently; the text after it decides.
+                if whole:
+                    self._cutter.refused_prompts.setdefault("assistant", why)
+            elif why and size == 1 and role == "system" and self._prints_alone(groups[0], context):
+                # Agents send a user message with it; the text after that decides.
+                self._cutter.refused_prompts.setdefault("first system", _OPENS_NONE)
+            elif why:
+                before, role = self._culprit(groups[:size], context)
+                if (before, role) in _ESSENTIAL:
+                    raise TemplateRefusedError(f"{role} after {before}: {why}")
+                refused = self._cutter.refused
+                if self._is_of_system(groups[:size], context):
+                    refused = self._cutter.refused_behind_system
+                refused[before, role] = why
+                return outcome
+        return outcome
+
+    def _prints_alone(self, group: MessageGroup, context: RenderContext) -> bool:
+        """Returns whether only the generation prompt differs after a first system message."""
+        try:
+            (text,) = self._cutter.texts([group], 0, context)
+        except TemplateRenderError:
+            return False
+        return self._template.render(group, context).startswith(text)
+
+    def _is_of_system(self, groups: list[MessageGroup], context: RenderContext) -> bool:
+        """Returns whether a conversation could be continued without its first system message."""
+        if groups[0][0].role != "system" or len(groups) < _LEAST_BEHIND_SYSTEM:
+            return False
+        return self._judge(groups[1:], context, whole=True)[0] is not _Outcome.REFUSED
+
+    def _culprit(
+        self, groups: list[MessageGroup], context: RenderContext
+    ) -> tuple[Place, RoleName]:
+        """Returns the first pair of roles that cannot be split and is optional, else the last pair.
+
+        An agent's greeting takes precedence: the other pairs have been verified without it.
+        """
+        pairs: list[tuple[Place, RoleName]] = [
+            (place(groups, at), groups[at][0].role) for at in range(len(groups))
+        ]
+        if greeting := next((pair for pair in pairs if pair in _GREETS), None):
+            return greeting
+        for at, pair in enumerate(pairs):
+            try:
+                self._cutter.texts(groups[: at + 1], at, context)
+            except TemplateRenderError:
+                if pair not in _ESSENTIAL:
+                    return pair
+        return pairs[-1]
+
+    def _judge(
+        self, groups: list[MessageGroup], context: RenderContext, *, whole: bool
+    ) -> tuple[_Outcome, str]:
+        """Returns the outcome of a comparison, and why it failed.
+
+        No reason is given if the template itself always refuses the conversation, or if a
+        conversation that cannot end here can be continued.
+        """
+        messages = tuple(message for group in groups for message in group)
+        joined = self._cutter.joins_system[bool(context.tools_json)]
+        if len(groups) == 1 and joined and messages[0].role == "system":
+            return _Outcome.REFUSED, ""
+        try:
+            full = self._template.render(messages, context, generation_prompt=True)
+        except TemplateRenderError:
+            return _Outcome.REFUSED, ""
+        try:
+            return self._compare(groups, context, full)
+        except TemplateRenderError as error:
+            return _Outcome.REFUSED, str(error) if whole else ""
+
+    def _compare(
+        self, groups: list[MessageGroup], context: RenderContext, full: str
+    ) -> tuple[_Outcome, str]:
+        texts = self._cutter.texts(groups, 0, context)
+        texts.append(self._cutter.generation_prompt(groups, context))
+        ids = np.concatenate([self._encode(text) for text in texts])
+        if not np.array_equal(ids, self._encode("".join(texts))):
+            return (
+                _Outcome.REFUSED,
+                "its text and that of its neighbours cannot be tokenized separately",
+            )
+        if "".join(texts) == full:
+            return _Outcome.EXACT, ""
+        answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
+        tail = "".join(texts[answers[-1] + 1 :]) if answers else ""
+        ends = (self._boundaries.ends.text, self._boundaries.ends.call)
+        if tail and full.endswith(tuple(end + tail for end in ends)):
+            return _Outcome.KEPT, ""
+        return _Outcome.REFUSED, "earlier messages change how it is printed"

@@ -1,0 +1,473 @@
+"""Writes the record of a closed session for the trainer.
+
+A record is written in two steps. Its head (segments, lineages, reasons, rewards) is made of the
+tree at the close and stored with it. Its arrays are joined from the journal's blobs when it is
+handed over, without an object for each node.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from rollmesh.gateway.lineage import lineages
+from rollmesh.gateway.responses import write_role
+from rollmesh.gateway.session import Session, SessionSpec
+from rollmesh.gateway.tree import Branches, Fidelity, Lineage, Node, Sample
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.records import apply_rewards, check_rewards
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import (
+    chat_pb2,
+    collector_pb2,
+    gateway_pb2,
+    sampling_pb2,
+    session_pb2,
+    trajectory_pb2,
+)
+
+# Exports a tree for training: as one trajectory per leaf or per turn, or as a packed tree.
+#
+# In each form a sampled token is trained exactly once, or carries the reason why it is not trained.
+
+_New: TypeAlias = Callable[[], trajectory_pb2.Trajectory]
+_NONE: Mapping[int, Lineage] = {}
+_NO_REASONS: frozenset[Fidelity] = frozenset()
+_MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
+
+
+def pack_tree(tree: Branches, packed: trajectory_pb2.TrajectoryTree) -> Iterator[None]:
+    """Packs the complete tree. Auxiliary calls and orphans are not trained and carry a reason.
+
+    Yields after each node. The arrays are left out, see `serialize`.
+
+    Args:
+        tree: The tree.
+        packed: Takes it. It is long, and adding a message to another one would copy it.
+    """
+    index_of: dict[int, int] = {}
+    found = lineages(tree, tree.nodes.values())
+    end = 0
+    for at, node in enumerate(tree.nodes.values()):
+        assert node.parent is not None
+        index_of[node.node_id] = at
+        start, end = end, end + len(node.token_ids)
+        one = packed.nodes.add(
+            node_id=node.node_id,
+            parent_index=index_of.get(node.parent.node_id),
+            start=start,
+            end=end,
+            scaffold_tokens=node.scaffold_tokens,
+            role=write_role(node.messages[0].role),
+            lineage=found[node.node_id],
+        )
+        _place_images(packed, node, start)
+        if node.sample is None:
+            one.reasons.extend(sorted(node.reasons))
+        else:
+            untrained = _why_untrained(node, found[node.node_id])
+            _describe_sample(one, node, node.sample, untrained)
+            _add_spans(packed.version_spans, node.sample, start + node.scaffold_tokens)
+        yield
+    packed.reasons.extend(_overall(packed.nodes, packed.version_spans))
+
+
+def export_tree(
+    tree: Branches, session_id: str, new: _New = trajectory_pb2.Trajectory
+) -> Iterator[trajectory_pb2.Trajectory]:
+    """Yields the trajectories of all leaves, oldest leaf first, without arrays.
+
+    `new` makes an empty one.
+
+    A sampled node on several paths is trained in the first of them that has its lineage, or in the
+    first that is not auxiliary. The others carry its tokens with mask 0 and the reason
+    SHARED_PREFIX. Auxiliary calls are not trained and carry AUXILIARY. Answers that never reached
+    the agent are not trained and carry ORPHANED.
+
+    A trajectory has the lineage of the first turn that is trained in it. So a conversation that
+    ends with a request for its summary is still the main one.
+    """
+    leaves = list(tree.leaves())
+    found = lineages(tree, tree.nodes.values())
+    owners = _owners(leaves, found)
+    for leaf in leaves:
+        path = leaf.path()
+        elsewhere = {node.node_id for node in path if owners[node.node_id] != leaf.node_id}
+        own = [n for n in path if n.sample is not None and n.node_id not in elsewhere]
+        lineage = found[own[0].node_id if own else leaf.node_id]
+        yield _export(new(), session_id, leaf, lineage, elsewhere, found)
+
+
+def _owners(leaves: Iterable[Node], found: Mapping[int, Lineage]) -> dict[int, int]:
+    """Returns the leaf in whose trajectory each node is trained, by node id."""
+    paths = {leaf.node_id: leaf.path() for leaf in leaves}
+    on = Counter(node.node_id for path in paths.values() for node in path)
+    works: dict[int, Lineage] = {}
+    """Lineage of the first turn that is on one path only, by leaf."""
+    for leaf_id, path in paths.items():
+        alone = [n.node_id for n in path if n.sample is not None and on[n.node_id] == 1]
+        works[leaf_id] = found[alone[0] if alone else leaf_id]
+    owners: dict[int, int] = {}
+    for leaf_id, path in paths.items():
+        for node in path:
+            if found[node.node_id] == works[leaf_id]:
+                owners.setdefault(node.node_id, leaf_id)
+    for leaf_id in sorted(paths, key=lambda one: works[one] == trajectory_pb2.LINEAGE_AUXILIARY):
+        for node in paths[leaf_id]:
+            owners.setdefault(node.node_id, leaf_id)
+    return owners
+
+
+def export_turns(
+    tree: Branches, session_id: str, new: _New = trajectory_pb2.Trajectory
+) -> Iterator[trajectory_pb2.Trajectory]:
+    """Yields one trajectory per sampled turn, oldest first; it trains only that turn.
+
+    Earlier turns on its path have their own trajectories and carry the reason SHARED_PREFIX here.
+    """
+    turns = [node for node in tree.nodes.values() if node.sample is not None]
+    found = lineages(tree, turns)
+    for turn in turns:
+        elsewhere = {node.node_id for node in turn.path() if node.sample is not None}
+        elsewhere.remove(turn.node_id)
+        yield _export(new(), session_id, turn, found[turn.node_id], elsewhere)
+
+
+def trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    """Returns the id of the trajectory that ends at a node."""
+    return f"{session_id}-{leaf_node_id}"
+
+
+def _export(
+    trajectory: trajectory_pb2.Trajectory,
+    session_id: str,
+    leaf: Node,
+    lineage: Lineage,
+    elsewhere: set[int],
+    found: Mapping[int, Lineage] = _NONE,
+) -> trajectory_pb2.Trajectory:
+    """Returns the trajectory of a leaf.
+
+    Args:
+        trajectory: What becomes the trajectory; empty, and without arrays afterwards.
+        session_id: Id of the session.
+        leaf: The last node of the trajectory.
+        lineage: Its lineage.
+        elsewhere: Ids of nodes that are trained in another trajectory.
+        found: Lineages of its nodes, by node id, where they may differ from its own.
+    """
+    trajectory.trajectory_id = trajectory_id(session_id, leaf.node_id)
+    trajectory.session_id, trajectory.leaf_node_id = session_id, leaf.node_id
+    trajectory.lineage, trajectory.prompt_tokens = lineage, leaf.end
+    end = 0
+    for node in leaf.path():
+        start, end = end, end + len(node.token_ids)
+        middle = start + node.scaffold_tokens
+        if middle > start:
+            trajectory.segments.add(
+                start=start,
+                end=middle,
+                node_id=node.node_id,
+                role=write_role(node.messages[0].role),
+                reasons=sorted(node.reasons) if node.sample is None and node.reasons else (),
+            )
+        _place_images(trajectory, node, start)
+        if node.sample is None:
+            continue
+        untrained = _why_untrained(node, found.get(node.node_id, lineage))
+        if node.node_id in elsewhere:
+            untrained = trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX
+        segment = trajectory.segments.add(
+            start=middle, end=end, node_id=node.node_id, role=chat_pb2.ROLE_ASSISTANT
+        )
+        _describe_sample(segment, node, node.sample, untrained)
+        _add_spans(trajectory.version_spans, node.sample, middle)
+        trajectory.prompt_tokens = min(trajectory.prompt_tokens, middle)
+        trajectory.turns += 1
+    trajectory.reasons.extend(_overall(trajectory.segments, trajectory.version_spans))
+    return trajectory
+
+
+def _describe_sample(
+    message: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
+    node: Node,
+    sample: Sample,
+    untrained: Fidelity | None,
+) -> None:
+    """Writes how a node was sampled, and whether and why it is not trained."""
+    reasons = node.reasons | _mixed_versions(sample.spans)
+    if untrained is not None:
+        reasons |= {untrained}
+    if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
+        reasons |= {trajectory_pb2.FIDELITY_REASON_LENGTH_CUT}
+    message.sampled, message.trained = True, untrained is None
+    if reasons:
+        message.reasons.extend(sorted(reasons))
+    message.finish_reason = sample.finish
+    message.engine_id = sample.engine_id
+    message.prompt_crc32 = sample.prompt_crc32
+    message.sampling.CopyFrom(sample.sampling)
+
+
+def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
+    if lineage == trajectory_pb2.LINEAGE_AUXILIARY:
+        return trajectory_pb2.FIDELITY_REASON_AUXILIARY
+    return (
+        trajectory_pb2.FIDELITY_REASON_ORPHANED
+        if trajectory_pb2.FIDELITY_REASON_ORPHANED in node.reasons
+        else None
+    )
+
+
+def _overall(
+    parts: Iterable[trajectory_pb2.TrajectorySegment] | Iterable[trajectory_pb2.TrajectoryNode],
+    spans: Iterable[sampling_pb2.VersionSpan],
+) -> list[Fidelity]:
+    """Returns the reasons of all parts, sorted; exactly EXACT if there is none."""
+    reasons = set(_mixed_versions(spans))
+    for part in parts:
+        reasons.update(part.reasons)
+    return sorted(reasons) or [trajectory_pb2.FIDELITY_REASON_EXACT]
+
+
+def _mixed_versions(spans: Iterable[sampling_pb2.VersionSpan]) -> frozenset[Fidelity]:
+    several = len({span.policy_version for span in spans}) > 1
+    return _MIXED_VERSIONS if several else _NO_REASONS
+
+
+def _place_images(
+    message: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree, node: Node, start: int
+) -> None:
+    """Adds the images of a node whose ids begin at `start`."""
+    for image in node.images:
+        message.images.add(sha256=image.sha256, start=start + image.offset, tokens=image.length)
+
+
+def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
+    """Appends the spans of a sample, or extends the last one if it is adjacent and of its kind."""
+    for span in sample.spans:
+        start, end = span.start + offset, span.end + offset
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.end == start
+            and last.policy_version == span.policy_version
+            and last.engine_id == span.engine_id
+        ):
+            last.end = end
+        else:
+            spans.add(
+                policy_version=span.policy_version, start=start, end=end, engine_id=span.engine_id
+            )
+
+
+# The arrays of a record: the bytes of its nodes, joined.
+
+Blobs: TypeAlias = Mapping[int, tuple[bytes, bytes]]
+"""Of each node: 4 bytes for each id, and 4 for the log-probability of each sampled one."""
+
+
+def blobs_of(tree: Branches) -> Blobs:
+    """Returns the bytes of the nodes of a tree, as the journal has them."""
+    return {
+        id_: (pack_ids(node.token_ids), pack_logprobs(node.sample.logprobs) if node.sample else b"")
+        for id_, node in tree.nodes.items()
+    }
+
+
+def serialize(record: session_pb2.SessionRecord, blobs: Blobs) -> bytes:
+    """Returns a serialised `IngestRequest` with one record, whose head is given and emptied.
+
+    The arrays are joined from the blobs of its nodes, and copied once. A native call holds the
+    interpreter's lock, so no call serialises more than one row without its arrays, or one image.
+
+    Raises:
+        InvalidFieldError: The nodes do not have the tokens that the head says.
+    """
+    parts: list[bytes] = []
+    for row in record.trajectories:
+        tokens = _field(row.TOKENS_FIELD_NUMBER, _tokens(row.segments, blobs))
+        parts += _field(record.TRAJECTORIES_FIELD_NUMBER, [row.SerializeToString(), *tokens])
+    if record.HasField("tree"):
+        tree = record.tree
+        tokens = _field(tree.TOKENS_FIELD_NUMBER, _tokens(tree.nodes, blobs))
+        parts += _field(record.TREE_FIELD_NUMBER, [tree.SerializeToString(), *tokens])
+    for image in record.images:
+        parts += _field(record.IMAGES_FIELD_NUMBER, [image.SerializeToString()])
+    for name in ("trajectories", "tree", "images"):
+        record.ClearField(name)
+    number = collector_pb2.IngestRequest.SESSIONS_FIELD_NUMBER
+    return b"".join(_field(number, [record.SerializeToString(), *parts]))
+
+
+def _tokens(
+    runs: Iterable[trajectory_pb2.TrajectorySegment] | Iterable[trajectory_pb2.TrajectoryNode],
+    blobs: Blobs,
+) -> list[bytes]:
+    """Returns the parts of a serialised `TokenArrays`."""
+    ids, logprobs, mask, end, last = list[bytes](), list[bytes](), list[bytes](), 0, 0
+    for run in runs:
+        (token_ids, sampled), size = blobs[run.node_id], run.end - run.start
+        if run.node_id != last:  # a node may be two segments
+            ids.append(token_ids)
+        if isinstance(run, trajectory_pb2.TrajectoryNode):
+            scaffold = run.scaffold_tokens
+        else:
+            scaffold = 0 if run.sampled else size
+        logprobs += bytes(4 * scaffold), sampled if run.sampled else b""
+        mask += bytes(scaffold), bytes([run.trained]) * (size - scaffold)
+        end, last = run.end, run.node_id
+    arrays = (ids, logprobs, mask)  # in the order of the fields
+    sizes = [sum(map(len, parts)) for parts in arrays]
+    if sizes != [4 * end, 4 * end, end]:
+        problem = f"have {sizes} bytes in the journal, which do not fit {end} tokens"
+        raise InvalidFieldError("tokens", problem)
+    return [part for number, parts in enumerate(arrays, 1) for part in _field(number, parts)]
+
+
+def _field(number: int, parts: list[bytes]) -> list[bytes]:
+    """Returns the parts of a field with a length, which its tag and its length precede."""
+    return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
+
+
+def _varint(value: int) -> bytes:
+    low = value & 127
+    return bytes([low]) if value < 128 else bytes([low | 128]) + _varint(value >> 7)
+
+
+class SlowRecordError(Exception):
+    """The record of a session is not written in its time."""
+
+
+class TimeLimit:
+    """The time in which a record must be written; whatever writes it checks it between its steps.
+
+    A thread cannot be ended from outside. Its processor time counts, so that a busy host makes no
+    dead letters.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        """Starts the time of this thread."""
+        self._limit_s = limit_s
+        self._end_s = time.thread_time() + limit_s
+
+    def check(self) -> None:
+        """Checks that there is time left.
+
+        Raises:
+            SlowRecordError: There is none.
+        """
+        if time.thread_time() >= self._end_s:
+            raise SlowRecordError(
+                f"its record was not written in {self._limit_s:g} s of a processor"
+            )
+
+
+_UNLIMITED = TimeLimit(float("inf"))
+
+
+def write_head(
+    spec: SessionSpec,
+    tree: Branches,
+    request: gateway_pb2.CloseSessionRequest,
+    closed_unix_ms: int,
+    limit: TimeLimit = _UNLIMITED,
+) -> session_pb2.SessionRecord:
+    """Returns the record of a session closed by `request`, with its rewards, without arrays.
+
+    Runs in a worker thread.
+
+    Args:
+        spec: How the session was opened.
+        tree: Its nodes.
+        request: How it was closed.
+        closed_unix_ms: When it was closed.
+        limit: The time in which it must be written.
+
+    Raises:
+        SlowRecordError: The time is over.
+        InvalidFieldError: A reward refers to something the record does not have.
+    """
+    record = session_pb2.SessionRecord(
+        session_id=spec.session_id,
+        group_id=spec.group_id,
+        sample_index=spec.sample_index,
+        group_size=spec.group_size,
+        outcome=request.outcome,
+        metadata={**spec.metadata, **request.metadata},
+        opened_unix_ms=spec.opened_unix_ms,
+        closed_unix_ms=closed_unix_ms,
+        turns=tree.turns,
+        superseded=request.superseded,
+        reward_timeout_ms=(
+            request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
+        ),
+        model=spec.model,
+        purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
+        run_id=spec.run_id,
+    )
+    trajectories: Iterable[trajectory_pb2.Trajectory] = ()
+    match spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
+            record.tree.SetInParent()  # also if it is empty
+            for _ in pack_tree(tree, record.tree):
+                limit.check()
+        case gateway_pb2.EXPORT_MODE_TURNS:
+            trajectories = export_turns(tree, spec.session_id, record.trajectories.add)
+        case gateway_pb2.EXPORT_MODE_LEAVES:
+            trajectories = export_tree(tree, spec.session_id, record.trajectories.add)
+    for _ in trajectories:  # each is written into the record
+        limit.check()
+    apply_rewards(record, request.rewards)
+    return record
+
+
+def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
+    """Checks that a close's rewards refer to what the session's record will contain.
+
+    Raises:
+        InvalidFieldError: A reward is invalid; the error names the first one.
+    """
+    turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
+    check_rewards(rewards, trajectory_ids(session), turns)
+
+
+def trajectory_ids(session: Session) -> set[str]:
+    """Returns the ids of the trajectories that a close exports; none if it exports the tree."""
+    return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
+
+
+def trajectory_ends(session: Session) -> list[int]:
+    """Returns the id of the last node of each trajectory that a close exports, oldest first."""
+    tree = session.tree
+    ends: Iterable[Node]
+    match session.spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
+            ends = ()
+        case gateway_pb2.EXPORT_MODE_TURNS:
+            ends = (node for node in tree.nodes.values() if node.sample is not None)
+        case _:
+            ends = tree.leaves()
+    return [node.node_id for node in ends]
+
+
+def record_bytes(session: Session) -> int:
+    """Returns an approximate upper bound of the size of a session's record, bytes."""
+    tree, images = session.tree, session.images.size
+    match session.spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
+            return images + tree.tree_bytes
+        case gateway_pb2.EXPORT_MODE_TURNS:
+            return images + tree.turn_bytes
+        case _:
+            return images + tree.leaf_bytes
+
+
+def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:
+    """Returns the lineage of each trajectory of a record, or of each leaf of its tree."""
+    nodes = record.tree.nodes
+    inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
+    leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
+    found = leaves + [trajectory.lineage for trajectory in record.trajectories]
+    return [name_of(trajectory_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]

@@ -1,0 +1,489 @@
+"""Determines the lineage of each branch of a session's tree, by rules over the complete tree.
+
+The *main* conversation is chosen first, at close, when all conversations are known. Each rule
+keeps the conversations that satisfy it, if any do. The first rule that leaves exactly one decides:
+
+| the main conversation |
+|---|
+| has a turn whose request says MAIN |
+| does not begin with a turn whose request says another lineage |
+| has tools |
+| continues: a second turn follows the first |
+| is not a probe, and does not quote the first user message of another one, as title calls do |
+| is the oldest |
+
+Where the main conversation forks, its children are compared in the same way: says MAIN, does not
+begin with another lineage, answers the calls of the previous turn, continues, is the oldest. So a
+title or memory call is not mistaken for the main work because it came first. Branches that leave
+the main conversation, and other conversations, are classified by these rules; the first match
+decides:
+
+| rule | lineage |
+|---|---|
+| its request says a lineage other than MAIN | that lineage |
+| it is the main path of the main conversation | MAIN |
+| it leaves the main path with another sample of a turn | SIBLING |
+| it leaves the main path with another message, after a sampled turn | BRANCH |
+| one turn of at most one token, cut by its limit: a probe | AUXILIARY |
+| without tools, which the main one has, after all of the main path: a final answer; under another
+system message only if the main path does not end with an answer | MAIN |
+| one turn without tools, with another system message, while the main one has tools | AUXILIARY |
+| main's tools and system message, after main's last turn, which is not its first, with a shorter
+history that holds a recent answer, or a user message that quotes one | COMPACTION |
+| another system message, or other tools | SUB_AGENT |
+| anything else | BRANCH if messages other than the system message are shared, else ROOT |
+
+An uncertain case is never AUXILIARY, because AUXILIARY turns are not trained.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmesh.chat.canonical import lenient_key
+from rollmesh.chat.messages import MessageGroup
+from rollmesh.gateway.tree import Branches, Lineage, Node
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
+
+# Finds the texts that contain another one, in time near linear in all of them.
+#
+# The texts are sorted, so one look-up finds the text that begins at a position. Few positions are
+# looked up: windows of 8, 16, 32, ... characters are hashed, and a position counts if the hash is
+# that of the longest such window with which some text begins.
+
+LEAST_CHARS = 8
+"""Length of the shortest text whose quotation counts."""
+MOST_PLACES = 64
+"""Number of places in a text that are looked up."""
+CHARS_AT_ONCE = 1 << 18
+"""Number of characters that are hashed together."""
+_MOST_CHARS = 65_536  # of each text, from its beginning
+_MOST_CHARS_OF_ALL = 1 << 24
+_SLOT_BITS = 20
+_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD92)
+
+
+def quoting(texts: Sequence[str]) -> list[bool]:
+    """Returns for each text whether it contains another, shorter one.
+
+    Of each text the beginning is read: 65,536 characters, fewer if there are many texts. Of the
+    places in a text where another one seems to begin, the first 64 are looked up.
+    """
+    limit = min(_MOST_CHARS, _MOST_CHARS_OF_ALL // max(1, len(texts)))
+    cut = [text[:limit] for text in texts]
+    different = sorted(set(cut))
+    quoted: list[str] = []
+    for text in different:
+        # A text that begins with another one need not be looked for: whoever quotes it quotes both.
+        if len(text) >= LEAST_CHARS and not (quoted and text.startswith(quoted[-1])):
+            quoted.append(text)
+    found: set[str] = set()
+    for text, at in _places(different, quoted):
+        if text not in found and _begins(quoted, text, at):
+            found.add(text)
+    return [text in found for text in cut]
+
+
+def _begins(quoted: Sequence[str], text: str, at: int) -> bool:
+    """Returns whether a quoted text that is shorter than the text begins at a position of it."""
+    place = bisect_right(quoted, text[at:])
+    before = quoted[place - 1] if place else text
+    return len(before) < len(text) and text.startswith(before, at)
+
+
+def _places(texts: Sequence[str], quoted: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yields the places at which a text has a window with which a quoted text begins."""
+    begins: dict[int, list[int]] = {}
+    for some in _batches(quoted):
+        starts = np.array([0, *accumulate(len(text) for text in some)])[:-1]
+        levels = np.array([_level(len(text)) for text in some])
+        for level, windows in enumerate(_windows(some)):
+            begins.setdefault(level, []).extend(windows[starts[levels == level]].tolist())
+    known = {level: _Known(hashes) for level, hashes in begins.items() if hashes}
+    for some in _batches(texts):
+        ends = np.array([*accumulate(len(text) for text in some)])
+        here = [
+            known[level].places(windows)
+            for level, windows in enumerate(_windows(some))
+            if level in known
+        ]
+        places = np.unique(np.concatenate(here)) if here else np.empty(0, np.int64)
+        which = np.searchsorted(ends, places, "right")
+        first = np.arange(len(which)) - np.searchsorted(which, which) < MOST_PLACES
+        for index, at in zip(which[first].tolist(), places[first].tolist(), strict=True):
+            yield some[index], at - int(ends[index]) + len(some[index])
+
+
+class _Known:
+    """A set of hashes in which arrays of hashes are looked up."""
+
+    def __init__(self, hashes: Sequence[int]) -> None:
+        """Marks the first bits of each, so that few need to be looked for."""
+        self._sorted = np.unique(np.array(hashes, np.uint64))
+        self._slots = np.zeros(1 << _SLOT_BITS, np.bool_)
+        self._slots[self._sorted >> np.uint64(64 - _SLOT_BITS)] = True
+
+    def places(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Returns the indices of the known ones."""
+        near = np.flatnonzero(self._slots[hashes >> np.uint64(64 - _SLOT_BITS)])
+        last = len(self._sorted) - 1
+        at = np.minimum(np.searchsorted(self._sorted, hashes[near]), last)
+        known: npt.NDArray[np.bool_] = self._sorted[at] == hashes[near]
+        return near[known]
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the texts in parts that are hashed together."""
+    some: list[str] = []
+    chars = 0
+    for text in texts:
+        some.append(text)
+        chars += len(text)
+        if chars >= CHARS_AT_ONCE:
+            yield some
+            some, chars = [], 0
+    if some:
+        yield some
+
+
+def _windows(texts: Sequence[str]) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yields hashes of all windows of the joined texts: of 8 characters, of 16, and so on.
+
+    A window that leaves its text is the beginning of none, unless hashes are equal by chance.
+    """
+    longest = max(map(len, texts))
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    size, hashes = 1, codes * np.uint64(_FACTORS[0])
+    while size * 2 <= longest:
+        factor = np.uint64(_FACTORS[0] ^ (size * _FACTORS[1] & (1 << 64) - 2))
+        left = hashes[:-size]
+        hashes = (left ^ (left >> np.uint64(29))) * factor + hashes[size:]
+        size *= 2
+        if size >= LEAST_CHARS:
+            yield hashes
+
+
+def _level(length: int) -> int:
+    """Returns the number of the longest window that fits into a text."""
+    return (length // LEAST_CHARS).bit_length() - 1
+
+
+_TURNS_BEFORE_COMPACTION = 2
+_RECENT_TURNS = 8
+_LONGEST_HISTORY = 64  # messages before the first turn of a compaction that are looked at
+_QUOTED_PARTS = 3  # of an answer: its longest
+_QUOTED_CHARS = 32  # of an answer that does not say that it is a summary
+_READ_CHARS = 65_536
+_TAG = re.compile(r"</?[\w-]{1,32}>")
+
+
+def lineages(tree: Branches, nodes: Iterable[Node]) -> dict[int, Lineage]:
+    """Returns the lineage of the branches that end in `nodes`, by node id."""
+    if all(len(node.children) < 2 for node in tree.nodes.values()) and (
+        sum(_is_start(node) for node in tree.nodes.values()) < 2
+    ):
+        return _along(tree)
+    ways = _Ways(tree)
+    found = ways.all_of(tree)
+    return {node.node_id: ways.lineage(found[node.node_id]) for node in nodes}
+
+
+def _along(tree: Branches) -> dict[int, Lineage]:
+    """Returns the lineages of a tree with a single path, of which only requests say more."""
+    found: dict[int, Lineage] = {}
+    said = trajectory_pb2.LINEAGE_MAIN
+    for node in tree.nodes.values():
+        said = said if node.said is None else node.said
+        found[node.node_id] = said
+    return found
+
+
+class _Way(NamedTuple):
+    """The properties of a path that decide its lineage."""
+
+    start: Node
+    """Its first node."""
+    said: Lineage | None
+    """The lineage given by the last request on it that gives one."""
+    first: Node | None
+    """Its first node off the main path, or None if it stays on the main path."""
+    last: Node | None
+    """The last node at which it departs from the preferred continuation of its conversation."""
+    shared: bool
+    """Whether it has a turn on the main path."""
+    begun: Node | None
+    """Its first turn that is not on the main path."""
+    depth: int
+    """Number of its message groups that are no system message."""
+    along: int
+    """Number of these, from the first, that are equal to the main path."""
+    parted: Node | None
+    """The first of them that does not."""
+
+
+class _Ways:
+    """The main path of a tree and the paths that leave it."""
+
+    def __init__(self, tree: Branches) -> None:
+        """Counts the turns below each node. Parents precede their children in `nodes`."""
+        self._turns: dict[int, int] = {}
+        self._first: dict[int, Node | None] = {}
+        """The first turn at or below each node, following the oldest child."""
+        self._says_main: set[int] = set()
+        for node in reversed(tree.nodes.values()):
+            below = max((self._turns[child.node_id] for child in node.children), default=0)
+            self._turns[node.node_id] = below + (node.sample is not None)
+            oldest = self._first[node.children[0].node_id] if node.children else None
+            self._first[node.node_id] = node if node.sample is not None else oldest
+            says = any(child.node_id in self._says_main for child in node.children)
+            if says or node.said == trajectory_pb2.LINEAGE_MAIN:
+                self._says_main.add(node.node_id)
+        starts = [node for node in tree.nodes.values() if _is_start(node)]
+        self._chosen: dict[int, Node] = {}
+        self._main = self._main_of(starts) if starts else None
+        self._known: dict[tuple[int, int, bool], Lineage] = {}
+        self._begun: dict[int, _Way] = {}
+        """The paths that end with a first turn beside the main path, by its id."""
+        self._trunk: list[Node] = []
+        reached = self._main
+        while reached is not None:
+            self._trunk.append(reached)
+            reached = self._next(reached) if reached.children else None
+        self._worked = [node.node_id for node in self._trunk if node.sample is not None]
+        """Ids of the main path's turns."""
+        self._told = [node for node in self._trunk if node.messages[0].role != "system"]
+        self._last = max((at for at, one in enumerate(self._told) if one.sample), default=0)
+        """Index of the last turn in `_told`."""
+        self._sampled = sorted(one.node_id for one in tree.nodes.values() if one.sample is not None)
+        self._nodes = tree.nodes
+        self._parts: dict[int, list[str]] = {}
+        self._carries: dict[int, bool] = {}
+
+    def all_of(self, tree: Branches) -> dict[int, _Way]:
+        """Returns the paths of all nodes, by the id of the last node."""
+        found: dict[int, _Way] = {}
+        for node in tree.nodes.values():
+            assert node.parent is not None
+            before = found.get(node.parent.node_id) or _Way(
+                node, None, None, None, shared=False, begun=None, depth=0, along=0, parted=None
+            )
+            start, said, first, last, shared, begun, depth, along, parted = before
+            if node.said is not None:
+                said = node.said
+            if not self._is_first(node):
+                first, last = first or node, node
+            if node.sample is not None and first is None:
+                shared = True
+            elif node.sample is not None:
+                begun = begun or node
+            if node.messages[0].role != "system":
+                if parted is None and self._says_as_main(node, along):
+                    along += 1
+                else:
+                    parted = parted or node
+                depth += 1
+            found[node.node_id] = _Way(
+                start, said, first, last, shared, begun, depth, along, parted
+            )
+            if begun is node:
+                self._begun[node.node_id] = found[node.node_id]
+        return found
+
+    def lineage(self, way: _Way) -> Lineage:
+        """Returns the lineage of the branch that a path ends in."""
+        main = self._main
+        assert main is not None
+        if way.said is not None and way.said != trajectory_pb2.LINEAGE_MAIN:
+            return way.said
+        if way.first is None or way.last is None:
+            return trajectory_pb2.LINEAGE_MAIN
+        if way.start is main and (way.shared or way.first.sample is not None):
+            return (
+                trajectory_pb2.LINEAGE_BRANCH
+                if way.last.sample is None
+                else trajectory_pb2.LINEAGE_SIBLING
+            )
+        begun = 0 if way.begun is None else way.begun.node_id
+        key = way.start.node_id, begun, bool(way.along)
+        if key not in self._known:
+            self._known[key] = self._beside(way, way.begun, main)
+        return self._known[key]
+
+    def _main_of(self, starts: list[Node]) -> Node:
+        def rank(start: Node) -> tuple[bool, ...]:
+            continues = self._turns[start.node_id] > 1
+            return (*self._said(start), bool(start.render_context.tools_json), continues)
+
+        best = max(map(rank, starts))
+        ranked = [start for start in starts if rank(start) == best]
+        if len(ranked) == 1:
+            return ranked[0]
+        quotes = dict(zip(starts, quoting([_first_asked(start) for start in starts]), strict=True))
+
+        def is_work(start: Node) -> bool:
+            first = self._first[start.node_id]
+            return not quotes[start] and not (first is not None and _is_probe(first))
+
+        return max(ranked, key=is_work)
+
+    def _next(self, node: Node) -> Node:
+        """Returns the child with which a path preferably continues."""
+        if len(node.children) == 1:
+            return node.children[0]
+        chosen = self._chosen.get(id(node))
+        if chosen is None:
+
+            def rank(child: Node) -> tuple[bool, ...]:
+                answers = child.messages[0].role == "tool"
+                return (*self._said(child), answers, self._turns[child.node_id] > 1)
+
+            chosen = self._chosen[id(node)] = max(node.children, key=rank)
+        return chosen
+
+    def _said(self, node: Node) -> tuple[bool, bool]:
+        """Returns whether a request below says MAIN, and whether the first says nothing else."""
+        first = self._first[node.node_id]
+        other = first is not None and first.said not in {None, trajectory_pb2.LINEAGE_MAIN}
+        return node.node_id in self._says_main, not other
+
+    def _is_first(self, node: Node) -> bool:
+        """Returns whether a node is its parent's preferred child, or the start of main."""
+        if _is_start(node):
+            return node is self._main
+        return node.parent is not None and self._next(node.parent) is node
+
+    def _beside(self, way: _Way, first: Node | None, main: Node) -> Lineage:
+        """Returns the lineage of a conversation that shares no sampled turn with the main one.
+
+        Args:
+            way: A path in it.
+            first: Its first turn, if it has one.
+            main: The first node of the main conversation.
+        """
+        start = way.start
+        one_turn = first is not None and self._turns[first.node_id] == 1
+        same_system = _system(start) == _system(main)
+        same_context = start.render_context.key == main.render_context.key
+        if one_turn and first is not None and _is_probe(first):
+            return trajectory_pb2.LINEAGE_AUXILIARY
+        toolless = bool(main.render_context.tools_json) and not start.render_context.tools_json
+        is_end = toolless and first is not None and self._continues(first)
+        if is_end and (same_system or not self._is_answered()):
+            return trajectory_pb2.LINEAGE_MAIN
+        if one_turn and toolless and not same_system:
+            return trajectory_pb2.LINEAGE_AUXILIARY
+        if same_context and same_system and first is not None and self._compacts(first):
+            return trajectory_pb2.LINEAGE_COMPACTION
+        if not same_system or (not same_context and bool(start.render_context.tools_json)):
+            return trajectory_pb2.LINEAGE_SUB_AGENT
+        shares = start is main and way.along
+        return trajectory_pb2.LINEAGE_BRANCH if shares else trajectory_pb2.LINEAGE_ROOT
+
+    def _says_as_main(self, node: Node, at: int) -> bool:
+        """Returns whether a node equals the main path's node there, system messages aside."""
+        if at == len(self._told):
+            return False
+        return node is self._told[at] or _is_echo(node.messages, self._told[at].messages)
+
+    def _continues(self, first: Node) -> bool:
+        """Returns whether a turn's history is the main path, with an echo of its last answer."""
+        way, last = self._begun[first.node_id], self._last
+        if not self._worked or self._worked[-1] > first.node_id or way.depth - 1 <= last:
+            return False
+        parted = way.parted is not None and way.parted.messages[0].role == "assistant"
+        return way.along > last or (way.along == last and parted)
+
+    def _is_answered(self) -> bool:
+        """Returns whether the last turn of the main path is an answer: whole and without calls."""
+        last = self._nodes[self._worked[-1]]
+        return (
+            last.sample is not None
+            and last.sample.finish == sampling_pb2.FINISH_REASON_STOP
+            and not last.messages[0].tool_calls
+            and trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL not in last.reasons
+        )
+
+    def _compacts(self, first: Node) -> bool:
+        """Returns whether a turn carries the work on from a shorter history."""
+        if not self._follows(first) or self._begun[first.node_id].depth - 1 >= self._last:
+            return False
+        assert first.parent is not None
+        answered = False
+        for node in islice(first.parent.up(), _LONGEST_HISTORY):
+            role = node.messages[0].role
+            if role == "user" or (role == "assistant" and not answered):
+                if node.node_id not in self._carries:
+                    self._carries[node.node_id] = self._carries_recent(node)
+                if self._carries[node.node_id]:
+                    return True
+            answered = answered or role == "assistant"
+        return False
+
+    def _carries_recent(self, node: Node) -> bool:
+        """Returns whether a message echoes a recent answer, or quotes one if it is the user's."""
+        after = bisect_left(self._sampled, node.node_id)
+        recent = {*self._sampled[max(0, after - _RECENT_TURNS) : after], self._worked[-1]}
+        if node.messages[0].role == "assistant":
+            return any(_is_echo(node.messages, self._nodes[one].messages) for one in recent)
+        text = _even(node.messages[0].content)
+        return any(part in text for one in recent for part in self._quotable(self._nodes[one]))
+
+    def _quotable(self, turn: Node) -> list[str]:
+        """Returns the longest parts of an answer, between tags, that another message may quote."""
+        found = self._parts.get(turn.node_id)
+        if found is None:
+            is_summary = turn.said == trajectory_pb2.LINEAGE_COMPACTION
+            least = LEAST_CHARS if is_summary else _QUOTED_CHARS
+            parts = [_even(part) for part in _TAG.split(turn.messages[0].content[:_READ_CHARS])]
+            longest = sorted(parts, key=len, reverse=True)[:_QUOTED_PARTS]
+            found = self._parts[turn.node_id] = [part for part in longest if len(part) >= least]
+        return found
+
+    def _follows(self, first: Node) -> bool:
+        """Returns whether a turn came after the last of the main path's two or more turns."""
+        worked = self._worked
+        return len(worked) >= _TURNS_BEFORE_COMPACTION and worked[-1] < first.node_id
+
+
+def _is_probe(node: Node) -> bool:
+    sample = node.sample
+    return (
+        sample is not None
+        and len(sample.token_ids) <= 1
+        and sample.finish == sampling_pb2.FINISH_REASON_LENGTH
+    )
+
+
+def _is_start(node: Node) -> bool:
+    return node.parent is not None and node.parent.parent is None
+
+
+def _first_asked(start: Node) -> str:
+    """Returns the first user message of a conversation."""
+    node: Node | None = start
+    while node is not None and node.messages[0].role == "system":
+        node = node.children[0] if node.children else None
+    return node.messages[0].content if node is not None else ""
+
+
+def _is_echo(messages: MessageGroup, others: MessageGroup) -> bool:
+    """Returns whether two groups say the same, blank text and ids of calls aside."""
+    return (
+        messages[0].role == others[0].role
+        and len(messages) == len(others)
+        and (lenient_key(messages, call_ids=False) == lenient_key(others, call_ids=False))
+    )
+
+
+def _even(text: str) -> str:
+    """Returns the beginning of a text with single spaces."""
+    return " ".join(text[:_READ_CHARS].split())
+
+
+def _system(start: Node) -> MessageGroup:
+    return start.messages if start.messages[0].role == "system" else ()

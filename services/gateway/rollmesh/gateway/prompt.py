@@ -1,0 +1,359 @@
+"""Builds the prompt of a turn: the ids that the tree holds, and the ids that a request adds."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from rollmesh.chat.constraints import bad_sequences, constraint_of
+from rollmesh.chat.images import ImageRefusedError, Placeholder, PlacementError
+from rollmesh.chat.messages import MessageGroup, RenderContext
+from rollmesh.chat.templates.continuation import Continuation, Seen
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.profile import REWRITING
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.templates.windows import TemplateRefusedError
+from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.gateway.deps import Deps
+from rollmesh.gateway.session import Session, TurnRequest
+from rollmesh.gateway.tree import Bookmark, Match, Node
+from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
+from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
+from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as tokens, ending with the opened turn of the model."""
+
+    match: Match
+    """The node from which it continues the tree, with its fidelity reasons."""
+    new_groups: list[tuple[MessageGroup, TokenIds]]
+    """Message groups that the tree does not hold, each with the ids it adds."""
+    new_images: list[tuple[Placeholder, ...]]
+    """Where the images of each of these groups are in its ids."""
+    generation_prompt: TokenIds
+    """Ids between the last group and the sampled ids."""
+    seen: Seen | None
+    """State of the template's render to store with the last group."""
+
+    def placeholders(self) -> list[Placeholder]:
+        """Returns where the images are in the complete prompt, in order."""
+        found, start = self.match.node.placeholders(), self.match.node.end
+        for (_, ids), images in zip(self.new_groups, self.new_images, strict=True):
+            found += (one._replace(offset=one.offset + start) for one in images)
+            start += len(ids)
+        return found
+
+    def ids(self) -> TokenIds:
+        """Returns the complete prompt, uint32 [N]."""
+        parts = self.match.node.context()
+        for _, ids in self.new_groups:
+            parts.append(ids)
+        return np.concatenate([*parts, self.generation_prompt])
+
+
+def build_prompt(
+    continuation: Continuation,
+    special_text: SpecialText,
+    match: Match,
+    groups: list[MessageGroup],
+    render_context: RenderContext,
+    *,
+    rewrite: bool,
+    check: Callable[[list[str]], None] = lambda _: None,
+) -> Prompt:
+    """Returns the prompt of a turn. If the template is append-only, only the new text costs time.
+
+    If the template would now render the tree's messages differently, the prompt carries
+    TEMPLATE_REWRITE. It keeps the tree's ids anyway, or with `rewrite` leaves the tree at the first
+    difference and uses the ids of the new render.
+
+    Args:
+        continuation: Continues conversations with the model's template.
+        special_text: Decides how the template sees text from outside.
+        match: The node from which the request continues the tree.
+        groups: All message groups of the request.
+        render_context: Tools and template options that are rendered with the groups.
+        rewrite: Whether to leave the tree for the template's new render.
+        check: Called with printed texts before they are tokenised. Its exceptions propagate.
+
+    Raises:
+        TemplateRenderError: The template refuses a group.
+        TemplateRefusedError: It cannot be continued exactly under the render_context's options.
+        InvalidMessagesError: The text spells a special token, and such text is refused.
+        PlacementError: The template does not show the images of a group, or text spells one.
+        ImageRefusedError: The model cannot take an image of that size.
+    """
+    path, new = match.node.path(), groups[match.depth :]
+    shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
+    if spelled:
+        match = match._replace(
+            reasons=match.reasons | {trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT}
+        )
+    fresh = continuation.token_ids(shown, match.depth, shown_context, check)
+    generation_prompt = continuation.generation_prompt(groups, render_context)
+    if fresh:
+        fresh[0] = continuation.after(match.node, fresh[0])
+    else:
+        generation_prompt = continuation.after(match.node, generation_prompt)
+    show = special_text.show
+    at, seen = continuation.compare(path, new, shown_context, [*fresh, generation_prompt], show)
+    if at is not None:
+        match = match._replace(
+            reasons=match.reasons | {trajectory_pb2.FIDELITY_REASON_TEMPLATE_REWRITE}
+        )
+        printed = continuation.reprint(path[:at], groups, shown_context, show) if rewrite else None
+        if printed is not None:
+            fresh, generation_prompt = printed
+            match = Match(_parent(match.node, path, at), at, match.reasons)
+    # The ids that close a cut answer belong to the next group, so there must be one.
+    new_groups = list(zip(groups[match.depth :], fresh, strict=True))
+    new_images = [continuation.places(group, ids) for group, ids in new_groups]
+    return Prompt(match, new_groups, new_images, generation_prompt, seen if fresh else None)
+
+
+def _parent(node: Node, path: list[Node], at: int) -> Node:
+    parent = path[at].parent if at < len(path) else node
+    assert parent is not None
+    return parent
+
+
+# Turns a chat request into tokens: the tree's, and the tokens that the template adds.
+
+_INLINE_CHARS, _INLINE_GROUPS = 4_096, 64
+"""A prompt with less new text, in a shorter conversation, is made on the event loop: it takes less
+than a millisecond, and a thread would cost as much."""
+_SHORT_CHARS = 16_384  # tokenised in about 3 ms; longer text has its own threads
+_MESSAGE_CHARS = 64  # rendered around a message, at least in time
+_COMPARED_BYTES, _COMPARED_GROUPS = 262_144, 256
+"""More messages are compared with the tree in a thread. Fewer take about a millisecond."""
+_COMPARED_CHILDREN = 256
+"""So is every message of a session in which a node has more children than this."""
+_LIKELY_CHARS = 4
+"""Text with at most this many characters per token of room is tokenised at once, not in chunks."""
+_CHUNK_CHARS = 65_536
+_CUT_TOKENS = 64
+
+_REFUSALS = (
+    TemplateRenderError,
+    TemplateRefusedError,
+    SpecialTextError,
+    PlacementError,
+    ImageRefusedError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt as engines take it, and its place in the tree."""
+
+    prompt: Prompt
+    packed: bytes
+    """The complete prompt in the engine's format."""
+    length: int
+    """Number of prompt ids."""
+    crc32: int
+    """CRC-32 that the engine must report for the prompt it received."""
+    inside_reasoning: bool
+    """Whether the generation prompt opens the reasoning."""
+    constraint: engine_pb2.Constraint | None
+    """Structured-output constraint of the answer."""
+    bad_sequences: list[list[int]]
+    """Id sequences that the answer must not contain."""
+    images: list[Placeholder]
+    """Where the images are in the prompt, in order."""
+
+
+def begin_prompt(
+    deps: Deps, session: Session, request: TurnRequest
+) -> "asyncio.Future[PromptTokens]":
+    """Starts turning a request into tokens. A short one is finished when this returns.
+
+    The search in the tree starts where the earlier request of the conversation led, if that is
+    known. If many messages are left to compare, they are compared in a thread.
+
+    Raises:
+        RollmeshError: The request has no prompt. The future may also raise it.
+    """
+    tree, conversation = session.tree, request.conversation
+    context = replace(request.settings.render_context, now=session.spec.opened_unix_ms // 1000)
+    groups, earlier = conversation.groups, conversation.earlier
+    start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
+    changes, owner = tree.changes, session.spec.session_id
+    loop = asyncio.get_running_loop()
+    known_bytes = earlier.size if earlier is not None and start.match.depth else 0
+    if (
+        conversation.size - known_bytes < _COMPARED_BYTES
+        and len(groups) - start.match.depth < _COMPARED_GROUPS
+        and tree.widest <= _COMPARED_CHILDREN
+    ):
+        match, bookmark = tree.search(start, groups)
+        tree.keep(context, conversation.digest, bookmark)
+        chars = _new_chars(match, context, groups)
+        if chars > _SHORT_CHARS:
+            work = partial(_prepare_long, deps, match, request, context)
+            return deps.workers.run_long(owner, work)
+        rewrites = deps.continuation.profile.findings & REWRITING  # renders all of it
+        if chars > _INLINE_CHARS or len(groups) > _INLINE_GROUPS or rewrites:
+            return deps.workers.run(partial(_prepare, deps, match, request, context))
+        prompt: asyncio.Future[PromptTokens] = loop.create_future()
+        prompt.set_result(_prepare(deps, match, request, context))
+        return prompt
+
+    def keep(bookmark: Bookmark) -> None:
+        if tree.changes == changes:
+            tree.keep(context, conversation.digest, bookmark)
+
+    def search_and_prepare() -> PromptTokens:
+        match, bookmark = tree.search(start, groups)
+        loop.call_soon_threadsafe(keep, bookmark)
+        return _prepare_long(deps, match, request, context)
+
+    return deps.workers.run_long(owner, search_and_prepare)
+
+
+def _prepare_long(
+    deps: Deps, match: Match, request: TurnRequest, context: RenderContext
+) -> PromptTokens:
+    """Prepares a request with much new text, unless the text cannot fit into the context."""
+    groups = request.conversation.groups
+    texts = (message.content for group in groups[match.depth :] for message in group)
+    _check_fits(deps, match, texts)
+    return _prepare(deps, match, request, context)
+
+
+def _check_fits(deps: Deps, match: Match, texts: Iterable[str]) -> None:
+    """Checks text that follows a node before it is tokenised as a whole.
+
+    Raises:
+        ContextLengthExceededError: It cannot fit into the context.
+    """
+    room = deps.max_context_tokens - match.node.end
+    least = least_tokens(texts, room, deps.tokenizer)
+    if least > room:
+        raise _too_long(deps, f"at least {match.node.end + least}", match.node.end + least)
+
+
+def _check_printed(deps: Deps, match: Match, texts: Sequence[str]) -> None:
+    """Checks printed text as `_check_fits`. A short one is tokenised and counted exactly."""
+    if sum(map(len, texts)) > _SHORT_CHARS:
+        _check_fits(deps, match, texts)
+
+
+def _prepare(
+    deps: Deps, match: Match, request: TurnRequest, context: RenderContext
+) -> PromptTokens:
+    """Tokenises the part of a request that the tree lacks. May run in a worker thread."""
+    groups, settings = request.conversation.groups, request.settings
+    try:
+        prompt = build_prompt(
+            deps.continuation,
+            deps.special_text,
+            match,
+            groups,
+            context,
+            rewrite=deps.config.history == "rewrite",
+            check=partial(_check_printed, deps, match),
+        )
+    except _REFUSALS as error:
+        raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+    opening = deps.answer_format.opening
+    inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
+    ids = prompt.ids()
+    packed = pack_ids(ids)
+    return PromptTokens(
+        prompt,
+        packed,
+        len(ids),
+        zlib.crc32(packed),
+        inside,
+        constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside),
+        bad_sequences(settings.bad_words, deps.tokenizer),
+        prompt.placeholders() if request.conversation.images else [],
+    )
+
+
+def sampling_of(
+    deps: Deps, request: TurnRequest, prompt: PromptTokens
+) -> sampling_pb2.SamplingParams:
+    """Returns the sampling parameters for the engine.
+
+    Raises:
+        ContextLengthExceededError: The prompt leaves no room for an answer, or less than the
+            request asks for.
+    """
+    room = deps.max_context_tokens - prompt.length
+    if room < 1:
+        raise _too_long(deps, str(prompt.length), prompt.length)
+    wanted = request.sampling.max_tokens
+    if request.settings.max_tokens_must_fit and wanted > room:
+        raise ContextLengthExceededError(
+            "sampling.max_tokens",
+            f"is {wanted}, and the prompt of {prompt.length} tokens leaves room for {room}; "
+            "give less, or reduce the length of the messages",
+            max_tokens=deps.max_context_tokens,
+            prompt_tokens=prompt.length,
+            wanted_tokens=wanted,
+        )
+    sampling = sampling_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    if not sampling.ignore_eos:
+        sampling.stop_token_ids.extend(deps.continuation.stop_ids)
+    sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
+    for ids in prompt.bad_sequences:
+        sampling.bad_sequences.add(token_ids=ids)
+    return sampling
+
+
+def _too_long(deps: Deps, said: str, prompt_tokens: int) -> ContextLengthExceededError:
+    return ContextLengthExceededError(
+        "messages",
+        f"This model's maximum context length is {deps.max_context_tokens} tokens. "
+        f"However, your messages resulted in {said} tokens. "
+        "Please reduce the length of the messages.",
+        max_tokens=deps.max_context_tokens,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> int:
+    """Returns a lower bound of the number of tokens in texts, or 0 if they probably fit.
+
+    Tokenising time is proportional to the text. Text that is far too long is therefore counted
+    chunk by chunk until it is known not to fit, so the cost is bounded by the context, not by the
+    text. A cut between two chunks may add tokens, so a margin is subtracted from each chunk.
+
+    Args:
+        texts: Approximate content of the prompt.
+        room: Number of tokens that fit.
+        tokenizer: Tokenizer of the model.
+    """
+    stripped = [text.strip() for text in texts]
+    if sum(map(len, stripped)) <= _LIKELY_CHARS * max(room, 1):
+        return 0
+    least = 0
+    for text in stripped:
+        for at in range(0, len(text), _CHUNK_CHARS):
+            ids = tokenizer.encode(text[at : at + _CHUNK_CHARS])
+            least += max(len(ids) - _CUT_TOKENS, 0)
+            if least > room:
+                return least
+    return least
+
+
+def _new_chars(match: Match, context: RenderContext, groups: list[MessageGroup]) -> int:
+    """Returns the approximate size of the text that the tree does not hold, characters."""
+    size = len(context.options_json)
+    if not match.depth:
+        size += len(context.tools_json)
+    for group in groups[match.depth :]:
+        for message in group:
+            size += _MESSAGE_CHARS + len(message.content) + len(message.reasoning)
+            size += len(message.name) + len(message.tool_call_id)
+            for one in message.tool_calls:
+                size += len(one.id) + len(one.name) + len(one.arguments)
+    return size

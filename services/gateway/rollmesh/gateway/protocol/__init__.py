@@ -1,4 +1,0 @@
-"""Converts between the messages of `rollmesh.v1` and the gateway's own types.
-
-May import `conversation`.
-"""

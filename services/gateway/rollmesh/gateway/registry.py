@@ -1,0 +1,935 @@
+"""The sessions of one journal: opening, turns, retries, closing, and the way to the collector."""
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import hmac
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from functools import partial
+
+from google.protobuf import json_format
+
+from rollmesh.gateway import journal, metrics, outbox
+from rollmesh.gateway.deps import Deps, new_tree
+from rollmesh.gateway.export import check_close, record_bytes, trajectory_ends, trajectory_id
+from rollmesh.gateway.journal import (
+    DamagedSessionError,
+    Journal,
+    KeyRevision,
+    StoredSession,
+    check_names,
+    read_revisions,
+    store_revision,
+)
+from rollmesh.gateway.outbox import Close, Outbox, damaged_error, dead_letter
+from rollmesh.gateway.responses import (
+    events_of,
+    write_answer,
+    write_begun,
+    write_deltas,
+    write_prompt,
+)
+from rollmesh.gateway.session import (
+    Answered,
+    GroupName,
+    Session,
+    SessionSpec,
+    Turn,
+    TurnRequest,
+)
+from rollmesh.gateway.tree import Node
+from rollmesh.gateway.turn import run_turn, tokens_of
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    GroupSizeError,
+    RepeatConflictError,
+    RollmeshError,
+    SessionClosedError,
+    SessionKeyWrongError,
+    SessionUnknownError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.repeats import digest_of
+from rollmesh.runtime.tasks import begun
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+
+# A close and its repeats: their digests and errors.
+
+
+def digest_of_close(request: gateway_pb2.CloseSessionRequest) -> bytes:
+    """Returns the digest that identifies a repeat of a close. It excludes the session key."""
+    body = gateway_pb2.CloseSessionRequest()
+    body.CopyFrom(request)
+    body.ClearField("session_key")
+    return digest_of(body)
+
+
+def check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
+    """Checks that a repeated close is the first one.
+
+    Raises:
+        RepeatConflictError: It has another outcome, other rewards or metadata.
+    """
+    if first != digest:
+        raise RepeatConflictError(
+            f"session {session_id} was already closed with another outcome, rewards or metadata, "
+            "which were kept; change its rewards with SetRewards at the collector",
+            session_id=session_id,
+        )
+
+
+def closed_error(session_id: str) -> SessionClosedError:
+    """Returns the error of a session that is closed."""
+    return SessionClosedError(
+        f"session {session_id} is closed; open another", session_id=session_id
+    )
+
+
+# Ends turns before they are committed: their clients disconnect, or their session closes.
+
+
+async def end_turns(session: Session, error: RollmeshError) -> None:
+    """Ends the turns that are being sampled with an error, and waits for commits."""
+    committing: list[asyncio.Task[None]] = []
+    for turn in list(session.in_flight):
+        if not turn.committing:
+            session.cancel(turn, error)
+        elif turn.task is not None:
+            committing.append(turn.task)
+    if committing:
+        await asyncio.wait(committing)
+
+
+# Sizes of the groups that have open sessions. All sessions of a group must give the same size.
+#
+# Once none is open, the collector decides.
+
+
+class GroupSizes:
+    """The sizes of the groups with open sessions."""
+
+    def __init__(self) -> None:
+        """Starts without groups."""
+        self._sizes: dict[GroupName, int] = {}
+        self._open: dict[GroupName, int] = {}
+        """Number of open sessions, by group."""
+
+    def check(self, spec: SessionSpec) -> None:
+        """Checks the size that a new session gives for its group.
+
+        Raises:
+            GroupSizeError: Another session of the group gave a different size.
+        """
+        known = self._sizes.get(spec.group, spec.group_size) if spec.group else spec.group_size
+        if known != spec.group_size:
+            raise GroupSizeError(
+                "group_size",
+                f"is {spec.group_size}, and group {spec.group_id!r} of run {spec.run_id!r} has "
+                f"{known}; give all its sessions one, and each run a run_id",
+            )
+
+    def add(self, spec: SessionSpec) -> None:
+        """Records a group's session that is opened."""
+        if spec.group:
+            self._sizes.setdefault(spec.group, spec.group_size)
+            self._open[spec.group] = self._open.get(spec.group, 0) + 1
+
+    def remove(self, spec: SessionSpec) -> None:
+        """Forgets a group's session that is no longer open."""
+        if spec.group in self._open:
+            self._open[spec.group] -= 1
+            if not self._open[spec.group]:
+                del self._open[spec.group], self._sizes[spec.group]
+
+
+# Records in the journal which answers were sent. Retries depend on it after a restart.
+
+_log = logging.getLogger(__name__)
+_INTERVAL_S = 0.2
+_MAX_PENDING = 4096
+
+
+class SentAnswers:
+    """The answers that were sent completely and are not recorded yet.
+
+    They are written in batches, and no request waits for that. An answer may stay unrecorded: the
+    process is killed, or the journal cannot be written. After a restart it counts as lost, so an
+    equal request gets it again and no sample is lost.
+    """
+
+    def __init__(self, store: Journal) -> None:
+        """Starts without answers. `store` is where they are recorded."""
+        self._journal = store
+        self._pending: deque[tuple[Session, int]] = deque(maxlen=_MAX_PENDING)
+        self._added = asyncio.Event()
+
+    def add(self, session: Session, turn: Turn) -> None:
+        """Adds the answer of a turn. The oldest one is dropped if too many wait to be written."""
+        turn.sent = True
+        self._pending.append((session, turn.node_id))
+        self._added.set()
+
+    async def run(self) -> None:
+        """Records answers until it is cancelled when the gateway stops."""
+        while True:
+            await self._added.wait()
+            await asyncio.sleep(_INTERVAL_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Records the answers, except answers of closed sessions and continued answers.
+
+        A continued answer has been received, and no request can retry one of a closed session.
+        """
+        self._added.clear()
+        rows = [
+            (session.spec.session_id, node_id)
+            for session, node_id in self._pending
+            if not (session.closing or session.tree.nodes[node_id].children)
+        ]
+        self._pending.clear()
+        if not rows:
+            return
+        try:
+            await self._journal.run(lambda tx: journal.insert_sent(tx, rows))
+        except RollmeshError as error:
+            _log.warning(
+                "recording sent answers failed, retries may repeat them",
+                extra=fields(count=len(rows), error=str(error)),
+            )
+
+
+# Session keys, each of which grants access to one session only.
+#
+# A key is derived from the session's id, the journal's secret and the key's revision. So keys need
+# not be stored, a repeated CreateSession returns the same key, and a gateway that takes over the
+# journal accepts it. To end a key is to count its revision up.
+
+_FIRST = KeyRevision(0, "")
+
+
+class SessionKeys:
+    """The keys of one journal's sessions. Everything here runs on the event loop."""
+
+    def __init__(self, store: Journal, tasks: asyncio.TaskGroup) -> None:
+        """Takes the journal and the owner of its writes. `restore` must be called first."""
+        self._journal = store
+        self._tasks = tasks
+        self._revisions: dict[str, KeyRevision] = {}
+        self._ending = asyncio.Lock()
+
+    async def restore(self) -> None:
+        """Reads the revisions from the journal."""
+        self._revisions = await self._journal.read(read_revisions)
+
+    def key(self, session_id: str) -> str:
+        """Returns the current key of a session: `rmk-<session id>-<43 characters>`."""
+        return self._derive(session_id, self._revisions.get(session_id, _FIRST).number)
+
+    def check(self, session_id: str, key: str) -> None:
+        """Checks a key in constant time.
+
+        Raises:
+            SessionKeyWrongError: The key is empty, was ended, or is not the key of this session.
+        """
+        if not hmac.compare_digest(key.encode(), self.key(session_id).encode()):
+            problem = "does not open this session" if key else "is empty"
+            raise SessionKeyWrongError(
+                f"session_key: {problem}; give the key that CreateSession returned with the id, "
+                "or the one that followed it"
+            )
+
+    async def revoke(self, session_id: str, key: str, request_id: str) -> str:
+        """Ends a key and returns its successor, once that is durable.
+
+        A caller that leaves does not stop it: the journal and this process must agree.
+
+        Raises:
+            SessionKeyWrongError: The key is not the current one, and this is no repeat.
+            RepeatConflictError: The request id ended another key of the session.
+        """
+        return await asyncio.shield(begun(self._tasks, self._revoke(session_id, key, request_id)))
+
+    async def _revoke(self, session_id: str, key: str, request_id: str) -> str:
+        async with self._ending:
+            revision = self.next_revision(session_id, key, request_id)
+            if revision is not None:
+                await self._store(session_id, revision)
+            return self.key(session_id)
+
+    async def end(self, session_id: str, request_id: str) -> None:
+        """Ends the current key and returns once that is durable.
+
+        A repeat of the call that ended the last key changes nothing. A caller that leaves does not
+        stop it.
+
+        Args:
+            session_id: Id of the session.
+            request_id: Identifies a repeat. May be empty.
+        """
+        await asyncio.shield(begun(self._tasks, self._end(session_id, request_id)))
+
+    async def _end(self, session_id: str, request_id: str) -> None:
+        # An operator's id returns no key, so it must not equal any that `revoke` is given. Those
+        # have 128 characters at most.
+        digest = hashlib.sha512(request_id.encode()).hexdigest()
+        ended_by = f"operator:{digest}"
+        async with self._ending:
+            number, last = self._revisions.get(session_id, _FIRST)
+            if not (request_id and ended_by == last):
+                await self._store(session_id, KeyRevision(number + 1, ended_by))
+
+    async def _store(self, session_id: str, revision: KeyRevision) -> None:
+        await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
+        self._revisions[session_id] = revision
+
+    def next_revision(self, session_id: str, key: str, request_id: str) -> KeyRevision | None:
+        """Returns the revision that follows if a key is ended, or None for a repeat.
+
+        Args:
+            session_id: Id of the session.
+            key: The key to end.
+            request_id: Identifies a repeat. May be empty.
+
+        Raises:
+            SessionKeyWrongError: The key is not the current one, and this is no repeat.
+            RepeatConflictError: The request id ended another key of the session.
+        """
+        number, ended_by = self._revisions.get(session_id, _FIRST)
+        is_repeat = bool(request_id) and request_id == ended_by
+        if is_repeat:
+            ended = self._derive(session_id, number - 1)
+            if hmac.compare_digest(key.encode(), ended.encode()):
+                return None
+        self.check(session_id, key)
+        if is_repeat:
+            raise RepeatConflictError(
+                f"request_id: {request_id!r} ended another key of the session; "
+                "give another id to end this one"
+            )
+        return KeyRevision(number + 1, request_id)
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        """Forgets the revisions of sessions that the journal does not know any more."""
+        for session_id in session_ids:
+            self._revisions.pop(session_id, None)
+
+    def _derive(self, session_id: str, number: int) -> str:
+        derived_from = f"{session_id}/{number}" if number else session_id
+        digest = hmac.digest(self._journal.secret, derived_from.encode(), hashlib.sha256)
+        return f"rmk-{session_id}-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
+
+
+_RETRY_MS = 1000
+_LOST_IDS = 1024
+"""Upper bound of a session's turns that had started to stream and were lost with the process."""
+
+
+class Registry:
+    """The sessions of one journal. Everything here runs on the event loop."""
+
+    def __init__(
+        self,
+        deps: Deps,
+        store: Journal,
+        outbox: Outbox,
+        tasks: asyncio.TaskGroup,
+        groups: GroupSizes,
+    ) -> None:
+        """Starts without sessions. Call `restore` to load the journal's.
+
+        Args:
+            deps: What turns are run with.
+            store: The journal.
+            outbox: The journal's closed sessions.
+            tasks: Owns the turns.
+            groups: Sizes of the groups, of all journals.
+        """
+        self.deps = deps
+        """What turns are run with."""
+        self.tasks = tasks
+        """Owns the turns."""
+        self.journal = store
+        """Where its sessions are stored."""
+        self.outbox = outbox
+        """Its closed sessions on their way to the collector."""
+        self._groups = groups
+        self._new_tree = partial(new_tree, deps.continuation)
+        self._sessions: dict[str, Session] = {}
+        self._by_request_id: dict[str, SessionSpec] = {}
+        self._closed: set[str] = set()
+        self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
+        self._opens = 0
+        """Number of new sessions that are being written to the journal."""
+        self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
+        """Closes that are being written to the journal, each with the digest of its request."""
+        self._refusal: RollmeshError | None = None
+        self._empty_since_ms: int | None = None
+        self.over = asyncio.Event()
+        """Set when the journal was given up or lost."""
+        self.sent = SentAnswers(store)
+        self.keys = SessionKeys(store, tasks)
+        outbox.forgotten = self._forget_closes
+
+    @property
+    def live_sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    @property
+    def booked_sessions(self) -> int:
+        """Number of open sessions, including sessions that are being opened."""
+        return len(self._sessions) + self._opens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether turns run, or sessions are being opened or closed."""
+        in_flight = any(session.in_flight for session in self._sessions.values())
+        return in_flight or bool(self._opens or self._closing)
+
+    def empty_ms(self) -> int:
+        """Returns how long the journal has had no sessions, as far as anybody looked."""
+        now_ms = clock.monotonic_ms()
+        if self._sessions or self.outbox.undelivered or self.outbox.dead or self.is_busy:
+            self._empty_since_ms = None
+            return 0
+        self._empty_since_ms = self._empty_since_ms or now_ms
+        return now_ms - self._empty_since_ms
+
+    async def restore(self) -> None:
+        """Rebuilds the open sessions from the journal.
+
+        Raises:
+            StoreError: The journal has open sessions of a model with another name.
+        """
+        sessions, damaged = await self.journal.read(
+            lambda tx: journal.read_open(tx, self._new_tree)
+        )
+        check_names([stored.spec.model for stored in sessions], self.deps.config.model)
+        for stored in sessions:
+            self.reopen(stored)
+        self._closed |= await self.journal.read(outbox.read_closes)
+        await self.keys.restore()
+        await self.outbox.restore()
+        await self.outbox.set_aside(
+            [
+                dead_letter(
+                    id_,
+                    gateway_pb2.DEAD_LETTER_REASON_DAMAGED,
+                    DamagedSessionError(message),
+                )
+                for id_, message in damaged.items()
+            ]
+        )
+        _log.info(
+            "sessions were restored",
+            extra=fields(
+                journal=self.journal.journal_id,
+                open=len(sessions),
+                closed=len(self._closed),
+                dead_letters=len(self.outbox.dead),
+            ),
+        )
+
+    def reopen(self, stored: StoredSession) -> None:
+        """Adds a session from the journal to the open sessions."""
+        stored.tree.skip_ids(_LOST_IDS)
+        session = Session(stored.spec, stored.tree, images=stored.images)
+        for node_id, record in stored.answers.items():
+            answered = Answered(stored.tree.nodes[node_id], record)
+            session.restore(answered, sent=node_id in stored.sent)
+        self._sessions[stored.spec.session_id] = session
+        self._groups.add(stored.spec)
+        if stored.spec.request_id:
+            self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
+
+    def refuse(self, error: RollmeshError) -> None:
+        """Refuses new sessions and turns from now on. The first error counts."""
+        self._refusal = self._refusal or error
+
+    def abandon(self, error: RollmeshError) -> None:
+        """Gives up the sessions: their turns end, and the store refuses those being committed."""
+        self._refusal = error
+        for session in self._sessions.values():
+            for turn in list(session.in_flight):
+                if not turn.committing:
+                    session.cancel(turn, error)
+
+    def leave(self) -> None:
+        """Leaves the sessions to another gateway: their groups are no longer this one's."""
+        for session in self._sessions.values():
+            self._groups.remove(session.spec)
+        self._groups = GroupSizes()
+
+    def session(self, session_id: str) -> Session:
+        """Returns an open session.
+
+        Raises:
+            SessionClosedError: The session is closed.
+            SessionUnknownError: There is no session with this id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.closing:
+            if session is not None or session_id in self._closed:
+                raise closed_error(session_id)
+            if session_id in self.outbox.dead:
+                raise damaged_error(session_id)
+            raise SessionUnknownError(
+                f"session_id: there is no session {session_id!r}; "
+                "give the id that CreateSession returned",
+                session_id=session_id,
+            )
+        return session
+
+    def opened(self, request_id: str) -> asyncio.Future[SessionSpec] | None:
+        """Returns the open session that a request id opened, maybe while it is being written."""
+        opening = self._opening.get(request_id)
+        spec = self._by_request_id.get(request_id)
+        if opening is None and spec is not None:
+            opening = asyncio.get_running_loop().create_future()
+            opening.set_result(spec)
+        return opening
+
+    async def create(self, request: gateway_pb2.CreateSessionRequest) -> SessionSpec:
+        """Opens a session.
+
+        Raises:
+            SessionClosedError: The session opened by the same request id is closed.
+            InvalidFieldError: The group has another size.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        session_id = self.journal.journal_id + secrets.token_hex(12)
+        spec = SessionSpec(
+            session_id=session_id,
+            opened_unix_ms=clock.unix_ms(),
+            model=self.deps.config.model,
+            request_id=request.request_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            group_size=request.group_size or 1,
+            sampling=json_format.MessageToJson(request.sampling, indent=None),
+            sampling_policy=request.sampling_policy or sampling_pb2.SAMPLING_POLICY_AGENT,
+            metadata=dict(request.metadata),
+            finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
+            export_mode=request.export_mode or gateway_pb2.EXPORT_MODE_LEAVES,
+            purpose=request.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
+            run_id=request.run_id,
+        )
+        self._groups.check(spec)
+        self._groups.add(spec)
+        opening = begun(self.tasks, self._open(spec))
+        if spec.request_id:
+            self._opening[spec.request_id] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
+        self._opens += 1
+        opening.add_done_callback(lambda done: self._count_opened(done, spec))
+        return await asyncio.shield(opening)
+
+    def _count_opened(self, opening: asyncio.Future[SessionSpec], spec: SessionSpec) -> None:
+        self._opens -= 1
+        if opening.cancelled() or opening.exception() is not None:
+            self._groups.remove(spec)
+
+    async def _open(self, spec: SessionSpec) -> SessionSpec:
+        await self.journal.run(lambda tx: journal.insert_session(tx, spec))
+        self._sessions[spec.session_id] = Session(spec, self._new_tree())
+        if spec.request_id:
+            self._by_request_id[spec.request_id] = spec
+        await faults.reach("gateway-after-open")
+        return spec
+
+    def begin(self, session: Session, request: TurnRequest) -> Turn:
+        """Begins the turn of a request.
+
+        Raises:
+            RollmeshError: The session is closed, or the gateway is about to stop.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if session.closing:  # it may have closed while a thread read the request
+            raise closed_error(session.spec.session_id)
+        turn = session.begin(request)
+        for name in request.settings.ignored:
+            metrics.IGNORED_SAMPLING.labels(name).inc()
+        turn.task = self.tasks.create_task(self._run(session, turn, request))
+        # Not inside the task: a task that is cancelled before its first step never runs.
+        turn.task.add_done_callback(partial(session.end_cancelled, turn))
+        return turn
+
+    async def withdraw(self, session: Session, answer_id: str) -> None:
+        """Withdraws an answer: it is no longer found by its id, and is still trained.
+
+        Raises:
+            AnswerUnknownError: The session does not have it, or it was withdrawn.
+            RollmeshError: It could not be stored.
+        """
+        answered = session.find_answer(answer_id)
+        receipt = dataclasses.replace(answered.receipt, is_withdrawn=True)
+        session_id = session.spec.session_id
+        await self.journal.run(
+            lambda tx: journal.update_answer(tx, session_id, answered.node, receipt)
+        )
+        if (turn := session.answers.get(answer_id)) is not None:
+            turn.outcome = dataclasses.replace(answered, receipt=receipt)
+
+    async def mark_replayed(self, session: Session, node: Node) -> None:
+        """Records that one sample answered more than one request.
+
+        The mark is informational. If it cannot be stored, the committed answer is sent anyway.
+        """
+        if trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
+            return
+        node.reasons |= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
+        session_id = session.spec.session_id
+        try:
+            await self.journal.run(lambda tx: journal.update_reasons(tx, session_id, node))
+        except RollmeshError as error:  # the next replay tries again
+            node.reasons -= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
+            _log.warning(
+                "recording a replay failed, the next replay will try again",
+                extra=fields(session_id=session_id, error=str(error)),
+            )
+
+    async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
+        """Closes a session and adds it to the outbox. A repeated close returns the same ids.
+
+        Raises:
+            SessionUnknownError: There is no session with this id.
+            InvalidFieldError: A reward refers to something the session does not have. The session
+                stays open.
+            RepeatConflictError: It was closed with another outcome, other rewards or metadata.
+        """
+        session_id, digest = request.session_id, digest_of_close(request)
+        if session_id in self._closed:
+            first, leaves = await self.journal.run(lambda tx: outbox.read_close(tx, session_id))
+            check_repeat(session_id, first, digest)
+            return [trajectory_id(session_id, leaf) for leaf in leaves]
+        if session_id not in self._closing:
+            session = self.session(session_id)
+            closing = begun(self.tasks, self._close(session, request, digest))
+            self._closing[session_id] = digest, closing
+            closing.add_done_callback(lambda _: self._closing.pop(session_id))
+        first, closing = self._closing[session_id]
+        check_repeat(session_id, first, digest)
+        return await asyncio.shield(closing)
+
+    async def _close(
+        self, session: Session, request: gateway_pb2.CloseSessionRequest, digest: bytes
+    ) -> list[str]:
+        check_close(session, request.rewards)
+        session.closing = True
+        try:
+            await end_turns(session, closed_error(request.session_id))
+            # Check again: a turn that was being committed may have extended a leaf.
+            check_close(session, request.rewards)
+            session_id, closed_ms = request.session_id, clock.unix_ms()
+            orphans, size = session.mark_orphans(), record_bytes(session)
+            stored = request.SerializeToString()
+            if size <= outbox.MOST_AT_CLOSE:
+                stored = await asyncio.to_thread(
+                    outbox.stored_close, session.spec, session.tree, request, closed_ms
+                )
+            close = Close(
+                session_id,
+                stored,
+                digest,
+                closed_ms,
+                size,
+                trajectory_ends(session),
+                orphans,
+            )
+            await self.journal.run(lambda tx: outbox.close_session(tx, close))
+        except BaseException:
+            session.closing = False
+            raise
+        await faults.reach("gateway-after-close")
+        self._closed.add(session_id)
+        self._forget(session)
+        self.outbox.added()
+        return [trajectory_id(session_id, leaf) for leaf in close.leaves]
+
+    def unused_since(self, time_ms: int) -> Iterator[Session]:
+        """Yields the open sessions that have not been used since a time of the monotonic clock.
+
+        Each session is checked only when the iterator reaches it: closing earlier ones takes time.
+        """
+        for session in list(self._sessions.values()):
+            if not (session.in_flight or session.closing) and session.used_ms <= time_ms:
+                yield session
+
+    async def retry_dead_letter(self, session_id: str) -> None:
+        """Revives a session: a closed one is sent again, an open one is reopened.
+
+        Raises:
+            SessionUnknownError: It is not a dead letter.
+            SessionDamagedError: It still cannot be read, and stays a dead letter.
+        """
+        stored = await self.outbox.revive(session_id, self._new_tree)
+        if stored is not None:
+            self.reopen(stored)
+
+    async def set_aside(self, session: Session, error: Exception) -> None:
+        """Makes an open session a dead letter, because an error of its own prevents its close.
+
+        Raises:
+            RollmeshError: The journal cannot be written. The session stays open.
+        """
+        unexportable = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+        letter = dead_letter(session.spec.session_id, unexportable, error)
+        session.closing = True
+        try:
+            await self.outbox.set_aside([letter])
+        except BaseException:
+            session.closing = False
+            raise
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.pop(session.spec.session_id, None) is not None:
+            self._groups.remove(session.spec)
+        if self._by_request_id.get(session.spec.request_id) is session.spec:
+            del self._by_request_id[session.spec.request_id]
+        self.deps.leases.forget(session.spec.session_id)
+
+    def _forget_closes(self, session_ids: list[str]) -> None:
+        self._closed.difference_update(session_ids)
+        self.keys.forget(session_ids)
+
+    async def stop(self) -> None:
+        """Ends the running turns, waits for those being committed, and records sent answers."""
+        error = ShuttingDownError(
+            "the gateway stopped; nothing was committed", retry_delay_ms=_RETRY_MS
+        )
+        for session in list(self._sessions.values()):
+            await end_turns(session, error)
+        await self.sent.flush()
+
+    async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
+        """Runs one turn. Any outcome, including an unexpected error, ends it."""
+        try:
+            answered = await run_turn(self.deps, self.journal, session, turn, request)
+            if turn.joins > 1:  # checked here: a retry may join during the commit
+                await self.mark_replayed(session, answered.node)
+            metrics.committed(answered.node)
+            session.end(turn, answered)
+        except RollmeshError as error:
+            metrics.TURNS.labels(error.reason).inc()
+            session.end(turn, error)
+        except Exception as error:  # noqa: BLE001 - task edge: one turn must not end the others
+            _log.exception("turn failed", extra=fields(session_id=session.spec.session_id))
+            session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
+
+
+# Closes idle sessions with the turns they have.
+#
+# One without a turn takes no seat in its group. A client whose CreateSession got no answer may have
+# opened another session elsewhere, with which the group is complete.
+
+_CHECK_S = 60.0
+
+
+async def close_idle(registry: Registry, idle_ms: int) -> None:
+    """Closes sessions that have been idle for `idle_ms`. Runs until it is cancelled."""
+    while True:
+        for session in registry.unused_since(clock.monotonic_ms() - idle_ms):
+            _log.warning("session closed as idle", extra=fields(session_id=session.spec.session_id))
+            try:
+                await _close(registry, session)
+            except RollmeshError as error:  # retried in the next round
+                _log.warning(
+                    "closing an idle session failed, will retry",
+                    extra=fields(session_id=session.spec.session_id, error=str(error)),
+                )
+        await asyncio.sleep(min(idle_ms / 4000, _CHECK_S))
+
+
+async def _close(registry: Registry, session: Session) -> None:
+    """Closes a session, or sets it aside if it cannot be closed."""
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=session.spec.session_id,
+        outcome=session_pb2.SESSION_OUTCOME_ABORTED,
+        metadata={"closed_by": "idle"},
+        superseded=not session.tree.turns,
+    )
+    try:
+        await registry.close(request)
+    except RollmeshError:
+        raise
+    except Exception as error:  # noqa: BLE001 - affects only this session
+        await registry.set_aside(session, error)
+
+
+# Chat requests that wait for turns: joining them, and replying once the answers are durable.
+
+
+class ChatCall:
+    """A chat request, which waits for one turn for each of its choices.
+
+    The owner calls `leave` once the reply was sent, or will not be sent.
+    """
+
+    def __init__(self, registry: Registry, session: Session) -> None:
+        """Starts without turns. Takes the session and the registry that serves it."""
+        self._registry = registry
+        self._session = session
+        self._turns: list[Turn] = []
+        self._changed = asyncio.Event()
+        """Set when there is news of a turn."""
+
+    async def answers(self, choices: Sequence[TurnRequest]) -> gateway_pb2.ChatResponse:
+        """Returns the durable answers of all choices, in order.
+
+        Raises:
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
+            RollmeshError: An answer failed, and nothing of it was kept.
+        """
+        turns = await self._join(choices)
+        while (answered := self._answered(turns)) is None:
+            await self._changed.wait()
+        await faults.reach("gateway-before-reply")
+        response = gateway_pb2.ChatResponse()
+        for at, (one, choice) in enumerate(zip(answered, choices, strict=True)):
+            tokens = None
+            if choice.settings.returns_tokens:
+                prompt, tokens = await tokens_of(
+                    self._registry.deps, one.node, choice.settings.returns
+                )
+                if not at:
+                    response.prompt_token_ids_u32le = prompt
+            response.answers.append(write_answer(one, tokens))
+        for turn in turns:
+            turn.handed = True
+        return response
+
+    async def stream(
+        self, choices: Sequence[TurnRequest]
+    ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
+        """Yields the beginning and the deltas of each answer, and the answer once it is durable.
+
+        Raises:
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
+            RollmeshError: An answer failed, and nothing of it was kept.
+        """
+        turns, deps = await self._join(choices), self._registry.deps
+        streams: list[_ChoiceStream] = []
+        for turn, choice in zip(turns, choices, strict=True):
+            responses, told = turn.responses, False
+            if isinstance(turn.outcome, Answered):
+                responses = await self._replay(turn.outcome, choice)
+                told = choice.settings.returns_tokens
+            streams.append(_ChoiceStream(turn, choice, responses, told))
+            yield write_begun(turn.answer_id, turn.sampling, choice.choice)
+        is_prompted = False  # every choice begins with the same prompt
+        while streams:
+            self._changed.clear()
+            for stream in list(streams):
+                while stream.at < len(stream.responses):
+                    response = stream.responses[stream.at]
+                    stream.at += 1
+                    if response.HasField("prompt"):
+                        if is_prompted:
+                            continue
+                        is_prompted = True
+                    stream.told = stream.told or response.delta.HasField("tokens")
+                    yield response
+                outcome = stream.turn.outcome
+                if outcome is None:
+                    continue
+                if isinstance(outcome, RollmeshError):
+                    raise outcome
+                await faults.reach("gateway-before-reply")
+                settings = stream.choice.settings
+                if settings.returns_tokens and not stream.told:  # it was not sampled for a stream
+                    _, tokens = await tokens_of(deps, outcome.node, settings.returns)
+                    (late,) = write_deltas((), stream.choice.choice, tokens)
+                    if not stream.at:
+                        late.delta.prompt_tokens = stream.turn.prompt_tokens
+                    yield late
+                stream.turn.handed = True
+                yield gateway_pb2.StreamChatResponse(
+                    done=write_answer(outcome), choice_index=stream.choice.choice
+                )
+                self._registry.sent.add(self._session, stream.turn)
+                streams.remove(stream)
+                await faults.reach("gateway-after-reply")
+            if streams:
+                await self._changed.wait()
+
+    def leave(self, *, sent: bool) -> None:
+        """Ends the wait for all turns. The last request to leave a turn cancels it.
+
+        Args:
+            sent: Whether the complete reply was sent.
+        """
+        if sent and faults.is_armed("gateway-after-reply"):
+            begun(self._registry.tasks, faults.reach("gateway-after-reply"))
+        while self._turns:
+            turn = self._turns.pop()
+            if sent:
+                self._registry.sent.add(self._session, turn)
+            self._session.leave(turn, self._changed)
+
+    async def _join(self, choices: Sequence[TurnRequest]) -> list[Turn]:
+        """Joins the turns that the choices retry, begins the others, and returns all of them."""
+        registry, session = self._registry, self._session
+        session.used_ms = clock.monotonic_ms()
+        turns: list[Turn] = []
+        for choice in choices:
+            turn = session.find_turn(choice) or registry.begin(session, choice)
+            session.join(turn, choice, self._changed)
+            self._turns.append(turn)
+            turns.append(turn)
+        for turn in turns:
+            if isinstance(turn.outcome, Answered):
+                metrics.REPLAYED_ANSWERS.inc()
+                await registry.mark_replayed(session, turn.outcome.node)
+        return turns
+
+    def _answered(self, turns: Sequence[Turn]) -> list[Answered] | None:
+        """Returns all answers, or None while one is missing.
+
+        Raises:
+            RollmeshError: One failed.
+        """
+        self._changed.clear()
+        outcomes = [turn.outcome for turn in turns]
+        for outcome in outcomes:
+            if isinstance(outcome, RollmeshError):
+                raise outcome
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
+        return answered if len(answered) == len(outcomes) else None
+
+    async def _replay(
+        self, answered: Answered, choice: TurnRequest
+    ) -> list[gateway_pb2.StreamChatResponse]:
+        """Returns the stream of an answer that was complete when the request came."""
+        node, returns = answered.node, choice.settings.returns
+        assert node.sample is not None
+        responses, deltas = [], write_deltas(events_of(node.messages[0]), choice.choice)
+        if choice.settings.returns_tokens:
+            packed, tokens = await tokens_of(self._registry.deps, node, returns)
+            responses = [write_prompt(packed, choice.choice)] if packed else []
+            deltas = write_deltas((), choice.choice, tokens) + deltas
+        if deltas:
+            deltas[0].delta.prompt_tokens = node.sample.prompt_tokens
+        return responses + deltas
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _ChoiceStream:
+    """The stream of one choice, as far as it was sent."""
+
+    turn: Turn
+    choice: TurnRequest
+    responses: Sequence[gateway_pb2.StreamChatResponse]
+    told: bool
+    """Whether it had sampled tokens."""
+    at: int = 0
+    """Number of responses that were sent."""

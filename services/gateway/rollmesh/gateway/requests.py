@@ -1,0 +1,398 @@
+"""Reads chat requests: validates every field and fills in the session's defaults."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from google.protobuf import json_format
+
+from rollmesh.chat.canonical import fingerprint, make_context
+from rollmesh.chat.constraints import Calls, Wanted
+from rollmesh.chat.json_values import read_json, replace_surrogates
+from rollmesh.chat.messages import RenderContext
+from rollmesh.chat.parsing.formats import tool_schemas
+from rollmesh.gateway.conversation import RequestImages
+from rollmesh.gateway.session import Session, SessionSpec, Shared, TurnRequest, TurnSettings
+from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime.errors import InvalidFieldError, InvalidSamplingError
+from rollmesh.v1 import gateway_pb2, sampling_pb2, trajectory_pb2
+
+# Sampling parameters of a turn: the session's, the agent's, and which of them count.
+#
+# `max_tokens` and `stop_token_ids` are always the agent's. All others shape the distribution that a
+# turn is sampled from, except the seed, which makes samples of one prompt equal.
+
+_Replaced: TypeAlias = Literal["allowed_token_ids", "logit_bias", "bad_sequences"]
+_REPLACED: tuple[_Replaced, ...] = ("allowed_token_ids", "logit_bias", "bad_sequences")
+_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+}
+_GREEDY_BELOW = 1e-5  # vLLM takes the most likely token, whatever the truncation is
+_TRUNCATION = ("top_p", "top_k", "min_p")
+_SESSIONS_CACHED = 256
+
+
+class TurnSampling(NamedTuple):
+    """How the answers to a request are sampled."""
+
+    params: sampling_pb2.SamplingParams
+    bad_words: tuple[str, ...] = ()
+    is_changed: bool = False
+    """Whether the distribution is another one than the session's own."""
+    ignored: tuple[str, ...] = ()
+    """Names of the request's parameters that the session overrides."""
+
+
+def turn_sampling(
+    request: gateway_pb2.ChatRequest, spec: SessionSpec, *, may_refuse: bool = True
+) -> TurnSampling:
+    """Returns how to sample the answers to a request, by its session's policy.
+
+    Args:
+        request: The request.
+        spec: The settings of its session.
+        may_refuse: Whether the policy REFUSE applies. Otherwise the parameters are ignored.
+
+    Raises:
+        InvalidSamplingError: The session refuses a parameter. The error names it.
+    """
+    own, own_shape = _own(spec.sampling)
+    asked = _merged(own, request.sampling)
+    shape = _shape(asked)
+    different = [name for name, value in shape.items() if value != own_shape[name]]
+    different += ["bad_words"] if request.bad_words else []
+    if spec.sampling_policy == sampling_pb2.SAMPLING_POLICY_AGENT:
+        return TurnSampling(asked, tuple(request.bad_words), bool(different))
+    if asked.HasField("seed") and not (own.HasField("seed") and own.seed == asked.seed):
+        different.append("seed")
+    if different and may_refuse and spec.sampling_policy == sampling_pb2.SAMPLING_POLICY_REFUSE:
+        raise _refusal(different, asked, own)
+    params = sampling_pb2.SamplingParams()
+    params.CopyFrom(own)
+    if asked.HasField("max_tokens"):
+        params.max_tokens = asked.max_tokens
+    params.stop_token_ids[:] = asked.stop_token_ids
+    return TurnSampling(params, ignored=tuple(different))
+
+
+def shown_sampling(params: sampling_pb2.SamplingParams) -> dict[str, float]:
+    """Returns the parameters that an answer shows, with their defaults."""
+    return {
+        "temperature": params.temperature if params.HasField("temperature") else 1.0,
+        "top_p": params.top_p if params.HasField("top_p") else 1.0,
+    }
+
+
+def _merged(
+    own: sampling_pb2.SamplingParams, asked: sampling_pb2.SamplingParams
+) -> sampling_pb2.SamplingParams:
+    merged = sampling_pb2.SamplingParams()
+    merged.CopyFrom(own)
+    for name in _REPLACED:  # MergeFrom would concatenate them
+        if getattr(asked, name):
+            merged.ClearField(name)
+    merged.MergeFrom(asked)
+    return merged
+
+
+@lru_cache(_SESSIONS_CACHED)
+def _own(sampling_json: str) -> tuple[sampling_pb2.SamplingParams, dict[str, Any]]:
+    own = json_format.Parse(sampling_json, sampling_pb2.SamplingParams())
+    return own, _shape(own)
+
+
+def _shape(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
+    """Returns the values that shape the distribution. Equal values have equal distributions."""
+    shape: dict[str, Any] = {
+        name: getattr(params, name) if params.HasField(name) else default  # type: ignore[arg-type]
+        for name, default in _DEFAULTS.items()
+    }
+    if shape["temperature"] < _GREEDY_BELOW:
+        shape |= {"temperature": 0.0} | {name: _DEFAULTS[name] for name in _TRUNCATION}
+    return shape | {
+        "allowed_token_ids": frozenset(params.allowed_token_ids),
+        "logit_bias": {token_id: bias for token_id, bias in params.logit_bias.items() if bias},
+        "bad_sequences": frozenset(tuple(one.token_ids) for one in params.bad_sequences),
+    }
+
+
+def _refusal(
+    names: Iterable[str], asked: sampling_pb2.SamplingParams, own: sampling_pb2.SamplingParams
+) -> InvalidSamplingError:
+    first, *others = names
+    problem = "differs from the session's, which is enforced"
+    if first in _DEFAULTS:
+        default = _DEFAULTS[first]
+        values = [
+            getattr(one, first) if one.HasField(first) else default  # type: ignore[arg-type]
+            for one in (asked, own)
+        ]
+        problem = f"is {values[0]:.6g}, and the session enforces {values[1]:.6g}"
+    left_out = f"leave {' and '.join([first, *others])} out"
+    field = first if first == "bad_words" else f"sampling.{first}"
+    return InvalidSamplingError(
+        field, f"{problem}; {left_out}, or open the session with sampling_policy agent"
+    )
+
+
+_CALLS: dict[int, Calls] = {
+    gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
+    gateway_pb2.TOOL_CHOICE_AUTO: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
+    gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
+}
+_SAID = {
+    trajectory_pb2.LINEAGE_UNSPECIFIED,
+    trajectory_pb2.LINEAGE_MAIN,
+    trajectory_pb2.LINEAGE_SUB_AGENT,
+    trajectory_pb2.LINEAGE_COMPACTION,
+    trajectory_pb2.LINEAGE_AUXILIARY,
+}
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_KEY_CHARS = 256
+_MAX_CALL_ID_CHARS = 64
+_MAX_BAD_WORDS = 256
+_MAX_TOP_LOGPROBS = 20
+_MAX_SCHEMA_BYTES = 64 * 1024
+_INT64 = 2**63
+_contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
+"""Render contexts by tools and options. Agents send the same ones with every request."""
+_settings: ByteCache[tuple[bytes, str, int, bool], TurnSettings] = ByteCache(16 * 1024 * 1024)
+"""Settings by their serialised fields, and by their session's sampling parameters and policy."""
+
+
+def read_choices(
+    request: gateway_pb2.ChatRequest,
+    session: Session,
+    max_choices: int,
+    images: RequestImages | None = None,
+    *,
+    stream: bool,
+    samples: bool = True,
+) -> list[TurnRequest]:
+    """Returns the choices that a chat request asks for. They differ in index and seed.
+
+    Args:
+        request: The request. Call this in a thread if it is large.
+        session: Its session.
+        max_choices: Most choices.
+        images: Reads its images. None refuses them.
+        stream: Whether the answers are streamed.
+        samples: Whether answers are sampled, so that a session may refuse sampling parameters.
+
+    Raises:
+        InvalidFieldError: A field is invalid. The error names it.
+    """
+    count = request.choices or 1
+    if count > max_choices:
+        raise InvalidFieldError("choices", f"is {count}; give 1 to {max_choices}")
+    for name, most in (("idempotency_key", _MAX_KEY_CHARS), ("call_id", _MAX_CALL_ID_CHARS)):
+        if len(getattr(request, name)) > most:
+            size = len(getattr(request, name))
+            raise InvalidFieldError(name, f"has {size} characters; give at most {most}")
+    spec = session.spec
+    conversation, rest = session.reader.read(request, images)
+    fields = gateway_pb2.ChatRequest.FromString(bytes(rest))
+    fields.ClearField("idempotency_key")
+    fields.ClearField("retry_count")
+    fields.ClearField("call_id")
+    data = fields.SerializeToString(deterministic=True)
+    settings = _settings.get(
+        (data, spec.sampling, spec.sampling_policy, samples),
+        2 * len(data),
+        lambda: _read_settings(fields, spec, may_refuse=samples),
+    )
+    key, policy, choices = request.idempotency_key, request.disconnect_policy, []
+    finishes = policy == gateway_pb2.DISCONNECT_POLICY_FINISH or (
+        policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect
+    )
+    shared: Shared[Any] | None = Shared() if count > 1 else None
+    for index in range(count):
+        sampling = settings.sampling
+        if index and sampling.HasField("seed"):  # the same seed would make all choices equal
+            sampling = sampling_pb2.SamplingParams()
+            sampling.CopyFrom(settings.sampling)
+            sampling.seed = choice_seed(sampling.seed, index)
+        stops, *others = settings.fingerprint
+        asked = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
+        choices.append(
+            TurnRequest(
+                conversation,
+                settings,
+                sampling,
+                fingerprint(settings.render_context, conversation.digest, asked).hex(),
+                f"{index} {key}" if key else "",
+                index,
+                stream,
+                finishes,
+                request.retry_count,
+                request.call_id,
+                shared,
+            )
+        )
+    return choices
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Returns the seed of a choice: the given seed for the first, a different one for each other.
+
+    Seeds count up and wrap around to the smallest 64-bit integer. -1 is skipped because vLLM treats
+    it as no seed.
+    """
+    value = seed + index
+    if seed < -1 <= value:
+        value += 1
+    return (value + _INT64) % (2 * _INT64) - _INT64
+
+
+def _read_settings(
+    request: gateway_pb2.ChatRequest, spec: SessionSpec, *, may_refuse: bool
+) -> TurnSettings:
+    """Validates a chat request without its messages, and fills in the session's defaults."""
+    how = turn_sampling(request, spec, may_refuse=may_refuse)
+    stops = tuple(request.stop)
+    if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
+        raise InvalidFieldError(
+            "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
+        )
+    render_context = _context_of(request)
+    if how.params.HasField("max_tokens") and how.params.max_tokens < 1:
+        raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
+    wanted = _read_wanted(request, render_context)
+    returns = gateway_pb2.ReturnOptions()
+    returns.CopyFrom(request.returns)  # a part of the request would keep all of it
+    if returns.top_logprobs > _MAX_TOP_LOGPROBS or (returns.top_logprobs and not returns.logprobs):
+        raise InvalidFieldError(
+            "returns.top_logprobs",
+            f"is {returns.top_logprobs}; give at most {_MAX_TOP_LOGPROBS}, with logprobs",
+        )
+    if request.lineage not in _SAID:
+        raise InvalidFieldError(
+            "lineage", f"is {request.lineage}; give MAIN, SUB_AGENT, COMPACTION or AUXILIARY"
+        )
+    deferred = _deferred_context(request.deferred_tools_json)
+    distinguishing = [
+        stops,
+        request.tool_choice,
+        request.tool_name,
+        wanted.one_call,
+        None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
+        _read_bad_words(how.bad_words),
+        [request.include_stop, request.show_special_tokens],
+        [returns.token_ids, returns.logprobs, returns.top_logprobs],
+    ]
+    if deferred.tools_json:
+        distinguishing.append(deferred.key.hex())
+    return TurnSettings(
+        render_context=render_context,
+        callable_context=_callable_context(render_context, deferred),
+        sampling=how.params,
+        stops=stops,
+        wanted=wanted,
+        returns=returns,
+        fingerprint=tuple(distinguishing),
+        keeps_stop=request.include_stop,
+        shows_special=request.show_special_tokens,
+        bad_words=how.bad_words,
+        sampling_changed=how.is_changed,
+        ignored=how.ignored,
+        lineage=request.lineage or None,
+        max_tokens_must_fit=request.max_tokens_must_fit,
+        returns_tokens=returns.token_ids or returns.logprobs,
+    )
+
+
+def _read_bad_words(given: Sequence[str]) -> list[str]:
+    words = list(given)
+    if len(words) > _MAX_BAD_WORDS or any(not 0 < len(one) <= _MAX_STOP_CHARS for one in words):
+        raise InvalidFieldError(
+            "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
+        )
+    return words
+
+
+def _context_of(request: gateway_pb2.ChatRequest) -> RenderContext:
+    source = request.tools_json, request.template_options_json
+    return _contexts.get(source, sum(map(len, source)), lambda: _read_context(*source))
+
+
+def _read_context(tools_json: str, options_json: str) -> RenderContext:
+    for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
+        try:
+            if source:
+                read_json(source)
+        except ValueError as error:
+            raise InvalidFieldError(field, f"is not JSON: {error}") from error
+    try:
+        render_context = make_context(tools_json.encode(), options_json.encode())
+    except ValueError as error:
+        field = "template_options_json" if "options" in str(error) else "tools_json"
+        raise InvalidFieldError(field, str(error)) from error
+    for name in tool_schemas(render_context.tools_json) if render_context.tools_json else ():
+        if name != replace_surrogates(name):
+            raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
+    return render_context
+
+
+def _deferred_context(given: str) -> RenderContext:
+    """Returns the tools that the conversation describes and the template does not print."""
+    try:
+        return _contexts.get((given, ""), len(given), lambda: _read_context(given, ""))
+    except InvalidFieldError as error:
+        problem = error.message.removeprefix("tools_json: ").removeprefix("tools_json ")
+        raise InvalidFieldError("deferred_tools_json", problem) from error
+
+
+def _callable_context(printed: RenderContext, later: RenderContext) -> RenderContext:
+    """Returns the tools that the template prints, and the tools that the conversation describes."""
+    if not printed.tools_json or not later.tools_json:
+        return later if later.tools_json else printed
+    both = printed.tools_json.strip()[:-1] + b"," + later.tools_json.strip()[1:]
+    return RenderContext(both)
+
+
+def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext) -> Wanted:
+    calls = _CALLS.get(request.tool_choice)
+    if calls is None:
+        raise InvalidFieldError("tool_choice", f"is {request.tool_choice}; give a ToolChoice")
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not render_context.tools_json:
+        raise InvalidFieldError(
+            "tool_choice", "requires a tool call, but the request has no tools; send tools"
+        )
+    named = calls is Calls.NAMED
+    if named and request.tool_name not in tool_schemas(render_context.tools_json):
+        raise InvalidFieldError(
+            "tool_choice", f"names {request.tool_name!r}, which is not one of the tools"
+        )
+    schema = request.json_format.schema_json.encode() if request.HasField("json_format") else None
+    if schema:
+        _check_schema(schema)
+    return Wanted(
+        calls,
+        request.tool_name if named else "",
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+        schema,
+        request.json_format.strict,
+    )
+
+
+def _check_schema(schema: bytes) -> None:
+    if len(schema) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    try:
+        value = read_json(schema.decode())
+    except ValueError as error:
+        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("json_format", "its schema is not an object")

@@ -1,0 +1,239 @@
+"""Writes answers and sessions as the messages of `rollmesh.v1`."""
+
+from collections.abc import Iterable
+
+from rollmesh.chat.messages import Message, RoleName
+from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
+from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.templates.profile import Finding, Kind, RefusedOrder, TemplateProfile
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.gateway.conversation import ROLES, answer_id_of
+from rollmesh.gateway.lineage import lineages
+from rollmesh.gateway.requests import shown_sampling
+from rollmesh.gateway.session import Answered
+from rollmesh.gateway.tree import Lineage, Node, Tree
+from rollmesh.mesh.generation import Sampled
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, template_pb2
+
+_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+
+
+def write_message(message: Message) -> chat_pb2.ChatMessage:
+    """Returns the proto of a message. Empty content is omitted, and images are named by hash."""
+    result = chat_pb2.ChatMessage(
+        role=chat_pb2.Role.ValueType(_ROLE_NUMBERS[message.role]),
+        reasoning_content=message.reasoning or None,
+        tool_call_id=message.tool_call_id or None,
+        name=message.name or None,
+    )
+    if not message.images:
+        if message.content:
+            result.content.add(text=message.content)
+    else:
+        for part in message.parts:
+            if isinstance(part, str):
+                result.content.add(text=part)
+            else:
+                result.content.add(image=chat_pb2.Media(sha256=part.sha256))
+    for call in message.tool_calls:
+        result.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments)
+    return result
+
+
+def write_begun(
+    answer_id: str, sampling: sampling_pb2.SamplingParams, choice: int
+) -> gateway_pb2.StreamChatResponse:
+    """Returns the first response of a choice's stream."""
+    begun = gateway_pb2.ChatBegun(answer_id=answer_id, **shown_sampling(sampling))
+    return gateway_pb2.StreamChatResponse(begun=begun, choice_index=choice)
+
+
+def write_prompt(packed: bytes, choice: int) -> gateway_pb2.StreamChatResponse:
+    """Returns the response with the ids of the prompt."""
+    prompt = gateway_pb2.ChatPrompt(token_ids_u32le=packed)
+    return gateway_pb2.StreamChatResponse(prompt=prompt, choice_index=choice)
+
+
+def write_deltas(
+    events: Iterable[ParserEvent],
+    choice: int,
+    tokens: gateway_pb2.SampledTokens | None = None,
+) -> list[gateway_pb2.StreamChatResponse]:
+    """Returns parts of an answer. The first one has the tokens that are given."""
+    deltas: list[gateway_pb2.StreamChatResponse] = []
+    for event in events:
+        if isinstance(event, TextEvent):
+            delta = gateway_pb2.ChatDelta(content=event.text)
+        elif isinstance(event, ReasoningEvent):
+            delta = gateway_pb2.ChatDelta(reasoning_content=event.text)
+        else:
+            call = gateway_pb2.ToolCallDelta(
+                index=event.index, id=event.id, name=event.name, arguments_json=event.arguments
+            )
+            delta = gateway_pb2.ChatDelta(tool_calls=[call])
+        deltas.append(gateway_pb2.StreamChatResponse(delta=delta, choice_index=choice))
+    if tokens is not None:
+        if not deltas:
+            delta = gateway_pb2.ChatDelta()
+            deltas = [gateway_pb2.StreamChatResponse(delta=delta, choice_index=choice)]
+        deltas[0].delta.tokens.CopyFrom(tokens)
+    return deltas
+
+
+def write_tokens(
+    sampled: Sampled, returns: gateway_pb2.ReturnOptions, tokenizer: ModelTokenizer
+) -> gateway_pb2.SampledTokens:
+    """Returns sampled tokens in the form that a request wants."""
+    tokens = gateway_pb2.SampledTokens(token_ids_u32le=pack_ids(sampled.token_ids))
+    if returns.logprobs:
+        text_of = tokenizer.token_bytes
+        tokens.logprobs_f32le = pack_logprobs(sampled.logprobs)
+        tokens.texts.extend(map(text_of, sampled.token_ids.tolist()))
+        tokens.top_ids_u32le = pack_ids(sampled.tops.ids)
+        tokens.top_logprobs_f32le = pack_logprobs(sampled.tops.logprobs)
+        tokens.top_texts.extend(map(text_of, sampled.tops.ids.ravel().tolist()))
+    return tokens
+
+
+def write_stored(
+    answered: Answered, session_id: str, *, with_messages: bool
+) -> gateway_pb2.GetAnswerResponse:
+    """Returns the proto of an earlier answer, with the conversation that it answers if wanted."""
+    response = gateway_pb2.GetAnswerResponse(
+        answer=write_answer(answered),
+        tools_json=answered.node.render_context.tools_json.decode(),
+    )
+    for node in answered.node.path()[:-1] if with_messages else ():
+        for message in map(write_message, node.messages):
+            if node.sample is not None:
+                message.answer_id = answer_id_of(session_id, node.node_id)
+            response.messages.append(message)
+    return response
+
+
+def write_answer(
+    answered: Answered, tokens: gateway_pb2.SampledTokens | None = None
+) -> gateway_pb2.ChatAnswer:
+    """Returns the proto of a complete answer, with its tokens if they are given."""
+    node, sample = answered.node, answered.node.sample
+    assert sample is not None
+    return gateway_pb2.ChatAnswer(
+        message=write_message(node.messages[0]),
+        finish_reason=sample.finish,
+        prompt_tokens=sample.prompt_tokens,
+        completion_tokens=len(sample.token_ids),
+        cached_tokens=sample.cached_tokens,
+        node_id=node.node_id,
+        reasons=sorted(node.reasons),
+        answer_id=answered.receipt.answer_id,
+        created_unix_ms=answered.receipt.created_unix_ms,
+        tokens=tokens,
+        stop=answered.receipt.stop,
+        **shown_sampling(sample.sampling),
+    )
+
+
+def events_of(message: Message) -> list[ParserEvent]:
+    """Returns a complete answer as the events of a stream."""
+    events: list[ParserEvent] = [ReasoningEvent(message.reasoning)] if message.reasoning else []
+    events += [TextEvent(message.content)] if message.content else []
+    events += [
+        ToolCallEvent(index, call.id, call.name, call.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return events
+
+
+def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
+    """Yields the protos of a tree's durable nodes, parents first.
+
+    A node that is still being committed may be lost with the process, so it is not shown.
+    """
+    nodes = [node for node in tree.nodes.values() if node.stored]
+    found = lineages(tree, nodes)
+    for node in nodes:
+        result = _write_node(node, found[node.node_id])
+        if with_messages:
+            result.messages.extend(map(write_message, node.messages))
+        yield result
+
+
+def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
+    assert node.parent is not None
+    result = gateway_pb2.SessionNode(
+        node_id=node.node_id,
+        parent_node_id=node.parent.node_id,
+        role=write_role(node.messages[0].role),
+        token_ids_u32le=pack_ids(node.token_ids),
+        scaffold_tokens=node.scaffold_tokens,
+        sampled=node.sample is not None,
+        lineage=lineage,
+        reasons=sorted(node.reasons),
+    )
+    if node.sample is not None:
+        result.finish_reason = node.sample.finish
+        result.sampling.CopyFrom(node.sample.sampling)
+    return result
+
+
+def write_role(role: RoleName) -> chat_pb2.Role.ValueType:
+    """Returns the proto of a role."""
+    return chat_pb2.Role.ValueType(_ROLE_NUMBERS[role])
+
+
+# Writes the info of a gateway: its template, its answer format and its settings.
+
+
+def write_template(profile: TemplateProfile, sha256: str) -> template_pb2.TemplateProfile:
+    """Returns the proto of a template's profile."""
+    return template_pb2.TemplateProfile(
+        sha256=sha256,
+        kind=write_kind(profile.kind),
+        findings=sorted(map(write_finding, profile.findings)),
+        refused_orders=map(_write_order, profile.refused),
+        image_roles=sorted(map(write_role, profile.image_roles)),
+    )
+
+
+def write_kind(kind: Kind) -> template_pb2.TemplateKind.ValueType:
+    """Returns the proto of a kind, which has the same name."""
+    return template_pb2.TemplateKind.Value(f"TEMPLATE_KIND_{kind.name}")
+
+
+def write_finding(finding: Finding) -> template_pb2.TemplateFinding.ValueType:
+    """Returns the proto of a finding, which has the same name."""
+    return template_pb2.TemplateFinding.Value(f"TEMPLATE_FINDING_{finding.name}")
+
+
+def write_tool_calls(format_: AnswerFormat) -> gateway_pb2.ToolCallParsing.ValueType:
+    """Returns how tool calls in answers of a format are parsed."""
+    match format_.tools:
+        case "none":
+            return gateway_pb2.TOOL_CALL_PARSING_TEXT
+        case parser if parser == UNKNOWN:
+            return gateway_pb2.TOOL_CALL_PARSING_UNKNOWN
+        case _:
+            return gateway_pb2.TOOL_CALL_PARSING_PARSED
+
+
+def write_reasoning(format_: AnswerFormat) -> gateway_pb2.ReasoningFormat.ValueType:
+    """Returns how reasoning is marked in answers of a format."""
+    name = format_.reasoning_name.upper()
+    return gateway_pb2.ReasoningFormat.Value(f"REASONING_FORMAT_{name}")
+
+
+def write_special_text(setting: str) -> gateway_pb2.SpecialTextPolicy.ValueType:
+    """Returns the proto of the setting `special_text`."""
+    return gateway_pb2.SpecialTextPolicy.Value(f"SPECIAL_TEXT_POLICY_{setting.upper()}")
+
+
+def _write_order(order: RefusedOrder) -> template_pb2.RefusedOrder:
+    place = order.place.upper().replace(" ", "_")
+    return template_pb2.RefusedOrder(
+        place=template_pb2.MessagePlace.Value(f"MESSAGE_PLACE_{place}"),
+        role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else write_role(order.role),
+        with_tools=order.with_tools,
+        behind_system=order.behind_system,
+        explanation=order.why,
+    )

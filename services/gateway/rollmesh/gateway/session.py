@@ -1,0 +1,651 @@
+"""An open session: its tree, and its in-flight and answered turns, indexed for retries.
+
+Decides which sample a request asks for: an existing one if it is a retry, else a new one.
+
+Equal requests are siblings, whether sequential or concurrent: best-of-n agents send such requests.
+An idempotency key names one sample, however often it is requested. Without a key, the turns of
+equal requests are candidates in this order:
+
+| turn | a request marked as a retry | any other request |
+|---|---|---|
+| no request waits for it, and its answer was never sent completely | joins newest | joins newest |
+| a request waits for it | joins oldest | begins its own turn |
+| its answer was sent completely | joins newest | begins its own turn |
+
+So no answer goes to two requests unless one of them is a retry. A sidecar that repeats a call whose
+connection broke gives the call's id: it joins the turn that the call had joined, or counts as a
+call that never arrived. Within the first row, and within
+the other two rows together, a retry joins the turn whose number of tries fits its retry count best.
+The order of the table breaks ties. When several siblings time out and all are retried, each retry
+gets its own turn, and the same one on each further try.
+
+After a restart no request waits. An answer counts as sent completely if the journal says so or the
+agent continued from it. The journal may lack the answers of the last moments before a kill. Equal
+requests get these again, as they get answers that were lost with the process.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from rollmesh.chat.constraints import Wanted
+from rollmesh.chat.messages import RenderContext
+from rollmesh.gateway.conversation import Conversation, MessageReader, SessionImages, answer_id_of
+from rollmesh.gateway.tree import Lineage, Node, Tree
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.runtime.errors import (
+    AnswerUnknownError,
+    GenerationAbortedError,
+    IdempotencyKeyReusedError,
+    RollmeshError,
+    SessionLimitError,
+)
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+
+# The settings of a session and the receipts of its answers. The journal stores both.
+
+GroupName: TypeAlias = tuple[str, str]
+"""The ids of a run and of a group in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """The settings with which a session was created."""
+
+    session_id: str
+    opened_unix_ms: int
+    model: str = ""
+    """Name of the model that answers."""
+    request_id: str = ""
+    group_id: str = ""
+    sample_index: int = 0
+    group_size: int = 1
+    sampling: str = "{}"
+    """Its sampling parameters: the JSON form of `SamplingParams`."""
+    sampling_policy: int = sampling_pb2.SAMPLING_POLICY_AGENT
+    """Whether an agent's sampling parameters win over them: a `SamplingPolicy`."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    finish_on_disconnect: bool = False
+    export_mode: int = gateway_pb2.EXPORT_MODE_LEAVES
+    """The form in which the tree is exported: an `ExportMode`."""
+    purpose: int = session_pb2.SESSION_PURPOSE_TRAIN
+    """The use of its tokens: a `SessionPurpose`."""
+    run_id: str = ""
+
+    @property
+    def group(self) -> "GroupName | None":
+        """The group that it belongs to, if any."""
+        return (self.run_id, self.group_id) if self.group_id else None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReceipt:
+    """The record by which a retry finds an answered turn."""
+
+    answer_id: str
+    fingerprint: str
+    idempotency_key: str
+    created_unix_ms: int
+    lineage: int | None = None
+    """The lineage that the request gives the turn: a `Lineage`."""
+    awaited: bool = True
+    """Whether a request waited for the answer when it was committed."""
+    tries: int = 0
+    """The highest retry count of the requests for it until then."""
+    call_ids: Sequence[str] = ()
+    """Ids of the calls that had joined it by then."""
+    stop: str = ""
+    """The stop string that ended it, or empty if none did."""
+    is_withdrawn: bool = False
+    """Whether the agent deleted it: it is no longer found by its id."""
+
+
+_Result = TypeVar("_Result")
+_MOST_CUT_SHORT = 65_536
+
+
+class Shared(Generic[_Result]):
+    """Work that the choices of a request share. The first choice that needs it starts it."""
+
+    def __init__(self) -> None:
+        """Creates the shared work without starting it."""
+        self._outcome: asyncio.Future[_Result] | None = None
+        self._waiting = 0
+
+    async def get(self, begin: Callable[[], asyncio.Future[_Result]]) -> _Result:
+        """Returns the result. Cancelling one waiting choice does not cancel it for the others.
+
+        Cancelling the last waiting choice cancels the work. A later call starts it again.
+
+        Raises:
+            Exception: The work failed. Every choice gets the same exception.
+        """
+        if self._outcome is None or self._outcome.cancelled():
+            self._outcome = begin()
+            self._outcome.add_done_callback(_seen)
+        outcome = self._outcome
+        self._waiting += 1
+        try:
+            return await asyncio.shield(outcome)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                outcome.cancel()  # no-op once it is done
+
+
+def _seen(outcome: asyncio.Future[_Result]) -> None:
+    """Retrieves the exception, so that asyncio does not log it if all waiters have left."""
+    if not outcome.cancelled():
+        outcome.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """All of a chat request but its messages and its retries. Agents send the same every time."""
+
+    render_context: RenderContext
+    callable_context: RenderContext
+    """The tools that may be called: printed tools, and tools that the conversation describes."""
+    sampling: sampling_pb2.SamplingParams
+    """The sampling parameters of the first choice, never changed."""
+    stops: tuple[str, ...]
+    wanted: Wanted
+    returns: gateway_pb2.ReturnOptions
+    """The data that the agent wants in addition to the answer."""
+    fingerprint: tuple[Any, ...]
+    """What distinguishes a retry from another request, apart from sampling and choice: JSON."""
+    keeps_stop: bool = False
+    """Whether the stop string, or the text of a stop token, is part of the answer."""
+    shows_special: bool = False
+    """Whether special tokens are part of the answer's text."""
+    bad_words: tuple[str, ...] = ()
+    sampling_changed: bool = False
+    """Whether its sampling parameters give another distribution than the session's own."""
+    ignored: tuple[str, ...] = ()
+    """Names of its sampling parameters that the session overrides."""
+    lineage: Lineage | None = None
+    """The lineage that the request gives, or None if it gives none."""
+    max_tokens_must_fit: bool = False
+    """Whether to refuse a request whose answer may not fit into the context."""
+    returns_tokens: bool = False
+    """Whether the agent wants ids or log-probabilities in addition to the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One choice of a validated chat request."""
+
+    conversation: Conversation
+    settings: TurnSettings
+    sampling: sampling_pb2.SamplingParams
+    """The sampling parameters of this choice, never changed."""
+    fingerprint: str
+    """Digest of everything that determines the answer, which is equal for a retry."""
+    idempotency_key: str = ""
+    """Key of the sample, including the choice index: each choice is a sample. May be empty."""
+    choice: int = 0
+    """Index of the choice, from 0."""
+    stream: bool = False
+    finish_on_disconnect: bool = False
+    retry_count: int = 0
+    call_id: str = ""
+    """Id that the sidecar gives the call and its own repeats of it. May be empty."""
+    shared: Shared[Any] | None = None
+    """Work shared by several choices of the request: it is tokenised once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A committed turn."""
+
+    node: Node
+    receipt: AnswerReceipt
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One requested sample and the requests that wait for its answer.
+
+    The responses of its stream are buffered until the turn ends. A retry that joins late gets all
+    of them, and a slow reader delays neither the engine nor other readers. The buffer holds no more
+    text than the answer. After the end, they are derived from the answer itself.
+    """
+
+    node_id: int
+    answer_id: str
+    fingerprint: str
+    idempotency_key: str = ""
+    choice: int = 0
+    stream: bool = False
+    finish_on_disconnect: bool = False
+    lineage: Lineage | None = None
+    sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
+    """The sampling parameters that its answer begins with, never changed."""
+    readers: set[asyncio.Event] = field(default_factory=set)
+    """The requests that wait for it. Each event is set when there is news."""
+    joins: int = 0
+    """Number of requests that have joined it so far."""
+    tries: int = 0
+    """The highest retry count of the requests for it."""
+    call_ids: list[str] = field(default_factory=list)
+    """Ids of the calls that joined it."""
+    handed: bool = False
+    """Whether sending its answer has started. Whether it arrived may be unknown."""
+    sent: bool = False
+    """Whether its complete answer was sent to any request."""
+    prompt_tokens: int = 0
+    """Number of ids in its prompt, once that is known."""
+    stop: str = ""
+    """The stop string that ended its answer, if one did."""
+    restarted: bool = False
+    """Whether tokens that were sampled for its request were discarded with an earlier turn."""
+    sampled: bool = False
+    """Whether tokens were sampled for it, also if they were discarded since."""
+    task: asyncio.Task[None] | None = None
+    committing: bool = False
+    """Whether the answer is being written to the journal. From then on it is kept."""
+    record_bytes: int = 0
+    """Approximate upper bound of its path's share of the session's record, bytes."""
+    images: Mapping[str, CheckedImage] = field(default_factory=dict)
+    """Images of its request that the session does not have, by hash, until it ends."""
+    responses: list[gateway_pb2.StreamChatResponse] = field(default_factory=list)
+    """The prompt, if that is wanted, and the deltas of its answer, until it has ended."""
+    outcome: Answered | RollmeshError | None = None
+    """How it ended, or None until then."""
+    _prompts: int = 0
+
+    @classmethod
+    def stored(cls, answered: Answered, *, sent: bool) -> "Turn":
+        """Returns an answered turn restored from the journal, which has it as sent or not.
+
+        An answer that was requested may have been handed over: whether it arrived is unknown.
+        """
+        receipt, node = answered.receipt, answered.node
+        turn = cls(
+            node.node_id,
+            receipt.answer_id,
+            receipt.fingerprint,
+            receipt.idempotency_key,
+            tries=receipt.tries,
+            call_ids=list(receipt.call_ids),
+            sent=sent or bool(node.children),
+        )
+        if node.sample is not None:
+            turn.sampling = node.sample.sampling
+        replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
+        turn.handed = turn.sent or receipt.awaited or replayed
+        turn.end(answered)
+        return turn
+
+    @property
+    def answered(self) -> Answered | None:
+        """The committed turn, once there is one."""
+        return self.outcome if isinstance(self.outcome, Answered) else None
+
+    @property
+    def has_emitted(self) -> bool:
+        """Whether part of the answer may have been sent."""
+        return self.stream and len(self.responses) > self._prompts
+
+    def begin(self, prompt: gateway_pb2.StreamChatResponse) -> None:
+        """Emits the prompt, which is not part of the answer."""
+        self._prompts = 1
+        self.responses.append(prompt)
+        self._wake()
+
+    def emit(self, deltas: Sequence[gateway_pb2.StreamChatResponse]) -> None:
+        """Buffers deltas and wakes their readers. The first one tells the size of the prompt."""
+        if deltas:
+            if len(self.responses) == self._prompts:
+                deltas[0].delta.prompt_tokens = self.prompt_tokens
+            self.responses += deltas
+            self._wake()
+
+    def begin_again(self) -> None:
+        """Drops the deltas of a lost answer, none of which was sent."""
+        del self.responses[self._prompts :]
+
+    def end(self, outcome: Answered | RollmeshError) -> None:
+        """Ends the turn. Only the first end counts."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.images = {}
+            if isinstance(outcome, Answered) and outcome.node.sample is not None:
+                self.prompt_tokens = outcome.node.sample.prompt_tokens
+            self._wake()
+            self.responses = []  # current readers keep a reference to the old list
+
+    def cancel(self, error: RollmeshError) -> None:
+        """Ends a turn that is not being committed. Requests that wait for it get the error."""
+        self.end(error)
+        if self.task is not None:
+            self.task.cancel()
+
+    def _wake(self) -> None:
+        for reader in self.readers:
+            reader.set()
+
+
+class EqualTurns:
+    """The turns of equal requests, in flight or answered, oldest first.
+
+    A turn whose answer was sent stays sent, so a request that is not a retry looks at the others
+    only: a session may have thousands of equal samples.
+    """
+
+    def __init__(self) -> None:
+        """Starts without turns."""
+        self._all: dict[Turn, None] = {}
+        self._unsent: dict[Turn, None] = {}
+        """Turns whose answers were not sent when they were last looked at."""
+        self._calls: dict[str, Turn] = {}
+        """Turns by the ids of the calls that joined them."""
+
+    def __bool__(self) -> bool:
+        """Returns whether there is a turn."""
+        return bool(self._all)
+
+    def __iter__(self) -> Iterator[Turn]:
+        """Yields the turns, oldest first."""
+        return iter(self._all)
+
+    def add(self, turn: Turn) -> None:
+        """Adds the newest turn, with the calls that joined it before a restart."""
+        self._all[turn] = self._unsent[turn] = None
+        self._calls |= dict.fromkeys(turn.call_ids, turn)
+
+    def join(self, turn: Turn, call_id: str) -> None:
+        """Records that a call joined a turn. An empty id names no call."""
+        if call_id and call_id not in self._calls:
+            turn.call_ids.append(call_id)
+            self._calls[call_id] = turn
+
+    def remove(self, turn: Turn) -> None:
+        """Removes a turn, if it is one of them."""
+        self._all.pop(turn, None)
+        self._unsent.pop(turn, None)
+        for call_id in turn.call_ids:
+            self._calls.pop(call_id, None)
+
+    def retried(self, retry_count: int, call_id: str = "") -> Turn | None:
+        """Returns the turn that a request without a key joins, or None if it begins a new one.
+
+        Args:
+            retry_count: Number of previous tries, as the request gives it.
+            call_id: Id of the request's call, or empty if it has none.
+        """
+        if call_id in self._calls:
+            return self._calls[call_id]
+        for turn in [turn for turn in self._unsent if turn.sent]:
+            del self._unsent[turn]
+        lost = [turn for turn in self._unsent if not turn.readers]
+        candidates = lost[::-1]
+        if retry_count and not lost:
+            gone = [turn for turn in self._all if not turn.readers]
+            candidates = [turn for turn in self._all if turn.readers] + gone[::-1]
+        # The first turn whose number of tries is closest to the request's.
+        return min(candidates, key=lambda turn: abs(turn.tries + 1 - retry_count), default=None)
+
+
+def cancelled() -> GenerationAbortedError:
+    """Returns the error of a turn that no request waits for."""
+    return GenerationAbortedError("the turn was cancelled; nothing was committed")
+
+
+@dataclass(slots=True)
+class Session:
+    """One open session."""
+
+    spec: SessionSpec
+    tree: Tree
+    turns: dict[str, EqualTurns] = field(default_factory=dict)
+    """In-flight and answered turns by the identity that retries share."""
+    in_flight: dict[Turn, None] = field(default_factory=dict)
+    """Turns that have not ended, oldest first."""
+    answers: dict[str, Turn] = field(default_factory=dict)
+    """In-flight and answered turns by the id of their answer."""
+    reader: MessageReader = field(default_factory=MessageReader)
+    """Reads the session's requests."""
+    images: SessionImages = field(default_factory=SessionImages)
+    """The images of its turns."""
+    cut_short: Counter[str] = field(default_factory=Counter)
+    """Number of turns that failed after tokens were sampled, by the fingerprint of the request.
+    Each marks the next equal turn that begins, which is sampled in its place."""
+    closing: bool = False
+    used_ms: int = field(default_factory=clock.monotonic_ms)
+    """Time of the last use, on the monotonic clock."""
+
+    def find_turn(self, request: TurnRequest) -> Turn | None:
+        """Returns the turn that a request retries, or None if it asks for a new sample.
+
+        Raises:
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
+        """
+        turns = self.turns.get(request.idempotency_key or request.fingerprint)
+        if turns is None:
+            return None
+        if not request.idempotency_key:
+            return turns.retried(request.retry_count, request.call_id)
+        first = next(iter(turns))
+        if first.fingerprint != request.fingerprint:
+            raise IdempotencyKeyReusedError(
+                "idempotency_key", "was given with another request; give each request its own"
+            )
+        return first
+
+    def find_answer(self, answer_id: str) -> Answered:
+        """Returns an answer by its id.
+
+        Raises:
+            AnswerUnknownError: The session does not have it, or it was withdrawn.
+        """
+        turn = self.answers.get(answer_id)
+        answered = None if turn is None else turn.answered
+        if answered is None or answered.receipt.is_withdrawn:
+            raise AnswerUnknownError(
+                f"answer_id: this session has no answer {answer_id!r:.200}; give the id of one "
+                "that it sampled"
+            )
+        return answered
+
+    def begin(self, request: TurnRequest) -> Turn:
+        """Begins a turn for a request. It replaces an equal turn that was cut short."""
+        node_id = self.tree.reserve_id()
+        turn = Turn(
+            node_id,
+            answer_id_of(self.spec.session_id, node_id),
+            request.fingerprint,
+            request.idempotency_key,
+            request.choice,
+            request.stream,
+            request.finish_on_disconnect,
+            request.settings.lineage,
+            request.sampling,
+        )
+        if failed := self.cut_short.pop(turn.fingerprint, 0):
+            turn.restarted = True
+            if failed > 1:
+                self.cut_short[turn.fingerprint] = failed - 1
+        self.in_flight[turn] = None
+        self._add(turn)
+        return turn
+
+    def restore(self, answered: Answered, *, sent: bool) -> None:
+        """Adds an answered turn from the journal."""
+        self._add(Turn.stored(answered, sent=sent))
+
+    def _add(self, turn: Turn) -> None:
+        identity = turn.idempotency_key or turn.fingerprint
+        if (turns := self.turns.get(identity)) is None:
+            turns = self.turns[identity] = EqualTurns()
+        turns.add(turn)
+        self.answers[turn.answer_id] = turn
+
+    def join(self, turn: Turn, request: TurnRequest, reader: asyncio.Event) -> None:
+        """Lets a request wait for a turn. Its repeats then find the same turn."""
+        turn.readers.add(reader)
+        turn.joins += 1
+        turn.stream |= request.stream
+        turn.tries = max(turn.tries, request.retry_count)
+        if request.call_id:
+            turns = self.turns.get(turn.idempotency_key or turn.fingerprint)
+            if turns is not None:
+                turns.join(turn, request.call_id)
+
+    def leave(self, turn: Turn, reader: asyncio.Event) -> None:
+        """Ends the wait of a request. The last one cancels a turn that need not finish."""
+        turn.readers.discard(reader)
+        if turn.readers or turn.outcome is not None or turn.committing:
+            return
+        if not turn.finish_on_disconnect:
+            self.forget(turn)
+            self.cancel(turn, cancelled())
+
+    def end(self, turn: Turn, outcome: Answered | RollmeshError) -> None:
+        """Ends a turn unless it has ended. A failed turn is forgotten because it has no sample."""
+        if turn in self.in_flight:
+            del self.in_flight[turn]
+            self.used_ms = clock.monotonic_ms()
+            if not isinstance(outcome, Answered):
+                self._note_cut_short(turn)
+        turn.end(outcome)
+        if not isinstance(turn.outcome, Answered):
+            self.forget(turn)
+
+    def end_cancelled(self, turn: Turn, _: object = None) -> None:
+        """Ends a turn whose task is over, unless it has ended."""
+        if turn in self.in_flight:
+            self.end(turn, cancelled())
+
+    def cancel(self, turn: Turn, error: RollmeshError) -> None:
+        """Cancels a turn that is not being committed. Its requests may be repeated at once."""
+        self._note_cut_short(turn)
+        turn.cancel(error)
+
+    def _note_cut_short(self, turn: Turn) -> None:
+        """Counts a turn that is about to fail, once, if tokens were sampled for its request."""
+        if turn.outcome is None and (turn.restarted or turn.sampled):
+            self.cut_short[turn.fingerprint] += 1
+            if len(self.cut_short) > _MOST_CUT_SHORT:
+                del self.cut_short[next(iter(self.cut_short))]
+
+    def forget(self, turn: Turn) -> None:
+        """Removes a turn so that no more requests can join it."""
+        identity = turn.idempotency_key or turn.fingerprint
+        turns = self.turns.get(identity)
+        if turns is not None:
+            turns.remove(turn)
+            if not turns:
+                del self.turns[identity]
+        if self.answers.get(turn.answer_id) is turn:
+            del self.answers[turn.answer_id]
+
+    def mark_orphans(self) -> list[Node]:
+        """Marks the answers that never reached the agent and that it did not continue from.
+
+        Returns:
+            All nodes whose answers did not reach the agent, marked or not.
+        """
+        nodes = [
+            turn.answered.node
+            for turns in self.turns.values()
+            for turn in turns
+            if turn.answered is not None and not (turn.handed or turn.readers)
+        ]
+        for node in nodes:
+            # A close that could not be stored may have marked it.
+            reasons = node.reasons - {trajectory_pb2.FIDELITY_REASON_ORPHANED}
+            node.reasons = (
+                reasons if node.children else reasons | {trajectory_pb2.FIDELITY_REASON_ORPHANED}
+            )
+        return nodes
+
+
+# Limits on the content of one session.
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Limits on the content of one session."""
+
+    nodes: int
+    tokens: int
+    text_bytes: int
+    record_bytes: int
+    """Limit on the record, which must be small enough to hand over."""
+    images: int = 4096
+    image_bytes: int = 48 * 1024 * 1024
+
+    def check(self, session: Session) -> None:
+        """Checks that a session may take another turn.
+
+        Raises:
+            SessionLimitError: The session has reached a limit.
+        """
+        tree = session.tree
+        for name, held, most in (
+            ("nodes", len(tree.nodes), self.nodes),
+            ("tokens", tree.tokens, self.tokens),
+            ("bytes", tree.text_bytes, self.text_bytes),
+        ):
+            if held >= most:
+                raise SessionLimitError(
+                    f"the session holds {held} {name} and may hold {most}; close it, or raise "
+                    f"max_session_{name} of the gateway",
+                    session_id=session.spec.session_id,
+                )
+
+    def reserve(self, session: Session, turn: Turn, held: int, added: int) -> None:
+        """Reserves room in the session's record for a turn while it is in flight.
+
+        Args:
+            session: The session.
+            turn: The turn.
+            held: Record size of the session's current content, bytes.
+            added: Most that the turn may add without new images, bytes.
+
+        Raises:
+            SessionLimitError: With the turn, the record would be too large to hand over.
+        """
+        turn.record_bytes = 0
+        has_images = False
+        for other in session.in_flight:
+            held += other.record_bytes
+            has_images |= bool(other.images)
+        if has_images:
+            held += self._check_images(session)
+        if held + added > self.record_bytes:
+            raise SessionLimitError(
+                f"the session's record would have {held + added} bytes with this turn and may have "
+                f"{self.record_bytes}; close it, or raise max_session_record_bytes of the gateway",
+                session_id=session.spec.session_id,
+            )
+        turn.record_bytes = added
+
+    def _check_images(self, session: Session) -> int:
+        """Returns the size of the new images of all turns in flight, each counted once, bytes.
+
+        Raises:
+            SessionLimitError: With them, the session would have more images than it may.
+        """
+        new = {
+            sha256: len(image.data)
+            for turn in session.in_flight
+            for sha256, image in turn.images.items()
+            if sha256 not in session.images
+        }
+        size = sum(new.values())
+        for name, held, most in (
+            ("images", len(session.images) + len(new), self.images),
+            ("image_bytes", session.images.size + size, self.image_bytes),
+        ):
+            if new and held > most:
+                raise SessionLimitError(
+                    f"the session would have {held} {name.replace('_', ' ')} with this turn and "
+                    f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
+                    session_id=session.spec.session_id,
+                )
+        return size

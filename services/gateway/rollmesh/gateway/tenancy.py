@@ -1,0 +1,344 @@
+"""The journals that a gateway serves, each with its sessions.
+
+With a journal in a file there is one. Where several gateways share a database, a gateway opens
+sessions in one journal, takes over journals of others, and may lose each of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollmesh.gateway import metrics
+from rollmesh.gateway.deps import Deps
+from rollmesh.gateway.journal import Journal, Journals, closed_session, moved
+from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
+from rollmesh.gateway.session import SessionSpec
+from rollmesh.mesh.directory import CollectorDirectory, journal_of
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    RollmeshError,
+    SessionUnknownError,
+    ShuttingDownError,
+    StoreFullError,
+    TooManySessionsError,
+)
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import gateway_pb2, router_pb2
+
+_log = logging.getLogger(__name__)
+_RETRY_MS = 1000
+_LOOK_S = 0.02
+
+
+class Gateway:
+    """All sessions of this process. Everything here runs on the event loop.
+
+    Invariant: a session is served by the registry of the journal that its id names, and a journal
+    has at most one registry.
+    """
+
+    def __init__(
+        self,
+        deps: Deps,
+        collectors: CollectorDirectory,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Starts without journals.
+
+        Args:
+            deps: What turns are run with.
+            collectors: The collectors that take closed sessions. The caller closes it.
+            tasks: Owns the journals.
+        """
+        self._deps = deps
+        self._config = deps.config
+        self._collectors = collectors
+        self._tasks = tasks
+        self._is_shared = deps.config.journal != "sqlite"
+        """Whether other gateways may serve journals of the same database."""
+        self._registries: dict[str, Registry] = {}
+        self._groups = GroupSizes()
+        self._refusal: ShuttingDownError | None = None
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the journals change."""
+
+    @property
+    def registries(self) -> Sequence[Registry]:
+        """The journals that are served, with their sessions."""
+        return list(self._registries.values())
+
+    @property
+    def home(self) -> Registry | None:
+        """The journal in which sessions are opened, if there is one now."""
+        return next(iter(self._registries.values()), None)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the gateway is about to stop."""
+        return self._refusal is not None
+
+    @property
+    def live_sessions(self) -> int:
+        """Number of open sessions."""
+        return sum(one.live_sessions for one in self._registries.values())
+
+    @property
+    def undelivered_sessions(self) -> int:
+        """Number of closed sessions that the collector has not taken."""
+        return sum(one.outbox.undelivered for one in self._registries.values())
+
+    @property
+    def count_dead_letters(self) -> int:
+        """Number of sessions that were set aside."""
+        return sum(len(one.outbox.dead) for one in self._registries.values())
+
+    def load(self) -> router_pb2.ReplicaLoad:
+        """Returns the load that the router is told."""
+        journals = [one.journal for one in self._registries.values()]
+        return router_pb2.ReplicaLoad(
+            live_sessions=self.live_sessions,
+            draining=self.is_draining or not journals,
+            journals=[
+                router_pb2.ServedJournal(journal_id=one.journal_id, epoch=one.epoch)
+                for one in journals
+            ],
+        )
+
+    def of(self, session_id: str) -> Registry:
+        """Returns the registry that a session belongs to.
+
+        Raises:
+            JournalMovedError: Another gateway serves the session's journal.
+        """
+        journal_id = journal_of(session_id)
+        registry = self._registries.get(journal_id)
+        if registry is None and not self._is_shared:
+            registry = self.home
+        if registry is None:
+            raise moved(journal_id)
+        return registry
+
+    async def hold(self, journal: Journal) -> None:
+        """Serves the sessions of a journal from now on.
+
+        Raises:
+            RollmeshError: They could not be rebuilt.
+        """
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks.create_task(self._serve(journal, held))
+        await held
+
+    async def create(self, request: gateway_pb2.CreateSessionRequest) -> tuple[SessionSpec, str]:
+        """Opens a session, or finds the session of the same request id. Returns its key too.
+
+        Raises:
+            SessionClosedError: The session opened by the same request id is closed.
+            TooManySessionsError: The gateway is full.
+            StoreFullError: Too many closed sessions wait for the collector.
+            InvalidFieldError: The group has another size.
+            JournalMovedError: The gateway has no journal now.
+        """
+        for registry in self._registries.values():
+            opening = registry.opened(request.request_id) if request.request_id else None
+            if opening is not None:
+                spec = await asyncio.shield(opening)
+                return spec, registry.keys.key(spec.session_id)
+        if self._refusal is not None:
+            raise self._refusal
+        if (
+            sum(one.booked_sessions for one in self._registries.values())
+            >= self._config.max_sessions
+        ):
+            raise TooManySessionsError(
+                f"the gateway holds {self._config.max_sessions} open sessions; close some",
+                retry_delay_ms=_RETRY_MS,
+            )
+        if self.undelivered_sessions >= self._config.max_undelivered_sessions:
+            raise StoreFullError(
+                "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
+            )
+        home = self.home
+        if home is None:
+            raise moved("for new sessions")
+        spec = await home.create(request)
+        return spec, home.keys.key(spec.session_id)
+
+    async def find(self, request_id: str) -> tuple[str, bool]:
+        """Returns the session that a request id opened, and whether it is closed.
+
+        Raises:
+            SessionUnknownError: It opened none here, or the close is not remembered.
+        """
+        for registry in list(self._registries.values()):
+            if (opening := registry.opened(request_id)) is not None:
+                return (await asyncio.shield(opening)).session_id, False
+        for registry in list(self._registries.values()):
+            found = await registry.journal.read(lambda tx: closed_session(tx, request_id))
+            if found:
+                return found, True
+        raise SessionUnknownError(f"request_id: {request_id!r} opened no session here")
+
+    async def list_dead_letters(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
+        """Returns up to `count` dead letters with session ids after the given one, in id order."""
+        letters: list[gateway_pb2.DeadLetter] = []
+        for journal_id in sorted(self._registries):
+            registry = self._registries.get(journal_id)
+            if registry is not None and journal_of(after) <= journal_id and len(letters) < count:
+                letters += await registry.outbox.list_dead_letters(after, count - len(letters))
+        return letters
+
+    def drain(self) -> None:
+        """Refuses new sessions and turns from now on."""
+        self._refusal = ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        for registry in self._registries.values():
+            registry.refuse(self._refusal)
+
+    async def hand_over(self) -> None:
+        """Leaves each journal to another gateway as soon as none of its sessions is in use."""
+        while self._is_shared and self._registries:
+            for registry in self.registries:
+                if not registry.is_busy:
+                    await self._let_go(registry)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _let_go(self, registry: Registry) -> None:
+        """Gives up a journal: its running turns end, and any gateway may take it.
+
+        It may be lost meanwhile. A journal that cannot be stopped or released delays no other one:
+        its lease ends by itself.
+        """
+        try:
+            await registry.stop()
+            await registry.journal.release()
+        except RollmeshError as error:
+            _log.warning(
+                "releasing a journal failed, its lease will expire",
+                extra=fields(journal=registry.journal.journal_id, error=error.message),
+            )
+        self._remove(registry)
+
+    async def remove_empty(self, empty_ms: int) -> None:
+        """Removes taken-over journals that have had no sessions for so long."""
+        for registry in self.registries[1:]:
+            if registry.empty_ms() >= empty_ms and await registry.journal.remove():
+                self._remove(registry)
+
+    async def stop(self) -> None:
+        """Ends the running turns, waits for those being committed, and gives up the journals."""
+        for registry in self.registries:
+            await self._let_go(registry)
+
+    async def _serve(self, journal: Journal, held: "asyncio.Future[None]") -> None:
+        """Serves one journal until it is lost or given up."""
+        outbox = Outbox(journal, self._collectors, remembered=self._config.remembered_closes)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                registry = Registry(self._deps, journal, outbox, tasks, self._groups)
+                try:
+                    await registry.restore()
+                except RollmeshError as error:
+                    held.set_exception(error)
+                    await journal.release()
+                    return
+                self._add(registry)
+                held.set_result(None)
+                owned = [
+                    tasks.create_task(outbox.run()),
+                    tasks.create_task(registry.sent.run()),
+                    tasks.create_task(close_idle(registry, self._config.session_idle_ms)),
+                ]
+                if self._is_shared:
+                    owned.append(tasks.create_task(self._watch(registry)))
+                await registry.over.wait()
+                for task in owned:
+                    task.cancel()
+        finally:
+            if not held.done():
+                held.set_exception(moved(journal.journal_id))
+
+    async def _watch(self, registry: Registry) -> None:
+        """Gives up the sessions of a journal once it is lost."""
+        error = await registry.journal.lost()
+        journal_id = registry.journal.journal_id
+        if self._registries.get(journal_id) is registry:
+            _log.warning("journal was lost", extra=fields(journal=journal_id, error=error.message))
+            registry.abandon(error)
+            self._remove(registry)
+
+    def _add(self, registry: Registry) -> None:
+        if self._refusal is not None:
+            registry.refuse(self._refusal)
+        self._registries[registry.journal.journal_id] = registry
+        self.changed()
+
+    def _remove(self, registry: Registry) -> None:
+        journal_id = registry.journal.journal_id
+        if self._registries.get(journal_id) is registry:
+            del self._registries[journal_id]
+            registry.leave()
+            registry.over.set()
+            self.changed()
+
+
+# Renews the leases of this gateway's journals, and takes over journals that others have left.
+
+_RENEWALS = 4
+"""Renewals of a lease while it lasts."""
+_LONGEST_LOOK_S = 1.0
+_EMPTY_MS = 3_600_000
+"""How long a journal of another gateway is kept after its last session: closes are remembered."""
+_HOUSEKEEPING_MS = 60_000
+
+
+class Tenancy:
+    """The leases of the journals in a database that gateways share."""
+
+    def __init__(self, journals: Journals, gateway: Gateway, lease_ms: int) -> None:
+        """Takes the database, the gateway that serves its journals, and the time of a lease."""
+        self._journals = journals
+        self._gateway = gateway
+        self._lease_ms = lease_ms
+        self._away_ms: int | None = None
+        """Time of the last failure, on the monotonic clock."""
+        self._next_housekeeping_ms = 0
+
+    async def run(self) -> None:
+        """Renews and takes leases until it is cancelled."""
+        renew_s = self._lease_ms / _RENEWALS / 1000
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._repeat(self._journals.renew, renew_s))
+            tasks.create_task(self._repeat(self._take, min(renew_s, _LONGEST_LOOK_S)))
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+        while True:
+            try:
+                await work()
+            except RollmeshError as error:
+                self._away_ms = clock.monotonic_ms()
+                _log.warning(
+                    "renewing or taking journal leases failed, will retry",
+                    extra=fields(reason=error.reason, error=error.message),
+                )
+            await asyncio.sleep(interval_s)
+
+    async def _take(self) -> None:
+        """Takes free journals, and opens a journal for new sessions if there is none."""
+        gateway = self._gateway
+        if gateway.is_draining:
+            return
+        now_ms = clock.monotonic_ms()
+        # A gateway that could not renew its leases because the server was away gets time to do so.
+        is_steady = self._away_ms is None or now_ms - self._away_ms > self._lease_ms
+        while (is_steady or gateway.home is None) and not gateway.is_draining:
+            journal = await self._journals.take()
+            if journal is None:
+                break
+            await gateway.hold(journal)
+            metrics.TAKEOVERS.inc()
+        if gateway.home is None and not gateway.is_draining:
+            await gateway.hold(await self._journals.create())
+        if now_ms >= self._next_housekeeping_ms:
+            self._next_housekeeping_ms = now_ms + _HOUSEKEEPING_MS
+            await gateway.remove_empty(_EMPTY_MS)
+            await self._journals.remove_abandoned()

@@ -1,0 +1,434 @@
+"""Runs one turn: prompt, lease, generation, commit."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from rollmesh.chat.constraints import Calls, is_masked
+from rollmesh.chat.messages import Message, new_call_id
+from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
+from rollmesh.chat.parsing.detection import check_readable
+from rollmesh.chat.parsing.parser import ParserEvent
+from rollmesh.gateway import journal, metrics
+from rollmesh.gateway.deps import Deps
+from rollmesh.gateway.export import record_bytes
+from rollmesh.gateway.journal import Journal, read_image_bytes
+from rollmesh.gateway.prompt import PromptTokens, begin_prompt, sampling_of
+from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
+from rollmesh.gateway.session import Answered, AnswerReceipt, Session, Turn, TurnRequest
+from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
+from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
+from rollmesh.mesh.generation import Generation, Sampled, joined, no_tops
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.arrays import pack_ids
+from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.runtime.errors import (
+    ContextLengthExceededError,
+    DeadlineError,
+    EngineMismatchError,
+    InvalidConstraintError,
+    InvalidFieldError,
+    ModelMismatchError,
+    PoisonRequestError,
+    PromptTooLongError,
+    RollmeshError,
+    TokenOutOfVocabularyError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.v1 import engine_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
+
+_STREAMED_TOKENS = 16
+_INLINE_IDS = 128  # more ids than these are decoded off the event loop
+_MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
+
+
+async def run_turn(
+    deps: Deps, store: Journal, session: Session, turn: Turn, request: TurnRequest
+) -> Answered:
+    """Samples one turn and commits it to the session's journal.
+
+    The timeout does not interrupt the commit.
+
+    Raises:
+        RollmeshError: The turn failed and nothing was committed.
+    """
+    timeout_ms = deps.config.turn_timeout_ms
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            prompt, draft = await _sample(deps, store, session, turn, request)
+    except TimeoutError as error:
+        raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
+    sample = sample_of(draft, prompt.length, prompt.crc32)
+    turn.committing = True
+    return await _commit(
+        store, session, turn, prompt, draft.answer.message(), sample, draft.reasons(request, prompt)
+    )
+
+
+async def count_tokens(deps: Deps, session: Session, request: TurnRequest) -> tuple[int, bool]:
+    """Returns the number of ids in a request's prompt, and whether the prompt may be longer.
+
+    Text that far exceeds the context is not counted to its end. Nothing is sampled.
+
+    Raises:
+        RollmeshError: The request has no prompt.
+    """
+    timeout_ms = deps.config.turn_timeout_ms
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            prompt = await begin_prompt(deps, session, request)
+    except ContextLengthExceededError as error:
+        return int(error.metadata["prompt_tokens"]), True
+    except TimeoutError as error:
+        raise DeadlineError(f"counting took longer than {timeout_ms} ms") from error
+    return prompt.length, False
+
+
+async def tokens_of(
+    deps: Deps, node: Node, returns: gateway_pb2.ReturnOptions
+) -> tuple[bytes, gateway_pb2.SampledTokens]:
+    """Returns the data that a request wants of a stored turn: packed prompt and sampled tokens."""
+    sample, parent = node.sample, node.parent
+    assert sample is not None
+    assert parent is not None
+    tops = sample.tops
+    if tops is None or not returns.top_logprobs:
+        tops = no_tops(len(sample.token_ids))
+    sampled = Sampled(sample.token_ids, sample.logprobs, tops)
+
+    def work() -> tuple[bytes, gateway_pb2.SampledTokens]:
+        prompt = np.concatenate([*parent.context(), node.token_ids[: node.scaffold_tokens]])
+        packed = pack_ids(prompt) if returns.token_ids else b""
+        return packed, write_tokens(sampled, returns, deps.tokenizer)
+
+    return await deps.workers.run(work)
+
+
+# The answer of a turn while it is sampled.
+
+
+@dataclass(slots=True)
+class Draft:
+    """An answer while it is sampled."""
+
+    answer: Answer
+    generation: Generation
+    returned: int = 0
+    """Number of its tokens that the stream has."""
+    unreturned: list[Sampled] = field(default_factory=list)
+    """The other tokens, if the stream wants tokens."""
+
+    def certain_tokens(self, *, over: bool = False) -> Sampled | None:
+        """Returns the next tokens that are certain to be kept, or None if there are none."""
+        certain = self.answer.stopped_at if over else self.answer.certain
+        end = self.generation.taken if certain is None else certain
+        if end <= self.returned:
+            return None
+        run = joined(self.unreturned).until(end - self.returned)
+        self.unreturned.clear()
+        self.returned = end
+        return run
+
+    def reasons(self, request: TurnRequest, prompt: PromptTokens) -> frozenset[Fidelity]:
+        """Returns the fidelity reasons of the complete answer."""
+        reasons = set(prompt.prompt.match.reasons)
+        if self.generation.migrated:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_MIGRATED)
+        if self.generation.restarted:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_RESTARTED)
+        if self.answer.malformed:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
+        if self.answer.stopped_at is not None:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
+        # Banned ids are part of the model: they carry no reason.
+        masked = is_masked(request.sampling) or bool(prompt.bad_sequences)
+        if masked or prompt.constraint is not None:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
+        if request.settings.sampling_changed:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
+        return frozenset(reasons)
+
+
+async def _sample(
+    deps: Deps, store: Journal, session: Session, turn: Turn, request: TurnRequest
+) -> tuple[PromptTokens, Draft]:
+    """Prepares the prompt of a turn, and generates its answer."""
+    settings = request.settings
+    tools_json = settings.callable_context.tools_json
+    if tools_json and settings.wanted.calls is not Calls.NONE:
+        check_readable(deps.answer_format, tools_json)
+    deps.limits.check(session)
+    if request.shared is None:
+        prompt: PromptTokens = await begin_prompt(deps, session, request)
+    else:
+        begin = partial(begin_prompt, deps, session, request)
+        prompt = await request.shared.get(begin)
+    turn.prompt_tokens = prompt.length
+    if settings.returns.token_ids:
+        turn.begin(write_prompt(prompt.packed, turn.choice))
+    sampling = sampling_of(deps, request, prompt)
+    turn.images = request.conversation.fresh
+    tree_only = session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE
+    parent = prompt.prompt.match.node  # a trajectory repeats its path
+    most = (0 if tree_only else parent.record_bytes) + sampling.ByteSize()
+    tokens = prompt.length - parent.end + sampling.max_tokens
+    most += path_bytes(tokens, len(prompt.prompt.new_groups) + 1)
+    deps.limits.reserve(session, turn, record_bytes(session), most)
+    order = _order(deps, store, session, turn, request, prompt, sampling)
+    draft = await _generate(deps, order, turn, request, prompt)
+    answer = draft.answer
+    turn.emit(write_deltas(answer.end_text(), turn.choice))
+    if deps.vllm_parser is not None and (whole := answer.whole) is not None:
+        whole.take(await deps.vllm_parser.read(whole.text, tools_json))
+    _emit(deps, draft, turn, request, answer.finish(), over=True)
+    turn.stop = answer.stop
+    return prompt, draft
+
+
+def _order(
+    deps: Deps,
+    store: Journal,
+    session: Session,
+    turn: Turn,
+    request: TurnRequest,
+    prompt: PromptTokens,
+    sampling: sampling_pb2.SamplingParams,
+) -> Order:
+    """Returns the generation that a turn wants from the engines."""
+    spec, settings, config = session.spec, request.settings, deps.config
+    one_call = deps.answer_format.one_call and bool(settings.callable_context.tools_json)
+    # Whether parts of the answer are needed before it is complete.
+    early = request.stream or bool(settings.stops) or settings.wanted.one_call or one_call
+    complete = engine_pb2.GenerateRequest(
+        session_id=spec.session_id,
+        token_ids_u32le=prompt.packed,
+        sampling=sampling,
+        constraint=prompt.constraint,
+        top_logprobs=settings.returns.top_logprobs,
+        model=config.model,
+        banned_token_ids=deps.banned_ids,
+    )
+    for one in prompt.images:
+        complete.images.add(sha256=one.sha256, offset=one.offset, length=one.length)
+    generation = Generation(complete, deps.vocabulary_tokens, prompt.crc32)
+    generation.restarted = turn.restarted
+    return Order(
+        generation,
+        spec.session_id,
+        max_chunk_tokens=_STREAMED_TOKENS if early else MOST_COLLECTED_TOKENS,
+        collect_ms=0 if early else COLLECT_MS,
+        lease_timeout_ms=config.lease_timeout_ms,
+        timeout_ms=config.turn_timeout_ms,
+        is_sent=lambda: turn.has_emitted,
+        group_id=spec.group_id,
+        images={one.sha256: one.data for one in turn.images.values()} if turn.images else {},
+        load_images=partial(_load_images, store, spec.session_id),
+    )
+
+
+async def _generate(
+    deps: Deps, order: Order, turn: Turn, request: TurnRequest, prompt: PromptTokens
+) -> Draft:
+    """Generates the answer of a turn, whatever becomes of the engines.
+
+    If an engine is lost, another one continues from the tokens that it sampled. Where that is not
+    exact, the generation begins anew, unless part of the answer was sent.
+
+    Raises:
+        EngineLostError: The engines were lost, and the answer cannot be continued.
+        GenerationAbortedError: An operator aborted it, and the answer cannot be continued.
+        EngineMismatchError: An engine refused the prompt because it serves another model.
+    """
+    stop_ids = order.generation.request.sampling.stop_token_ids
+    draft = Draft(_new_answer(deps, request, prompt, stop_ids), order.generation)
+    try:
+        async with aclosing(deps.failover.run(order)) as runs:
+            async for run in runs:
+                if run is None:
+                    turn.sampled = turn.sampled or order.generation.restarted
+                    turn.begin_again()
+                    order.stop_reason = None  # a stop string is void too
+                    draft = Draft(_new_answer(deps, request, prompt, stop_ids), order.generation)
+                    continue
+                turn.sampled = True
+                await faults.reach("gateway-mid-turn")
+                ids: list[int] = run.token_ids.tolist()
+                if len(ids) > _INLINE_IDS:
+                    events = await deps.workers.run(partial(draft.answer.feed, ids))
+                else:
+                    events = draft.answer.feed(ids)
+                if request.stream and request.settings.returns_tokens:
+                    draft.unreturned.append(run)
+                _emit(deps, draft, turn, request, events)
+                if draft.answer.stopped_at is not None:
+                    order.stop(sampling_pb2.FINISH_REASON_STOP)
+    except PoisonRequestError:
+        metrics.POISON.inc()
+        raise
+    except InvalidConstraintError as refusal:
+        raise request.settings.wanted.refused(refusal) from refusal
+    except InvalidFieldError as error:
+        # The gateway placed the images: neither these nor the prompt are the agent's fault.
+        if not (isinstance(error, _MISMATCHES) or error.field.startswith("images")):
+            raise
+        raise EngineMismatchError(
+            f"engine {order.generation.engine_id} refused the prompt: {error.message}; "
+            "start it and the gateway from the same model_path"
+        ) from error
+    return draft
+
+
+def _emit(
+    deps: Deps,
+    draft: Draft,
+    turn: Turn,
+    request: TurnRequest,
+    events: Iterable[ParserEvent],
+    *,
+    over: bool = False,
+) -> None:
+    """Emits events, with the tokens that became certain if the stream wants them."""
+    tokens = None
+    if request.stream and request.settings.returns_tokens:
+        run = draft.certain_tokens(over=over)
+        if run is not None:
+            tokens = write_tokens(run, request.settings.returns, deps.tokenizer)
+    turn.emit(write_deltas(events, turn.choice, tokens))
+
+
+def _new_answer(
+    deps: Deps, request: TurnRequest, prompt: PromptTokens, stop_ids: Iterable[int]
+) -> Answer:
+    settings, answer_format, inside = request.settings, deps.answer_format, prompt.inside_reasoning
+    parser = answer_format.parser(
+        settings.callable_context,
+        calls=settings.wanted.calls is not Calls.NONE,
+        inside_reasoning=inside,
+    )
+    return Answer(
+        IncrementalDecoder(
+            deps.tokenizer,
+            answer_format.delimiters,
+            hidden=() if settings.keeps_stop else stop_ids,
+            special=settings.shows_special,
+        ),
+        settings.stops,
+        parser=parser,
+        reasoning=answer_format.splitter(parser, inside=inside),
+        new_call_id=new_call_id,
+        one_call=settings.wanted.one_call or answer_format.one_call,
+        keeps_stop=settings.keeps_stop,
+    )
+
+
+def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
+    """Returns the sampled tokens of a complete answer, truncated at the stop string.
+
+    Args:
+        draft: An answer that has ended.
+        prompt_tokens: Number of ids of the prompt, without continued ones.
+        prompt_crc32: CRC-32 of those ids.
+
+    Raises:
+        RollmeshError: No token was sampled.
+    """
+    generation, cut = draft.generation, draft.answer.stopped_at
+    finish = generation.finish
+    assert finish is not None
+    sampled = generation.sampled()
+    size = (0 if sampled is None else len(sampled)) if cut is None else cut
+    if sampled is None or not size:
+        raise RollmeshError("the engine ended without a token; nothing was committed, try again")
+    sampled = sampled.until(size)
+    params = sampling_pb2.SamplingParams()
+    params.CopyFrom(generation.request.sampling)  # a part of the request would keep all of it
+    spans = [
+        sampling_pb2.VersionSpan(
+            policy_version=span.policy_version,
+            start=span.start,
+            end=min(span.end, size),
+            engine_id=span.engine_id,
+        )
+        for span in generation.spans
+        if span.start < min(span.end, size)
+    ]
+    return Sample(
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        spans=tuple(spans),
+        finish=sampling_pb2.FINISH_REASON_STOP if cut is not None else finish.reason,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=min(finish.cached_tokens, prompt_tokens),
+        prompt_crc32=prompt_crc32,
+        tops=sampled.tops if generation.request.top_logprobs else None,
+        sampling=params,
+    )
+
+
+async def _commit(
+    store: Journal,
+    session: Session,
+    turn: Turn,
+    prompt: PromptTokens,
+    message: Message,
+    sample: Sample,
+    reasons: frozenset[Fidelity],
+) -> Answered:
+    """Attaches the turn, and detaches it again if the journal cannot store it."""
+    tree, new = session.tree, prompt.prompt
+    parent = tree.reattach(new.match.node)
+    for (group, ids), places in zip(new.new_groups, new.new_images, strict=True):
+        parent = tree.add_messages(parent, group, ids, places)
+    parent.seen = new.seen or parent.seen
+    node = tree.add_sample(
+        parent,
+        message,
+        new.generation_prompt,
+        sample,
+        reasons,
+        node_id=turn.node_id,
+        said=turn.lineage,
+    )
+    # Another turn that shares a group may not have stored it yet, or may fail to store it.
+    added, one = [node], parent
+    while not one.stored and one.parent is not None:
+        added.append(one)
+        one = one.parent
+    added.reverse()
+    receipt = AnswerReceipt(
+        answer_id=turn.answer_id,
+        fingerprint=turn.fingerprint,
+        idempotency_key=turn.idempotency_key,
+        created_unix_ms=clock.unix_ms(),
+        lineage=turn.lineage,
+        awaited=bool(turn.readers),
+        tries=turn.tries,
+        call_ids=tuple(turn.call_ids),
+        stop=turn.stop,
+    )
+    session_id = session.spec.session_id
+    images: list[CheckedImage] = []
+    if turn.images:
+        shown = {one.sha256 for node in added for one in node.images}
+        images = [image for sha256, image in turn.images.items() if sha256 in shown]
+    try:
+        await store.run(lambda tx: journal.insert_turn(tx, session_id, added, receipt, images))
+    except RollmeshError:
+        for one in reversed(added):
+            tree.detach(one)
+        raise
+    for one in added:
+        one.stored = True
+    if images:
+        session.images.add(images)
+    await faults.reach("gateway-after-commit")
+    return Answered(node, receipt)
+
+
+async def _load_images(store: Journal, session_id: str, wanted: Sequence[str]) -> dict[str, bytes]:
+    """Returns the bytes of images of committed turns, by hash."""
+    return await store.read(lambda tx: read_image_bytes(tx, session_id, wanted))

@@ -1,0 +1,680 @@
+"""The engines of the mesh: which of them gateways can lease, and which one a turn gets.
+
+Plain state and synchronous steps, without I/O.
+"""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from rollmesh.v1 import router_pb2
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=tuple[Any, ...])
+_SLACK = 16
+
+
+class Ranking(Generic[_Item, _Key]):
+    """Items by a key that changes often, lowest first. No two items may have equal keys.
+
+    A heap holds a pair for every key that was set. Outdated pairs are dropped when they reach the
+    top, and all at once when they are more than half. `set` and `first` cost O(log n).
+    """
+
+    __slots__ = ("_heap", "_keys")
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._keys: dict[_Item, _Key] = {}
+        self._heap: list[tuple[_Key, _Item]] = []
+
+    def __len__(self) -> int:
+        """Returns the number of items."""
+        return len(self._keys)
+
+    def __contains__(self, item: object) -> bool:
+        """Returns whether an item has a key."""
+        return item in self._keys
+
+    def key(self, item: _Item) -> _Key:
+        """Returns the key of an item."""
+        return self._keys[item]
+
+    def set(self, item: _Item, key: _Key) -> None:
+        """Adds an item, or changes its key."""
+        if self._keys.get(item) == key:
+            return
+        self._keys[item] = key
+        heapq.heappush(self._heap, (key, item))
+        if len(self._heap) > 2 * len(self._keys) + _SLACK:
+            self._heap = [(key, item) for item, key in self._keys.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, item: _Item) -> None:
+        """Removes an item if it is there."""
+        self._keys.pop(item, None)
+
+    def first(self, besides: Collection[_Item] = ()) -> _Item | None:
+        """Returns the item with the lowest key that is not in `besides`, or None."""
+        aside: list[tuple[_Key, _Item]] = []
+        found: _Item | None = None
+        while self._heap:
+            key, item = self._heap[0]
+            if self._keys.get(item) == key:
+                if item not in besides:
+                    found = item
+                    break
+                aside.append((key, item))
+            heapq.heappop(self._heap)
+        for pair in aside:
+            heapq.heappush(self._heap, pair)
+        return found
+
+
+# The circuit of an engine: whether turns reach it, as gateways see it.
+#
+# The router itself hears from an engine over its `Register` stream. A gateway may still be unable
+# to reach it, or may lose every generation on it.
+
+_MOST_DOUBLINGS = 30
+
+
+class CircuitLimits(NamedTuple):
+    """When a circuit opens, and for how long."""
+
+    losses: int = 3
+    """Turns lost in a row that open it."""
+    first_ms: int = 1_000
+    """Time for which it stays open, milliseconds. Doubles each time a probe is lost ..."""
+    longest_ms: int = 60_000
+    """... up to this."""
+
+
+class Circuit:
+    """Opens after turns lost in a row, and closes when a probe is answered.
+
+    Backpressure, cancelled turns and client errors change nothing. Each opening begins an epoch.
+    The outcome of a lease counts only in the epoch in which the lease was granted, so 200
+    generations that die together open the circuit once.
+    """
+
+    __slots__ = ("_losses", "_openings", "_probing", "epoch", "state", "until_ms")
+
+    def __init__(self) -> None:
+        """Starts closed."""
+        self.state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
+        self.until_ms = 0
+        """Time at which an open circuit half-opens, on the monotonic clock."""
+        self.epoch = 0
+        """Number of times that it opened."""
+        self._losses = 0
+        self._openings = 0  # since it was last closed
+        self._probing = False
+
+    @property
+    def admits(self) -> bool:
+        """Whether a lease may be granted now."""
+        if self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN:
+            return not self._probing
+        return self.state == router_pb2.CIRCUIT_STATE_CLOSED
+
+    def grant(self) -> int:
+        """Records a granted lease and returns the epoch to give to `end`."""
+        self._probing = self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN
+        return self.epoch
+
+    def end(
+        self,
+        epoch: int,
+        outcome: router_pb2.LeaseOutcome.ValueType,
+        now_ms: int,
+        limits: CircuitLimits,
+    ) -> bool:
+        """Records the outcome of a lease. Returns whether the state changed.
+
+        Args:
+            epoch: Result of `grant`.
+            outcome: Effect of the turn on the engine's circuit.
+            now_ms: The time, monotonic milliseconds.
+            limits: When to open, and for how long.
+        """
+        if epoch != self.epoch:
+            return False
+        self._probing = False
+        before = self.state
+        if outcome == router_pb2.LEASE_OUTCOME_LOST:
+            self._losses += 1
+            if before == router_pb2.CIRCUIT_STATE_HALF_OPEN or self._losses >= limits.losses:
+                self._open(now_ms, limits)
+        elif outcome == router_pb2.LEASE_OUTCOME_ANSWERED:
+            self._losses = self._openings = 0
+            self.state = router_pb2.CIRCUIT_STATE_CLOSED
+        return self.state != before
+
+    def half_open(self) -> None:
+        """Admits a probe. Call it at `until_ms`."""
+        self.state = router_pb2.CIRCUIT_STATE_HALF_OPEN
+
+    def _open(self, now_ms: int, limits: CircuitLimits) -> None:
+        doublings = min(self._openings, _MOST_DOUBLINGS)
+        self.until_ms = now_ms + min(limits.first_ms << doublings, limits.longest_ms)
+        self.state = router_pb2.CIRCUIT_STATE_OPEN
+        self.epoch += 1
+        self._openings += 1
+        self._losses = 0
+
+
+class Target(NamedTuple):
+    """The weights that an engine of a model must hold to be leased."""
+
+    policy_version: int
+    push_id: str
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A slot on an engine, for one turn."""
+
+    stream_id: str
+    lease_id: str
+    engine: "Engine"
+    epoch: int
+    """Epoch of the engine's circuit when the lease was granted."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine. Call `Fleet.changed` after every change from outside."""
+
+    engine_id: str
+    address: str
+    model: str
+    capacity: int
+    policy_version: int = 0
+    draining: bool = False
+    paused: bool = False
+    """It samples nothing for now. Requests wait in it."""
+    sleeping: bool = False
+    """Its accelerator memory is released."""
+    weights_dropped: bool = False
+    """A sleep dropped its weights, and none were pushed since."""
+    push_id: str = ""
+    """Id of the push that delivered its weights, empty for its initial weights."""
+    tokenizer_sha256: str = ""
+    """Empty if it has no tokenizer. Such an engine is compatible with any gateway."""
+    vocabulary_tokens: int = 0
+    fault: str = ""
+    """The impossible answer that took it out of service. Cleared when it registers again."""
+    reports: dict[str, str] = field(default_factory=dict)
+    """Impossible answers by the gateway that reported them."""
+    update_error: str = ""
+    """Error of its last weight update, empty if it succeeded."""
+    circuit: Circuit = field(default_factory=Circuit)
+    held: set[Lease] = field(default_factory=set)
+    most_held: int = 0
+    """The most leases on it at a time since its last report."""
+    elsewhere: int = 0
+    """Reported generations that no lease accounts for: other routers granted them."""
+    sessions: set[str] = field(default_factory=set)
+    """Ids of the sessions that are placed on it."""
+    last_picked: int = 0
+    """Sequence number of its last pick, so that ties rotate."""
+    number: int = 0
+    """Numbers grow in the order in which engines were added."""
+
+    @property
+    def leases(self) -> int:
+        """Number of leases on it."""
+        return len(self.held)
+
+    @property
+    def busy(self) -> int:
+        """Number of leases on it, with those of other routers."""
+        return len(self.held) + self.elsewhere
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether it can take one more lease."""
+        return len(self.held) + self.elsewhere < self.capacity and self.circuit.admits
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Rank for a pick, unique: paused ones last, then by sessions, leases and last pick."""
+        busy = len(self.held) + self.elsewhere
+        return self.paused, len(self.sessions), busy, self.last_picked, self.number
+
+    def book(self, lease: Lease) -> None:
+        """Takes a slot."""
+        self.held.add(lease)
+        self.most_held = max(self.most_held, len(self.held))
+
+    def report(self, generations: int) -> None:
+        """Takes the reported number of running and waiting generations.
+
+        Generations of this router's leases are subtracted, ended ones included, because a report
+        and a release may overtake one another. So the leases of other routers are seen within a
+        report, and may be underestimated until the next.
+        """
+        self.elsewhere = max(0, generations - self.most_held)
+        self.most_held = len(self.held)
+
+
+def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
+    """Returns why an engine cannot serve a gateway of its model, empty if it can."""
+    if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
+        return ""
+    if engine.tokenizer_sha256 != gateway.tokenizer_sha256:
+        return (
+            f"its tokenizer ({engine.tokenizer_sha256[:12]}) is not that of gateway "
+            f"{gateway.gateway_id} ({gateway.tokenizer_sha256[:12]})"
+        )
+    sizes = engine.vocabulary_tokens, gateway.vocabulary_tokens
+    if all(sizes) and sizes[0] != sizes[1]:
+        return f"it has {sizes[0]} token ids, and gateway {gateway.gateway_id} has {sizes[1]}"
+    return ""
+
+
+def fits(engine: Engine, gateway: router_pb2.DispatchHello) -> bool:
+    """Returns whether an engine has the model, tokenizer and vocabulary of a gateway."""
+    return gateway.model in {"", engine.model} and not misfit(engine, gateway)
+
+
+# The engines that gateways of one kind can lease, kept ready for picking.
+#
+# A pick looks at the placed engine, the sibling's engine and the first of a ranking, never at all
+# engines: 1,000 engines cost as much as 4.
+
+NO_ENGINES: frozenset[Engine] = frozenset()
+IMBALANCE_MARGIN = 8
+_IMBALANCE_FACTOR = 1.5
+_FREED = 64  # releases that an estimate looks back on
+_UNKNOWN_MS, _LEAST_MS, _MOST_MS = 1_000, 100, 60_000
+_Kind: TypeAlias = tuple[str, str, int]  # model, tokenizer and vocabulary of gateways
+
+
+class Pool:
+    """The engines in service that fit the gateways of one kind.
+
+    Engines are ranked again when the first of them is asked for, not when they change.
+    """
+
+    def __init__(self, gateway: router_pb2.DispatchHello) -> None:
+        """Starts without engines, for gateways of the same kind."""
+        self.gateway = gateway
+        """A gateway of the kind."""
+        self.users = 0
+        """Number of streams of such gateways."""
+        self.engines: set[Engine] = set()
+        self.sessions = 0
+        """Number of sessions on these engines."""
+        self._ranking: Ranking[Engine, tuple[int, ...]] = Ranking()  # those with a slot
+        self._changed: set[Engine] = set()
+        self._freed_ms: deque[int] = deque(maxlen=_FREED)
+
+    def admit(self, engine: Engine, *, in_service: bool) -> None:
+        """Adds an engine that fits and is in service, and removes any other."""
+        wanted, there = in_service and fits(engine, self.gateway), engine in self.engines
+        if wanted and not there:
+            self.engines.add(engine)
+            self.sessions += len(engine.sessions)
+        elif there and not wanted:
+            self.engines.remove(engine)
+            self.sessions -= len(engine.sessions)
+        if wanted:
+            self._changed.add(engine)
+        else:
+            self._changed.discard(engine)  # it may have left for good
+            self._ranking.discard(engine)
+
+    def touch(self, engine: Engine, sessions: int = 0) -> None:
+        """Records a change of an engine, and by how many its sessions changed."""
+        if engine in self.engines:
+            self.sessions += sessions
+            self._changed.add(engine)
+
+    def freed(self, now_ms: int) -> None:
+        """Records the end of a lease on one of the engines."""
+        self._freed_ms.append(now_ms)
+
+    def delay_ms(self, waiting: int, now_ms: int) -> int:
+        """Estimates how long one more request would wait, milliseconds.
+
+        As many slots as there are waiting requests must become free, and one more, at the pace of
+        the last 64 releases. Time without a release slows the pace down.
+        """
+        if not self._freed_ms:
+            return _UNKNOWN_MS
+        per_slot = (now_ms - self._freed_ms[0]) / len(self._freed_ms)
+        return round(min(max((waiting + 1) * per_slot, _LEAST_MS), _MOST_MS))
+
+    def first(self, besides: frozenset[Engine]) -> Engine | None:
+        """Returns the first engine with a slot, a paused one if no other has one."""
+        for engine in self._changed:
+            if engine.has_slot:
+                self._ranking.set(engine, engine.rank)
+            else:
+                self._ranking.discard(engine)
+        self._changed.clear()
+        return self._ranking.first(besides)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The engines that can serve a request: those of a pool, without two sets."""
+
+    pool: Pool
+    excluded: frozenset[Engine] = NO_ENGINES
+    """Engines that failed its turn."""
+    distrusted: frozenset[Engine] = NO_ENGINES
+    """Engines that its gateway reported for an impossible answer."""
+
+    def __contains__(self, engine: object) -> bool:
+        """Returns whether an engine can be leased now."""
+        if engine not in self.pool.engines or engine in self.left_out:
+            return False
+        assert isinstance(engine, Engine)
+        if engine.paused and (first := self.first()) is not None and not first.paused:
+            return False
+        return engine.has_slot
+
+    @property
+    def left_out(self) -> frozenset[Engine]:
+        """The engines of the pool that cannot serve it."""
+        return self.excluded | self.distrusted if self.distrusted else self.excluded
+
+    @property
+    def fitting(self) -> int:
+        """Number of engines that fit, full ones included."""
+        return len(self.pool.engines) - len(self.left_out & self.pool.engines)
+
+    @property
+    def mean_sessions(self) -> float:
+        """Mean number of sessions of the engines that fit, full ones included."""
+        pool, left_out = self.pool, self.left_out
+        sessions, engines = pool.sessions, len(pool.engines)
+        if left_out:
+            out = left_out & pool.engines
+            sessions -= sum(len(engine.sessions) for engine in out)
+            engines -= len(out)
+        return sessions / engines
+
+    def first(self) -> Engine | None:
+        """Returns the engine with the lowest rank, or None if none has a slot."""
+        return self.pool.first(self.left_out)
+
+    def pick(
+        self, placed: Engine | None, sibling: Engine | None, imbalance_margin: float
+    ) -> Engine | None:
+        """Picks an engine for a turn, or None if none has a slot.
+
+        A session stays on its engine, where its KV cache is (`placed`), and a new session joins the
+        siblings of its group, whose prompt is in the cache (`sibling`). It leaves an engine with
+        more than 1.5 times the mean number of sessions and at least `imbalance_margin` more than
+        the mean. Otherwise the engine with the fewest sessions wins. Ties go to the fewest leases,
+        then to the least recently picked.
+
+        A paused engine is a candidate only if every engine with a slot is paused, also for the
+        sessions that are placed on it. Then the turn waits in the engine: a weight push pauses all
+        engines for a moment. A sleeping engine is never a candidate, and the request waits in the
+        router until it wakes up.
+        """
+        for wanted in (placed, sibling):
+            if wanted is None or wanted not in self:
+                continue
+            held, mean = len(wanted.sessions), self.mean_sessions
+            if held <= _IMBALANCE_FACTOR * mean or held - mean < imbalance_margin:
+                return wanted
+        return self.first()
+
+
+_MOST_EXPLAINED = 3
+
+
+class Fleet:
+    """The registered engines, by id, by model, and in a pool for each kind of gateway.
+
+    Invariant: a pool holds the engines in service that fit its gateways.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.engines: dict[str, Engine] = {}
+        self.on_change: Callable[[], None] = ignore
+        """Called after a change that may end waits."""
+        self.on_circuit: Callable[[Engine], None] = ignore
+        """Called after the circuit of an engine changed its state."""
+        self.on_offer: Callable[[str], None] = ignore
+        """Called with a model after the weights changed that its engines may hold."""
+        self._weights: dict[str, tuple[Target | None, Target | None]] = {}  # target and offer
+        self._models: dict[str, dict[Engine, None]] = {}
+        self._pools: dict[_Kind, Pool] = {}
+        self._opened: set[Engine] = set()
+        self._added = itertools.count(1)
+
+    @property
+    def models(self) -> Collection[str]:
+        """The models of all engines."""
+        return self._models.keys()
+
+    @property
+    def pools(self) -> Collection[Pool]:
+        """The pools of the connected gateways."""
+        return self._pools.values()
+
+    @property
+    def open_circuits(self) -> int:
+        """Number of engines whose circuit is open."""
+        return len(self._opened)
+
+    def add(self, engine: Engine) -> None:
+        """Adds an engine. No engine has its id."""
+        engine.number = next(self._added)
+        self.engines[engine.engine_id] = engine
+        self._models.setdefault(engine.model, {})[engine] = None
+        self.changed(engine)
+
+    def remove(self, engine_id: str) -> Engine | None:
+        """Removes and returns an engine, or None if there is none of that id."""
+        engine = self.engines.pop(engine_id, None)
+        if engine is None:
+            return None
+        own = self._models[engine.model]
+        del own[engine]
+        if not own:
+            del self._models[engine.model]
+        self._opened.discard(engine)
+        for pool in self._pools.values():
+            pool.admit(engine, in_service=False)
+        self.on_change()
+        return engine
+
+    def changed(self, engine: Engine) -> None:
+        """Applies a change of an engine's state, such as its weights."""
+        if self.engines.get(engine.engine_id) is not engine:
+            return
+        in_service = self._unfit(engine) is None
+        for pool in self._pools.values():
+            pool.admit(engine, in_service=in_service)
+        self.on_change()
+
+    def circuit_changed(self, engine: Engine) -> None:
+        """Applies a change of the state of an engine's circuit."""
+        if self.engines.get(engine.engine_id) is not engine:
+            return
+        is_open = engine.circuit.state == router_pb2.CIRCUIT_STATE_OPEN
+        (self._opened.add if is_open else self._opened.discard)(engine)
+        self.changed(engine)
+        self.on_circuit(engine)
+
+    def half_open(self, now_ms: int) -> None:
+        """Half-opens the circuits that were open for long enough."""
+        for engine in tuple(self._opened):
+            if engine.circuit.until_ms <= now_ms:
+                engine.circuit.half_open()
+                self.circuit_changed(engine)
+
+    def half_opens_ms(self) -> int | None:
+        """Returns when the next circuit half-opens, or None if none is open."""
+        return min(one.circuit.until_ms for one in self._opened) if self._opened else None
+
+    def aim(self, model: str, target: Target | None, offered: Target | None) -> None:
+        """Sets the weights that the engines of a model must hold to be leased.
+
+        Args:
+            model: Name of the model.
+            target: Weights of the last accepted push; None before the first.
+            offered: Weights of a push that engines may hold although it is not accepted yet.
+        """
+        self._weights.pop(model, None)
+        if target is not None or offered is not None:
+            self._weights[model] = target, offered
+        for engine in self._models.get(model, ()):
+            self.changed(engine)
+        self.on_offer(model)
+
+    def offered_models(self) -> Collection[str]:
+        """Returns the models with pushed weights."""
+        return self._weights.keys()
+
+    def newest_version(self, model: str) -> int | None:
+        """Returns the highest version that engines of a model may hold; None before a push."""
+        both = self._weights.get(model, ())
+        return max((one.policy_version for one in both if one is not None), default=None)
+
+    def of_model(self, model: str) -> list[Engine]:
+        """Returns the engines of a model. An empty name means all models."""
+        return list(self._models.get(model, ()) if model else self.engines.values())
+
+    def join(self, gateway: router_pb2.DispatchHello) -> Pool:
+        """Returns the pool of a gateway that has connected."""
+        pool = self._pools.get(_kind(gateway))
+        if pool is None:
+            pool = self._pools[_kind(gateway)] = Pool(gateway)
+            for engine in self.engines.values():
+                pool.admit(engine, in_service=self._unfit(engine) is None)
+        pool.users += 1
+        return pool
+
+    def leave(self, pool: Pool) -> None:
+        """Drops the pool of a gateway that has left, unless others use it."""
+        pool.users -= 1
+        if not pool.users:
+            del self._pools[_kind(pool.gateway)]
+
+    def touch(self, engine: Engine, sessions: int = 0) -> None:
+        """Records a change of an engine's leases, and by how many its sessions changed."""
+        for pool in self._pools.values():
+            pool.touch(engine, sessions)
+
+    def freed(self, engine: Engine, now_ms: int) -> None:
+        """Records the end of a turn on an engine."""
+        for pool in self._pools.values():
+            if engine in pool.engines:
+                pool.freed(now_ms)
+
+    def fenced(self, engine: Engine) -> bool:
+        """Returns whether an engine is fenced: it does not hold the target weights of its model.
+
+        Before the first push is accepted, it may hold any weights except the offered ones.
+        """
+        target, offered = self._weights.get(engine.model, (None, None))
+        held = Target(engine.policy_version, engine.push_id)
+        return held == offered if target is None else held != target
+
+    def is_suspended(self, pool: Pool) -> bool:
+        """Returns whether a pool has fitting engines, and none of them samples now.
+
+        Each is paused or will sample again without a restart: it sleeps, waits for weights, or is
+        being updated. An engine whose update failed may never be.
+        """
+        if not all(engine.paused for engine in pool.engines):
+            return False
+        return bool(pool.engines) or any(
+            not (engine.fault or engine.draining)
+            and (
+                engine.sleeping
+                or engine.weights_dropped
+                or (self.fenced(engine) and not engine.update_error)
+            )
+            and fits(engine, pool.gateway)
+            for engine in self.of_model(pool.gateway.model)
+        )
+
+    def exclusion(self, engine: Engine) -> router_pb2.Exclusion | None:
+        """Returns why some gateways of its model cannot lease an engine, or None if all can."""
+        if unfit := self._unfit(engine):
+            return unfit
+        for pool in self._pools.values():
+            if pool.gateway.model == engine.model and (why := misfit(engine, pool.gateway)):
+                return router_pb2.Exclusion(
+                    reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why
+                )
+        for gateway_id in engine.reports:
+            why = _why_distrusted(engine, gateway_id)
+            return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
+        return None
+
+    def why_none(self, gateway: router_pb2.DispatchHello) -> str:
+        """Returns why no engine can serve a turn of a gateway, for people."""
+
+        def why(engine: Engine) -> str:
+            if unfit := self._unfit(engine):
+                return unfit.explanation
+            own = misfit(engine, gateway) or _why_distrusted(engine, gateway.gateway_id)
+            return own or "it failed this turn"
+
+        engines = self.of_model(gateway.model)
+        of_model = f" of model {gateway.model!r}" if gateway.model else ""
+        return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
+            f"{one.engine_id}: {why(one)}" for one in engines[:_MOST_EXPLAINED]
+        )
+
+    def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
+        """Returns why no gateway can lease an engine, or None if it can be leased."""
+        if engine.fault:
+            reason = router_pb2.EXCLUSION_REASON_FAULT
+            why = f"it is out of service until it registers again: {engine.fault}"
+        elif engine.draining:
+            reason, why = router_pb2.EXCLUSION_REASON_DRAINING, "it is draining"
+        elif self.fenced(engine):
+            reason, why = router_pb2.EXCLUSION_REASON_FENCED, self._why_fenced(engine)
+        elif engine.circuit.state == router_pb2.CIRCUIT_STATE_OPEN:
+            reason = router_pb2.EXCLUSION_REASON_CIRCUIT_OPEN
+            why = "its circuit is open: gateways lost several turns on it in a row"
+        elif engine.sleeping:
+            reason, why = router_pb2.EXCLUSION_REASON_SLEEPING, "it sleeps; wake it up"
+        elif engine.weights_dropped:
+            reason = router_pb2.EXCLUSION_REASON_SLEEPING
+            why = "a sleep dropped its weights; push weights"
+        else:
+            return None
+        return router_pb2.Exclusion(reason=reason, explanation=why)
+
+    def _why_fenced(self, engine: Engine) -> str:
+        target, _ = self._weights[engine.model]
+        held = engine.policy_version
+        if target is None:
+            return f"it holds version {held} of a push that is not accepted yet"
+        other = " of another push" if held == target.policy_version else ""
+        why = f": {engine.update_error}" if engine.update_error else ""
+        return f"it holds version {held}{other}, not {target.policy_version}{why}"
+
+
+def ignore(*_: object) -> None:
+    """Does nothing."""
+
+
+def _kind(gateway: router_pb2.DispatchHello) -> _Kind:
+    """Returns the kind of a gateway. Gateways of one kind can lease the same engines."""
+    return gateway.model, gateway.tokenizer_sha256, gateway.vocabulary_tokens
+
+
+def _why_distrusted(engine: Engine, gateway_id: str) -> str:
+    """Returns why one gateway cannot lease an engine that others can, empty if it can."""
+    fault = engine.reports.get(gateway_id, "")
+    return fault and (
+        f"it is out of service for gateway {gateway_id} until it registers again: {fault}"
+    )

@@ -1,0 +1,291 @@
+"""The weights that a router keeps on disk for engines that join later.
+
+Each model has a folder:
+
+    kept                         a `KeptWeights` message: the header of the weights that its engines
+                                 must hold, and the header of an offered push
+    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes
+    *.part                       a push that is being received
+
+Headers name their files and are replaced by one rename, so version and bytes change together.
+`offered` becomes `current` once an engine has loaded the weights. It stays while the outcome of a
+push is unknown: an engine that registers with its push id has loaded it.
+"""
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.internal.v1 import peers_pb2
+from rollmesh.runtime.errors import InvalidFieldError, StoreError, StoreFullError
+from rollmesh.runtime.rpc.uploads import check_room
+from rollmesh.v1 import engine_pb2
+
+_KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
+_SLUG_CHARS = 48
+_PUSH_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class KeptWeights:
+    """The kept weights of one model. All methods except `__init__` may block on the disk."""
+
+    def __init__(
+        self, data_dir: Path, model: str, state: peers_pb2.KeptWeights | None = None
+    ) -> None:
+        """Sets the folder and its state. Files that the state does not name are removed.
+
+        Raises:
+            OSError: A file cannot be removed.
+        """
+        slug = re.sub(r"[^A-Za-z0-9_-]", "_", model)[:_SLUG_CHARS]
+        digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+        self.model = model
+        self.folder = data_dir / "weights" / f"{slug}-{digest}"
+        self.state = state or peers_pb2.KeptWeights(model=model)
+        """The stored state. Never changed in place."""
+        if state is not None:
+            self._sweep()
+
+    @property
+    def current(self) -> engine_pb2.UpdateWeightsHeader | None:
+        """Header of the last accepted weights."""
+        return self.state.current if self.state.HasField("current") else None
+
+    @property
+    def offered(self) -> engine_pb2.UpdateWeightsHeader | None:
+        """Header of a push whose outcome is not known yet."""
+        return self.state.offered if self.state.HasField("offered") else None
+
+    @property
+    def target_version(self) -> int:
+        """Version that engines must hold. 0 until the first push is accepted."""
+        return self.current.policy_version if self.current is not None else 0
+
+    @property
+    def last_version(self) -> int:
+        """Highest version that an engine may have received from this router."""
+        offered = self.offered.policy_version if self.offered is not None else 0
+        return max(self.target_version, offered)
+
+    def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
+        """Returns the weights file of a push, or None if it was not pushed as bytes."""
+        if not header.HasField("safetensors_bytes"):
+            return None
+        return self.folder / f"{header.policy_version}-{header.push_id}{_FILE}"
+
+    def file_of_push(self, push_id: str) -> Path | None:
+        """Returns the weights file of a kept push, or None if there is none."""
+        for header in (self.current, self.offered):
+            if header is not None and push_id and header.push_id == push_id:
+                return self.file_of(header)
+        return None
+
+    def open_part(self, header: engine_pb2.UpdateWeightsHeader, claimed: int) -> IO[bytes]:
+        """Opens the file for a push that is being received.
+
+        Args:
+            header: Announces the number of bytes.
+            claimed: Bytes announced by other pushes that are being received.
+
+        Raises:
+            StoreFullError: The disk has too little free space.
+            StoreError: The folder cannot be written.
+        """
+        with typed_errors(self.folder):
+            self._make_folder()
+            check_room(self.folder, header.safetensors_bytes, claimed)
+            return self._part(header).open("wb")
+
+    def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Removes the partially received file of a push."""
+        with suppress(OSError):
+            self._part(header).unlink()
+
+    def offer(self, header: engine_pb2.UpdateWeightsHeader, request_id: str = "") -> None:
+        """Stores a received push until it is accepted or withdrawn. Replaces an earlier offer.
+
+        Raises:
+            StoreError: The push could not be stored. The earlier offer remains.
+        """
+        with typed_errors(self.folder):
+            self._make_folder()
+            self.keep_part(header)
+            self._store(current=self.current, offered=header, request_id=request_id)
+
+    def accept(self) -> None:
+        """Makes the offered weights current.
+
+        Raises:
+            StoreError: The change could not be stored. The earlier weights stay current.
+        """
+        self._store(current=self.offered, offered=None, request_id=self.state.request_id)
+
+    def withdraw(self) -> None:
+        """Drops the offer, which no engine has loaded."""
+        self._store(current=self.current, offered=None, request_id="")
+
+    def forget(self) -> None:
+        """Drops the current weights and the offer."""
+        self._store(current=None, offered=None, request_id="")
+
+    def stored(self, request_id: str, policy_version: int) -> engine_pb2.UpdateWeightsHeader | None:
+        """Returns the header of the last push if a request repeats it; None otherwise."""
+        last = self.offered or self.current
+        repeated = request_id and request_id == self.state.request_id
+        return last if last and repeated and last.policy_version == policy_version else None
+
+    def is_behind(self, state: peers_pb2.KeptWeights) -> bool:
+        """Returns whether the state of a peer is later."""
+        return _position(state) > _position(self.state)
+
+    def missing(self, state: peers_pb2.KeptWeights) -> list[engine_pb2.UpdateWeightsHeader]:
+        """Returns the headers of a peer's state whose files are not here.
+
+        Raises:
+            InvalidFieldError: A push id is malformed, and would name a file elsewhere.
+        """
+        headers = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
+        for header in headers:
+            if not _PUSH_ID.fullmatch(header.push_id):
+                raise InvalidFieldError(
+                    "push_id", f"{header.push_id!r:.80} is no push id of a router"
+                )
+        files = [(header, self.file_of(header)) for header in headers]
+        return [header for header, file in files if file is not None and not file.exists()]
+
+    def keep_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Gives a completely received file its name."""
+        file = self.file_of(header)
+        if file is not None:
+            with typed_errors(self.folder):
+                self._part(header).replace(file)
+
+    def adopt(self, state: peers_pb2.KeptWeights) -> None:
+        """Takes over the state of a peer, whose files are here.
+
+        Raises:
+            StoreError: It could not be stored. The earlier state remains.
+        """
+        with typed_errors(self.folder):
+            self._make_folder()
+            self._write(state)
+
+    def _store(
+        self,
+        *,
+        current: engine_pb2.UpdateWeightsHeader | None,
+        offered: engine_pb2.UpdateWeightsHeader | None,
+        request_id: str,
+    ) -> None:
+        with typed_errors(self.folder):
+            self._make_folder()
+            revision = self.state.revision + 1
+            self._write(
+                peers_pb2.KeptWeights(
+                    model=self.model,
+                    revision=revision,
+                    current=current,
+                    offered=offered,
+                    request_id=request_id,
+                )
+            )
+
+    def _make_folder(self) -> None:
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for parent in list(self.folder.parents)[:2]:
+                _sync_folder(parent)
+
+    def _part(self, header: engine_pb2.UpdateWeightsHeader) -> Path:
+        return self.folder / f"{header.policy_version}-{header.push_id}{_PART}"
+
+    def _write(self, state: peers_pb2.KeptWeights) -> None:
+        written = self.folder / f"{_KEPT}.new"
+        with written.open("wb") as file:
+            file.write(state.SerializeToString())
+            sync(file)
+        written.replace(self.folder / _KEPT)
+        _sync_folder(self.folder)
+        self.state = state
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes files that no header references, except pushes that are being received."""
+        if not self.folder.exists():
+            return
+        named = {self.file_of(one) for one in (self.current, self.offered) if one is not None}
+        for path in self.folder.glob(f"*{_FILE}"):
+            if path not in named:
+                path.unlink(missing_ok=True)
+
+
+def restored(data_dir: Path) -> list[KeptWeights]:
+    """Returns the kept weights of earlier runs. Removes unfinished pushes.
+
+    Raises:
+        StoreError: The folder cannot be read or written.
+    """
+    found = []
+    with typed_errors(data_dir):
+        data_dir.mkdir(parents=True, exist_ok=True)
+        probe = data_dir / f"probe-{os.getpid()}"
+        with probe.open("wb") as file:
+            file.write(b"rollmesh")
+            sync(file)
+        probe.unlink()
+        _sync_folder(data_dir)
+        for folder in (data_dir / "weights").glob("*/"):
+            for part in folder.glob(f"*{_PART}"):
+                part.unlink(missing_ok=True)
+            if (state := _read(folder / _KEPT)) is not None:
+                found.append(KeptWeights(data_dir, state.model, state))
+    return found
+
+
+def sync(file: IO[bytes]) -> None:
+    """Flushes a file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def typed_errors(folder: Path) -> Iterator[None]:
+    """Raises OS errors inside the block as typed errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise StoreFullError(f"data_dir: the disk of {folder} is full; make room") from error
+        raise StoreError(
+            f"data_dir: {folder} cannot be used: {error.strerror or error}; "
+            "give a folder that can be read and written"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _position(state: peers_pb2.KeptWeights) -> tuple[int, str]:
+    """Returns the sort key that orders two states by recency."""
+    return state.revision, state.offered.push_id or state.current.push_id
+
+
+def _read(path: Path) -> peers_pb2.KeptWeights | None:
+    if not path.exists():
+        return None
+    try:
+        return peers_pb2.KeptWeights.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise StoreError(f"data_dir: {path} is damaged; remove its folder") from error

@@ -1,0 +1,149 @@
+"""The models of a mesh: their engines, and the weights that those must hold."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from rollmesh.internal.v1 import peers_pb2
+from rollmesh.router import metrics
+from rollmesh.router.config import RouterConfig
+from rollmesh.router.engines import Engine, Fleet, Target
+from rollmesh.router.kept import KeptWeights, restored
+from rollmesh.router.membership import Members
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+
+
+async def call_engine(
+    engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
+) -> router_pb2.EngineResult:
+    """Calls an engine and returns the result. A failed call also yields a result."""
+    try:
+        async with open_channel(engine.address) as channel:
+            with typed_errors():
+                await call(engine_pb2_grpc.EngineServiceStub(channel))
+    except RollmeshError as error:
+        return failed(engine, error)
+    return router_pb2.EngineResult(engine_id=engine.engine_id)
+
+
+def failed(engine: Engine, error: RollmeshError) -> router_pb2.EngineResult:
+    """Returns the result of a failed call."""
+    return router_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))
+
+
+class Models:
+    """The models of engines and gateways, and the kept weights of each.
+
+    Invariant: the fleet's target of a model is `current` of its kept weights, and its offer is
+    `offered`.
+    """
+
+    def __init__(self, fleet: Fleet, members: Members, config: RouterConfig) -> None:
+        """Takes the state of the mesh and the settings."""
+        self._gathered_ms = clock.monotonic_ms() + config.gather_ms
+        self._fleet = fleet
+        self._members = members
+        self._data_dir = config.data_dir
+        self._kept: dict[str, KeptWeights] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def restore(self) -> None:
+        """Reads the kept weights of earlier runs, in a thread.
+
+        Raises:
+            StoreError: The folder cannot be read or written.
+        """
+        for kept in await asyncio.to_thread(restored, self._data_dir):
+            self._kept[kept.model] = kept
+            self.show(kept)
+
+    def names(self) -> set[str]:
+        """Returns the models of engines and gateways, and those with kept weights."""
+        return self._members.models() | {name for name, kept in self._kept.items() if kept.current}
+
+    def weights(self) -> list[router_pb2.ModelWeights]:
+        """Returns the target and the last version of every model, sorted by name."""
+        return [
+            router_pb2.ModelWeights(
+                model=name,
+                target_policy_version=self.kept(name).target_version,
+                last_policy_version=self.kept(name).last_version,
+            )
+            for name in sorted(self.names())
+        ]
+
+    async def named(self, model: str, field: str = "model", *, waits: bool = True) -> str:
+        """Returns the model that a call names. An empty name means the only model.
+
+        Engines can register again for a while after this router's start. Until then it waits.
+
+        Args:
+            model: Name given in the call.
+            field: Name of the field, for errors.
+            waits: Whether to wait also if the model is known already.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model, or has several and none is named.
+        """
+        wait_ms = self._gathered_ms - clock.monotonic_ms()
+        if wait_ms > 0 and (waits or model not in self.names()):
+            await asyncio.sleep(wait_ms / 1000)
+        known = sorted(self.names())
+        if model in known or (not model and len(known) == 1):
+            return model or known[0]
+        names = ", ".join(known) or "none: no engine or gateway is registered yet"
+        problem = f"{model!r} is not in the mesh" if model else "is empty"
+        raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
+
+    def engines(self, model: str) -> list[Engine]:
+        """Returns the registered engines of a model."""
+        return self._fleet.of_model(model)
+
+    def kept(self, model: str) -> KeptWeights:
+        """Returns the kept weights of a model."""
+        kept = self._kept.get(model)
+        if kept is None:
+            kept = self._kept[model] = KeptWeights(self._data_dir, model)
+        return kept
+
+    def left(self, model: str) -> None:
+        """Forgets a model whose last member has left, unless it has weights.
+
+        The revision of weights that were forgotten remains, for peers that do not know of it.
+        """
+        kept = self._kept.get(model)
+        if kept is None or kept.current or kept.offered or model in self.names():
+            return
+        if (lock := self._locks.get(model)) is None or not lock.locked():
+            with suppress(KeyError):
+                metrics.TARGET_VERSION.remove(model)
+            self._locks.pop(model, None)
+            if not kept.state.revision:
+                del self._kept[model]
+
+    def all_kept(self) -> list[peers_pb2.KeptWeights]:
+        """Returns the kept state of each model that was ever pushed."""
+        return [kept.state for kept in self._kept.values() if kept.state.revision]
+
+    def lock(self, model: str) -> asyncio.Lock:
+        """Returns the lock that guards changes of a model's kept weights."""
+        return self._locks.setdefault(model, asyncio.Lock())
+
+    def show(self, kept: KeptWeights) -> None:
+        """Tells the fleet which weights of a model are current and which are offered."""
+        self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
+        metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
+
+    def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Records that an engine has loaded an update."""
+        engine.policy_version, engine.push_id = header.policy_version, header.push_id
+        engine.weights_dropped = False
+        self._fleet.changed(engine)
+
+
+def _target(header: engine_pb2.UpdateWeightsHeader | None) -> Target | None:
+    return None if header is None else Target(header.policy_version, header.push_id)

@@ -1,0 +1,717 @@
+"""Finds the other members of a mesh by asking its routers.
+
+The id of a session begins with the id of the journal that holds it, and the router knows which
+gateway serves which journal. So every sidecar and client finds every session without state of its
+own, also when its gateway returns elsewhere or another gateway takes over the journal.
+"""
+
+import asyncio
+import random
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import grpc
+
+from rollmesh.mesh.routers import Routers, addresses_of
+from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    JournalMovedError,
+    NoCollectorError,
+    NoGatewayError,
+    NoSidecarError,
+    RemoteError,
+    RollmeshError,
+    SessionUnknownError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.rpc.channels import (
+    KEEPALIVE_MS,
+    SHORT_KEEPALIVE_MS,
+    ended_with,
+    open_channel,
+    stub_of,
+    typed_errors,
+)
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
+
+if TYPE_CHECKING:
+    from rollmesh.v1.router_pb2_grpc import RouterServiceAsyncStub as Stub
+
+_LIST_TIMEOUT_S = 5.0
+RETRY_MS = 1000
+"""Retry delay while the router does not know the wanted member, milliseconds."""
+_LIST_AGE_MS = 250
+_KEPT_MS = 3_600_000
+"""Time after which a member is forgotten that no router lists and no caller uses, milliseconds."""
+
+
+class Directory:
+    """Asks the routers where members are, and keeps channels to them. Connects when first used."""
+
+    def __init__(self, router: str, keepalive_ms: int, identity: Identity | None) -> None:
+        """Starts without channels.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            keepalive_ms: Idle time after which members are pinged, milliseconds.
+            identity: The identity that calls present. None means that of the process.
+        """
+        self._routers = Routers(router, identity)
+        self._keepalive_ms = keepalive_ms
+        self._identity = identity
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used_ms: dict[str, int] = {}
+        self._listing = asyncio.Lock()
+        self._listed_ms: int | None = None
+
+    @property
+    def channels(self) -> int:
+        """Number of open channels to members."""
+        return len(self._channels)
+
+    async def aclose(self) -> None:
+        """Closes the channels."""
+        await self._routers.aclose()
+        await self._close(list(self._channels))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        """Returns the channel to an address, `host:port`."""
+        self._used_ms[address] = clock.monotonic_ms()
+        if address not in self._channels:
+            self._channels[address] = open_channel(
+                address, self._keepalive_ms, identity=self._identity
+            )
+        return self._channels[address]
+
+    async def _close_unused(self, before_ms: int, kept: Collection[str]) -> None:
+        """Closes the channels that were last used before a time, except those to `kept`.
+
+        A running call is cancelled, so the time must be longer ago than any call takes.
+        """
+        unused = self._channels.keys() - set(kept)
+        await self._close([one for one in unused if self._used_ms[one] < before_ms])
+
+    async def _close(self, addresses: Sequence[str]) -> None:
+        """Closes channels. All are forgotten before the first wait, in which others may be used."""
+        channels = [self._channels.pop(address) for address in addresses]
+        for address in addresses:
+            del self._used_ms[address]
+        for channel in channels:
+            await channel.close()
+
+    async def _list(self) -> None:
+        """Has the members listed, once for all callers within a quarter of a second."""
+        async with self._listing:
+            now_ms = clock.monotonic_ms()
+            if self._listed_ms is None or now_ms - self._listed_ms >= _LIST_AGE_MS:
+                await self._read()
+                self._listed_ms = clock.monotonic_ms()
+
+    async def _read(self) -> None:
+        """Asks the routers for the members."""
+        raise NotImplementedError
+
+    async def _members(
+        self, kind: router_pb2.ReplicaKind.ValueType, none: RollmeshError
+    ) -> Sequence[str]:
+        """Returns the `host:port` of the members of a kind, or the URLs of sidecars.
+
+        A router that knows none, as after a restart, is passed over.
+
+        Raises:
+            RollmeshError: `none`, if no router knows one. Or no router answers.
+        """
+
+        async def list_them(stub: "Stub", limit_s: float) -> Sequence[str]:
+            request = router_pb2.ListReplicasRequest(kind=kind)
+            response = await stub.ListReplicas(request, timeout=limit_s)
+            found = [_where(one.hello) for one in response.replicas if one.hello.kind == kind]
+            if not found:
+                raise none
+            return found
+
+        return await self._routers.ask(list_them, _LIST_TIMEOUT_S)
+
+
+def _where(hello: router_pb2.ReplicaHello) -> str:
+    if hello.kind != router_pb2.REPLICA_KIND_SIDECAR:
+        return hello.address
+    return f"{'https' if hello.https else 'http'}://{hello.address}{hello.path_prefix}"
+
+
+JOURNAL_ID_CHARS = 8
+"""Characters of a journal's id."""
+TICK_S = 0.5
+"""Time between two looks for silent gateways, seconds."""
+_QUIET, _AGAIN = 3, 2
+"""Ticks of silence after which the routers are asked about a gateway, and until the next time."""
+_MOVED = "the gateway is silent, and another gateway serves the session now; try again"
+_INFO_TIMEOUT_S = 5.0
+_FIND_TIMEOUT_S = 2.0
+
+
+def journal_of(session_id: str) -> str:
+    """Returns the id of the journal that holds a session."""
+    return session_id[:JOURNAL_ID_CHARS]
+
+
+class Call(Protocol):
+    """A call that can be ended."""
+
+    def cancel(self) -> bool:
+        """Ends it. Its caller is cancelled."""
+        ...
+
+
+class Route(NamedTuple):
+    """The target of a call, and whether it opens a session."""
+
+    address: str
+    """Address of the gateway."""
+    journal_id: str
+    """The journal of the session, or in which the gateway opens a new one. May be empty."""
+    is_new: bool
+    """Whether the call opens a session."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A running call."""
+
+    call: Call
+    route: Route
+    error: RollmeshError | None = None
+    """Why it was ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A gateway with running calls."""
+
+    heard: bool = False
+    """Set by callers when the gateway sent something. Cleared by each tick."""
+    quiet: int = 0
+    """Number of ticks since it sent something."""
+    running: set[_Running] = field(default_factory=set)
+
+    def tick(self) -> bool:
+        """Counts a tick. Returns whether to ask the routers about the gateway.
+
+        Ticks are counted instead of time: when this process stalls, the gateway's messages are
+        read before the next tick.
+        """
+        self.quiet = 0 if self.heard else self.quiet + 1
+        self.heard = False
+        return self.quiet >= _QUIET and not (self.quiet - _QUIET) % _AGAIN
+
+
+@dataclass(slots=True)
+class _Known:
+    """The gateway of a journal, as a router named it last. Kept when the gateway goes away."""
+
+    address: str
+    model: str
+    epoch: int
+    """A gateway that names an earlier one does not serve the journal any more."""
+    used_ms: int
+    """When it was last named by a router or asked for, on the monotonic clock."""
+    is_lost: bool = False
+    """Whether it did not answer, so that it is looked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The gateway of a session, or of a new one, for one call."""
+
+    stub: "gateway_pb2_grpc.GatewayServiceAsyncStub"
+    route: Route
+    _peers: dict[str, Peer] | None
+    _watch: Callable[[], None]
+
+    @contextmanager
+    def watched(self, call: Call) -> Iterator[Peer]:
+        """Ends a call if another gateway serves the session while this one is silent.
+
+        Yields:
+            The gateway, on which the caller sets `heard` when a message arrives.
+
+        Raises:
+            RemoteError: The call was ended. Ask the directory for the gateway again.
+        """
+        if self._peers is None:
+            yield Peer()
+            return
+        running = _Running(call, self.route)
+        peer = self._peers.setdefault(self.route.address, Peer())
+        peer.running.add(running)
+        self._watch()
+        try:
+            with ended_with(lambda: running.error):
+                yield peer
+            peer.heard = True
+        finally:
+            peer.running.discard(running)
+
+
+class GatewayDirectory(Directory):
+    """The gateways of a mesh, as a sidecar or a client calls them.
+
+    A gateway whose process is stopped or whose host hangs leaves its connections open, and HTTP/2
+    keepalive needs half a minute to notice. Meanwhile another gateway may have taken its journal.
+    So a gateway that sends nothing for a second and a half is asked about, and calls to it end when
+    another one serves their sessions. While one is silent, one question each second serves all.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        gateway: str = "",
+        identity: Identity | None = None,
+        local: "Mapping[str, gateway_pb2_grpc.GatewayServiceAsyncStub] | None" = None,
+    ) -> None:
+        """Connects when first used.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            gateway: `host:port` of the gateway, if there is only one. The router is then not asked.
+            identity: The identity that calls present. None means that of the process.
+            local: Gateways of this process by address. Calls to them need no connection.
+        """
+        super().__init__(router, KEEPALIVE_MS, identity)
+        self._only = gateway
+        self._local = local or {}
+        self._known: dict[str, _Known] = {}  # by journal
+        self._models: list[str] = []
+        self._names: set[str] = set()
+        self._addresses: list[str] = []  # of the gateways, as a router listed them
+        self._peers: dict[str, Peer] = {}
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def of(self, session_id: str) -> Reached:
+        """Returns the gateway that serves a session, as far as the router knows.
+
+        Raises:
+            NoGatewayError: No gateway has served its journal yet.
+            RollmeshError: The router did not answer, and the gateway was never known.
+        """
+        if self._only:
+            return self._reached(self._only)
+        address = (await self._find(session_id)).address
+        return self._reached(address, journal_of(session_id))
+
+    async def model_of(self, session_id: str) -> str:
+        """Returns the name of the model that answers in a session.
+
+        Raises:
+            NoGatewayError: No gateway has served its journal yet.
+            RollmeshError: The router, or the only gateway, did not answer, and never has.
+        """
+        if self._only:
+            return (self._models or await self.models())[0]
+        return (await self._find(session_id)).model
+
+    async def models(self) -> list[str]:
+        """Returns the names of the models that gateways serve, sorted.
+
+        Raises:
+            RollmeshError: The router, or the only gateway, did not answer.
+        """
+        if self._only:
+            with typed_errors():
+                info = await self.at(self._only).GetGatewayInfo(
+                    gateway_pb2.GetGatewayInfoRequest(), timeout=_INFO_TIMEOUT_S
+                )
+            self._models, self._names = [info.model], {info.model}
+        else:
+            await self._list()
+        return self._models
+
+    def has_model(self, name: str) -> bool:
+        """Returns whether the mesh is known to have a model, even if no gateway serves it now."""
+        return name in self._names or any(one.model == name for one in self._known.values())
+
+    async def _find(self, session_id: str) -> _Known:
+        journal_id = journal_of(session_id)
+        known = self._known.get(journal_id)
+        if known is None or known.is_lost:
+            known = await self._look_for(journal_id)
+        known.used_ms = clock.monotonic_ms()
+        return known
+
+    def failed(self, session_id: str, error: RollmeshError) -> bool:
+        """Notes an error of a session's gateway. It is looked for again if it may be another one.
+
+        It did not answer, is about to stop, or does not serve the session's journal any more.
+
+        Returns:
+            Whether it may be another one.
+        """
+        did_not_answer = isinstance(error, RemoteError) and error.code == "UNAVAILABLE"
+        is_lost = did_not_answer or isinstance(error, (JournalMovedError, ShuttingDownError))
+        if self._only or not is_lost:  # there is no other, or no reason
+            return False
+        if (known := self._known.get(journal_of(session_id))) is not None:
+            known.is_lost = True
+        return True
+
+    async def _look_for(self, journal_id: str) -> _Known:
+        if (known := self._known.get(journal_id)) is not None:
+            known.is_lost = False
+        try:
+            await self._list()
+        except RollmeshError:
+            if journal_id not in self._known:
+                raise
+        if (known := self._known.get(journal_id)) is None:
+            raise NoGatewayError(
+                "session_id: no gateway serves the session's journal now; try again",
+                retry_delay_ms=RETRY_MS,
+            )
+        return known
+
+    async def find(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
+        """Returns the session that a request id opened at any gateway. None if it opened none.
+
+        An only gateway is not asked: it finds the session when it is to open one.
+
+        Raises:
+            RollmeshError: The router did not answer, or a gateway did not and no other has it.
+        """
+        if self._only:
+            return None
+        answers = await asyncio.gather(
+            *(self._find_at(address, request_id) for address in await self.addresses()),
+            return_exceptions=True,
+        )
+        found = [one for one in answers if isinstance(one, gateway_pb2.FindSessionResponse)]
+        for error in answers:
+            unknown = isinstance(error, SessionUnknownError)
+            if not found and isinstance(error, BaseException) and not unknown:
+                raise error
+        return found[0] if found else None
+
+    async def _find_at(self, address: str, request_id: str) -> gateway_pb2.FindSessionResponse:
+        request = gateway_pb2.FindSessionRequest(request_id=request_id)
+        try:
+            with typed_errors():
+                return await self.at(address).FindSession(request, timeout=_FIND_TIMEOUT_S)
+        except RemoteError as error:
+            if error.code != "DEADLINE_EXCEEDED":
+                raise
+            said = f"the gateway at {address} does not say whether it has the session; try again"
+            raise RemoteError(said, "UNAVAILABLE") from error
+
+    async def place(self, model: str = "") -> Reached:
+        """Returns the gateway for a new session, and the journal in which it opens one.
+
+        If it does not answer, `place_again` finds the gateway that knows whether it did.
+
+        Raises:
+            NoGatewayError: No gateway takes new sessions.
+            InvalidFieldError: No gateway serves the model.
+            RollmeshError: The router did not answer.
+        """
+        if self._only:
+            return self._reached(self._only)
+        request = router_pb2.PlaceSessionRequest(model=model)
+        response = await self._routers.ask(
+            lambda stub, limit_s: stub.PlaceSession(request, timeout=limit_s), _LIST_TIMEOUT_S
+        )
+        gateway = response.gateway
+        self._note(gateway)
+        home = gateway.journals[0].journal_id if gateway.journals else gateway.journal_id
+        return self._reached(gateway.address, home, is_new=True)
+
+    async def place_again(self, journal_id: str) -> Reached:
+        """Returns the gateway that serves a journal, in which a session may have been opened.
+
+        Raises:
+            NoGatewayError: No gateway has served the journal yet.
+            RollmeshError: The router did not answer, and the gateway was never known.
+        """
+        address = self._only or (await self._find(journal_id)).address
+        return self._reached(address, journal_id, is_new=True)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is only one gateway, at a known address."""
+        return bool(self._only)
+
+    async def any(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        """Returns one of the gateways.
+
+        Raises:
+            NoGatewayError: There is none.
+            RollmeshError: The router did not answer.
+        """
+        return self.at(await self.any_address())
+
+    async def any_address(self) -> str:
+        """Returns the address of one of the gateways. Raises as `any` does."""
+        addresses = await self.addresses()
+        if not addresses:
+            raise _no_gateway()
+        return addresses[0]
+
+    async def addresses(self) -> Sequence[str]:
+        """Returns the addresses of all gateways.
+
+        Raises:
+            RollmeshError: The router did not answer.
+        """
+        if self._only:
+            return [self._only]
+        await self._read()
+        return self._addresses
+
+    async def aclose(self) -> None:
+        """Ends the watch, and closes the channels."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._ticking
+        await super().aclose()
+
+    def at(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        """Returns the gateway at an address."""
+        if address in self._local:
+            return self._local[address]
+        stub: gateway_pb2_grpc.GatewayServiceAsyncStub
+        stub = stub_of(self._channel(address), gateway_pb2_grpc.GatewayServiceStub)
+        return stub
+
+    def _reached(self, address: str, journal_id: str = "", *, is_new: bool = False) -> Reached:
+        route = Route(address, journal_id, is_new)
+        peers = None if self._only or address in self._local else self._peers
+        return Reached(self.at(address), route, peers, self._watch)
+
+    async def _read(self) -> None:
+        """Lists the gateways. A router that has none, as after a restart, is passed over."""
+
+        async def list_them(stub: "Stub", limit_s: float) -> router_pb2.ListGatewaysResponse:
+            response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=limit_s)
+            if not response.gateways:
+                raise _no_gateway()
+            return response
+
+        try:
+            response = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
+        except NoGatewayError:
+            response = router_pb2.ListGatewaysResponse()
+        for gateway in response.gateways:
+            self._note(gateway)
+        self._models = sorted({gateway.model for gateway in response.gateways})
+        self._names = set(response.models)
+        self._addresses = [gateway.address for gateway in response.gateways]
+        before_ms = clock.monotonic_ms() - _KEPT_MS
+        for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
+            del self._known[journal_id]
+        await self._close_unused(before_ms, {one.address for one in self._known.values()})
+
+    def _note(self, gateway: router_pb2.Gateway) -> None:
+        served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]
+        for journal in served:
+            known = self._known.get(journal.journal_id)
+            if journal.journal_id and (known is None or journal.epoch >= known.epoch):
+                now_ms = clock.monotonic_ms()
+                found = _Known(gateway.address, gateway.model, journal.epoch, now_ms)
+                self._known[journal.journal_id] = found
+
+    def _watch(self) -> None:
+        if self._ticking is None:
+            self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        """Looks for silent gateways until no call is running."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                for address in [address for address, one in self._peers.items() if not one.running]:
+                    del self._peers[address]
+                if not self._peers:
+                    return
+                silent = [peer for peer in self._peers.values() if peer.tick()]
+                if not silent:
+                    continue
+                with suppress(RollmeshError):  # otherwise no router knows better
+                    await self._list()
+                    for running in [one for peer in silent for one in peer.running]:
+                        if not self._leads_there(running.route):
+                            running.error = RemoteError(_MOVED, "UNAVAILABLE")
+                            running.call.cancel()
+        finally:
+            self._ticking = None
+
+    def _leads_there(self, route: Route) -> bool:
+        """Returns whether a call would take the same route now.
+
+        A gateway that no router names may return with its sessions, unless another one serves
+        them. A new session does not wait for that.
+        """
+        known = self._known.get(route.journal_id)
+        if known is not None and known.address != route.address:
+            return False
+        is_away = bool(self._addresses) and route.address not in self._addresses
+        return not (route.is_new and is_away)
+
+
+def _no_gateway() -> NoGatewayError:
+    return NoGatewayError("no gateway is registered; try again", retry_delay_ms=RETRY_MS)
+
+
+_LOST_CODES = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+_TRANSPORT_CODES = {"UNKNOWN", "INTERNAL", "CANCELLED"}
+"""Of calls that were cut off. A collector's own errors have a reason."""
+_Result = TypeVar("_Result")
+
+
+class CollectorDirectory(Directory):
+    """The collectors of a mesh. They have one store, so any of them serves any request.
+
+    One is used until it is lost: the next one was never lost, or was lost longest ago. Ties are
+    random, so that callers spread over the collectors. A process that dies is noticed at once, a
+    stopped process or a host that is gone within ten seconds: it does not answer a ping.
+    """
+
+    def __init__(self, router: str, collectors: str = "", identity: Identity | None = None) -> None:
+        """Connects when first used.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            collectors: `host:port`, or several, separated by commas. The router is then not asked.
+            identity: The identity that calls present. None means that of the process.
+        """
+        super().__init__(router, SHORT_KEEPALIVE_MS, identity)
+        self._asks = bool(router)
+        self._fixed = addresses_of(collectors)
+        self._known: Sequence[str] = self._fixed
+        self._lost: list[str] = []  # the last lost one last
+        self._current = ""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is only one collector, at a known address."""
+        return len(self._fixed) == 1
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[grpc.aio.Channel]:
+        """Yields the collector in use. If the block fails because it is away, it is lost.
+
+        Raises:
+            NoCollectorError: The router knows none.
+            InvalidFieldError: Neither a router nor a collector is given.
+            RollmeshError: The router did not answer, and no collector was known before.
+        """
+        address = await self._address()
+        try:
+            yield self._channel(address)
+        except RollmeshError as error:
+            if _is_loss(error):
+                self._lose(address)
+            raise
+
+    async def call(self, call: Callable[[grpc.aio.Channel], Awaitable[_Result]]) -> _Result:
+        """Makes a repeatable call at the collector in use, and at each other one if it is away.
+
+        Args:
+            call: Makes the call once, and raises typed errors.
+
+        Raises:
+            RollmeshError: As `one` says. A collector refuses the call. Or all of them are away.
+        """
+        tried: dict[str, RollmeshError] = {}
+        while (address := await self._address()) not in tried:
+            try:
+                return await call(self._channel(address))
+            except RollmeshError as error:
+                if not _is_loss(error):
+                    raise
+                self._lose(address)
+                tried[address] = error
+        raise tried[address]
+
+    async def _address(self) -> str:
+        if not self._current and not self._fixed:
+            try:
+                await self._list()
+            except RollmeshError:
+                if not self._known:
+                    raise
+        if not self._current:
+            self._current = min(
+                self._known,
+                key=lambda one: (one in self._lost and self._lost.index(one) + 1, random.random()),  # noqa: S311 - no secret
+            )
+        return self._current
+
+    def _lose(self, address: str) -> None:
+        self._lost = [one for one in self._lost if one != address] + [address]
+        if self._current == address:
+            self._current = ""
+
+    async def _read(self) -> None:
+        if not self._asks:
+            raise InvalidFieldError("addresses.collector", "is empty, and so is router; give one")
+        none = NoCollectorError(
+            "no collector is registered with the router; try again", retry_delay_ms=RETRY_MS
+        )
+        self._known = await self._members(router_pb2.REPLICA_KIND_COLLECTOR, none)
+        self._lost = [one for one in self._lost if one in self._known]
+        await self._close_unused(clock.monotonic_ms() - _KEPT_MS, self._known)
+
+
+class SidecarDirectory(Directory):
+    """The sidecars of a mesh. Any of them serves any session."""
+
+    def __init__(self, router: str, sidecar: str = "", identity: Identity | None = None) -> None:
+        """Connects when first used.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            sidecar: `host:port` or URL of the sidecar. The router is then not asked.
+            identity: The identity that calls present. None means that of the process.
+        """
+        super().__init__(router, KEEPALIVE_MS, identity)
+        self._asks = bool(router and not sidecar)
+        url = sidecar.rstrip("/") if "://" in sidecar else f"http://{sidecar}"
+        self._found: Sequence[str] = (url,)
+
+    async def any(self) -> str:
+        """Returns the URL of a sidecar that the router knew a moment ago.
+
+        It has no host if neither a router nor a sidecar is given.
+
+        Raises:
+            NoSidecarError: The router knows none.
+            RollmeshError: The router did not answer.
+        """
+        if self._asks:
+            await self._list()
+        return random.choice(self._found)  # noqa: S311 - no secret
+
+    async def _read(self) -> None:
+        none = NoSidecarError(
+            "no sidecar is registered with the router; try again", retry_delay_ms=RETRY_MS
+        )
+        self._found = await self._members(router_pb2.REPLICA_KIND_SIDECAR, none)
+
+
+def _is_loss(error: RollmeshError) -> bool:
+    """Returns whether an error means that a server is away, so that another one may serve."""
+    if isinstance(error, ConsumerMovedError):
+        return False
+    cut = isinstance(error, RemoteError) and error.code in _TRANSPORT_CODES
+    return cut or error.code in _LOST_CODES

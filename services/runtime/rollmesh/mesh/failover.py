@@ -1,0 +1,538 @@
+"""Runs a generation on one engine, and on others if that one is lost."""
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from rollmesh.mesh.engines import Answer, EngineClients
+from rollmesh.mesh.generation import Generation, Sampled, ended, newest_version, why_not_continued
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    EngineFaultError,
+    EngineLostError,
+    EnginesBusyError,
+    GenerationAbortedError,
+    ImageUnknownError,
+    OverloadedError,
+    PoisonRequestError,
+    RemoteError,
+    RollmeshError,
+    StartingError,
+)
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
+
+# Requests that engines die of, and the rule by which such a request is refused.
+#
+# An engine dies, or falls silent, after it took a request and before the request's first token. One
+# such death says little: other requests were on the engine, and any process may die. So the first
+# death changes nothing, and the request goes to another engine as every request does.
+#
+# After the second death the request is in quarantine: of all requests to a model in quarantine a
+# process runs one at a time, until its first token. A request waits for its turn there after it has
+# an engine, because a wait for engines may be long. A request whose third engine dies while it runs
+# there is poison. It is refused, and so is every equal request for ten minutes. A first token, from
+# whichever engine, clears the request.
+#
+# Requests are equal if they are so but for their session, id and seed, so the retry of an agent and
+# the samples of a group count together.
+
+_log = logging.getLogger(__name__)
+_QUARANTINED, _POISON = 2, 3  # deaths
+_KEPT_MS = 600_000
+"""Time for which deaths and verdicts are remembered, milliseconds."""
+_MOST_KEPT = 1_024
+_RETRY_MS = 1_000
+
+
+@dataclass(slots=True)
+class _Record:
+    """Deaths of engines that took equal requests."""
+
+    deaths: list[tuple[str, int]] = field(default_factory=list)
+    """Id of each engine that died, and the time, on the monotonic clock."""
+    is_poison: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Suspicion:
+    """One attempt to get the first token of a request."""
+
+    request: engine_pb2.GenerateRequest
+    began_ms: int
+    alone: AsyncExitStack
+    """Ends its turn in quarantine. Nothing if it is not in quarantine."""
+    is_alone: bool = False
+    engine_id: str = ""
+    """The engine that took the request. Empty until then."""
+    is_answered: bool = False
+
+
+class Suspects:
+    """The requests that engines died of, as one process knows them."""
+
+    def __init__(self) -> None:
+        """Starts without any."""
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # the last changed last
+        self._quarantines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held by the request that runs in quarantine, by model."""
+
+    def __len__(self) -> int:
+        """Returns the number of requests that are remembered."""
+        return len(self._records)
+
+    def check(self, request: engine_pb2.GenerateRequest) -> None:
+        """Refuses a request that is poison.
+
+        Raises:
+            PoisonRequestError: The request is poison.
+        """
+        self._deaths(request)
+
+    @asynccontextmanager
+    async def attempt(self, request: engine_pb2.GenerateRequest) -> AsyncIterator[Suspicion]:
+        """Runs one attempt at a request.
+
+        The caller calls `isolate` when it has a lease, sets `engine_id` when the engine has taken
+        the request, and calls `answered` at the first token.
+
+        Raises:
+            PoisonRequestError: The request is poison.
+        """
+        self.check(request)
+        async with AsyncExitStack() as alone:
+            attempt = Suspicion(request, clock.monotonic_ms(), alone)
+            try:
+                yield attempt
+            except (EngineDeadError, EngineFaultError, RemoteError) as error:
+                if attempt.engine_id and not attempt.is_answered and _is_lost(error):
+                    refusal = self._died(attempt)
+                    if refusal is not None:
+                        raise refusal from error
+                raise
+
+    async def isolate(self, attempt: Suspicion, within_ms: int) -> None:
+        """Waits until the request of an attempt may run: alone, if it is in quarantine.
+
+        Args:
+            attempt: The attempt.
+            within_ms: Longest wait, milliseconds.
+
+        Raises:
+            PoisonRequestError: The request is poison, as another attempt may have shown meanwhile.
+            EnginesBusyError: Other requests in quarantine ran for that long.
+        """
+        attempt.began_ms = clock.monotonic_ms()
+        if self._deaths(attempt.request) < _QUARANTINED:
+            return
+        model = attempt.request.model
+        quarantine = self._quarantines.setdefault(model, asyncio.Lock())
+        try:
+            async with asyncio.timeout(within_ms / 1000):
+                await attempt.alone.enter_async_context(quarantine)
+        except TimeoutError as error:
+            raise EnginesBusyError(
+                "engines died of this request and of others, which run one at a time until their "
+                f"first tokens; its turn did not come within {within_ms} ms, try again",
+                retry_delay_ms=_RETRY_MS,
+            ) from error
+        attempt.is_alone = self._deaths(attempt.request) >= _QUARANTINED  # or cleared meanwhile
+        if not attempt.is_alone:
+            await attempt.alone.aclose()
+        attempt.began_ms = clock.monotonic_ms()
+
+    async def answered(self, attempt: Suspicion) -> None:
+        """Clears the request of an attempt, which got a token. Ends its turn in quarantine."""
+        if attempt.is_answered:
+            return
+        attempt.is_answered = True
+        if self._records:
+            self._records.pop(_digest(attempt.request), None)
+        await attempt.alone.aclose()
+
+    def _deaths(self, request: engine_pb2.GenerateRequest) -> int:
+        """Returns how many engines died of a request.
+
+        Raises:
+            PoisonRequestError: The request is poison.
+        """
+        if not self._records:
+            return 0
+        record = self._records.get(_digest(request))
+        if record is None or clock.monotonic_ms() - record.deaths[-1][1] > _KEPT_MS:
+            return 0
+        if record.is_poison:
+            raise _refusal(record)
+        return len(record.deaths)
+
+    def _died(self, attempt: Suspicion) -> PoisonRequestError | None:
+        """Notes that the engine of an attempt died. Returns the refusal of poison."""
+        key, now_ms = _digest(attempt.request), clock.monotonic_ms()
+        record = self._records.get(key)
+        if record is None or now_ms - record.deaths[-1][1] > _KEPT_MS:
+            record = self._records[key] = _Record()
+        self._records.move_to_end(key)
+        if any(
+            engine_id == attempt.engine_id and attempt.began_ms <= at_ms
+            for engine_id, at_ms in record.deaths
+        ):
+            return None  # an equal request on that engine has counted it
+        record.deaths.append((attempt.engine_id, now_ms))
+        while len(self._records) > _MOST_KEPT:
+            self._records.popitem(last=False)
+        if attempt.is_alone and len(record.deaths) >= _POISON:
+            record.is_poison = True
+            _log.error(
+                "request refused: engines die of it",
+                extra=fields(
+                    session_id=attempt.request.session_id,
+                    engines=",".join(engine_id for engine_id, _ in record.deaths),
+                ),
+            )
+            return _refusal(record)
+        return None
+
+
+def _digest(request: engine_pb2.GenerateRequest) -> bytes:
+    asked = engine_pb2.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("session_id")
+    asked.ClearField("request_id")
+    asked.sampling.ClearField("seed")
+    return sha256(asked.SerializeToString(deterministic=True)).digest()
+
+
+def _is_lost(error: Exception) -> bool:
+    """Returns whether an engine died or fell silent. A lying engine answered the request."""
+    if isinstance(error, EngineFaultError):
+        return not error.spoils_tokens
+    return not isinstance(error, RemoteError) or error.code == "UNAVAILABLE"
+
+
+def _refusal(record: _Record) -> PoisonRequestError:
+    engines = ", ".join(engine_id for engine_id, _ in record.deaths[-_POISON:])
+    return PoisonRequestError(
+        f"{len(record.deaths)} engines died or fell silent before the first token of this request "
+        f"({engines}), so it is refused for {_KEPT_MS // 60_000} minutes; send another request, "
+        "and read the engines' logs for the cause",
+        engines=engines,
+    )
+
+
+LoadImages: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
+"""Returns the bytes of images by hash, as far as there are any."""
+COLLECT_MS = 250
+"""Time for which an engine collects tokens for a message if no client reads each, milliseconds.
+The death of an engine loses as much."""
+MOST_COLLECTED_TOKENS = 256
+"""Maximum number of tokens in such a message."""
+_ATTEMPTS = 8
+"""Engines lost in a row, none of which brought a token that is kept, before a generation fails."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
+_LAST_WORD_MS = 1000
+"""Time before the limit at which a wait for engines ends, so that the error says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A generation that is wanted, and how it is to be run."""
+
+    generation: Generation
+    """The sampled tokens. Another object after the generation began anew."""
+    session_id: str
+    """Its generations stay on one engine as long as the balance allows."""
+    max_chunk_tokens: int
+    """As in StreamGenerateRequest."""
+    collect_ms: int
+    """As in StreamGenerateRequest."""
+    lease_timeout_ms: int
+    """Longest wait for a lease while an engine samples, or if there is none, milliseconds."""
+    timeout_ms: int
+    """Longest generation on one engine, and longest wait in all for engines that are paused,
+    asleep, being updated or overloaded, and in quarantine, milliseconds."""
+    is_sent: Callable[[], bool]
+    """Returns whether a part was sent to a client that cannot take it back."""
+    group_id: str = ""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes of the images of its prompt, by hash. Those in the request have none."""
+    load_images: LoadImages | None = None
+    """Returns the bytes of others when an engine asks for them. None if `images` has all."""
+    stop_reason: sampling_pb2.FinishReason.ValueType | None = None
+    """Why no more is wanted. None while it runs."""
+    answer: Answer | None = None
+    """The messages of the engine that samples. None while none does."""
+    waiting: asyncio.Timeout | None = None
+    """Ends the wait for a lease, and in quarantine."""
+    began_ms: int = field(default_factory=clock.monotonic_ms)
+    """When it was wanted, on the monotonic clock."""
+
+    @property
+    def left_ms(self) -> int:
+        """Time for which it may still wait, milliseconds. After that there is time to say why."""
+        most_ms = self.timeout_ms - min(_LAST_WORD_MS, self.timeout_ms // 2)
+        return max(self.began_ms + most_ms - clock.monotonic_ms(), 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has ended, other than by an abort from outside."""
+        finish = self.generation.finish
+        return finish is not None and (
+            finish.reason != sampling_pb2.FINISH_REASON_ABORT or self.stop_reason is not None
+        )
+
+    def stop(self, reason: sampling_pb2.FinishReason.ValueType) -> None:
+        """Ends the generation with the tokens sampled so far. Ends a wait for an engine."""
+        if self.answer is not None and self.stop_reason is None:
+            self.answer.abort()
+        self.stop_reason = reason
+        if self.waiting is not None and self.waiting.when() is None:
+            self.waiting.reschedule(0)
+
+
+class Failover:
+    """Runs generations."""
+
+    def __init__(
+        self,
+        leases: LeaseClient,
+        engines: EngineClients,
+        *,
+        on_loss: Callable[[], None],
+        on_migration: Callable[[], None],
+    ) -> None:
+        """Takes its dependencies.
+
+        Args:
+            leases: Where engines are leased.
+            engines: Clients of the engines.
+            on_loss: Called when a generation loses its engine.
+            on_migration: Called when another engine continues a generation.
+        """
+        self._leases = leases
+        self._engines = engines
+        self._on_loss = on_loss
+        self._on_migration = on_migration
+        self.suspects = Suspects()
+        """The requests that engines died of."""
+
+    async def run(self, order: Order) -> AsyncGenerator[Sampled | None, None]:
+        """Yields sampled tokens until the generation is complete, also when engines are lost.
+
+        If an engine is lost, another one continues from the tokens that it sampled. Where that is
+        not exact, the generation begins anew, unless `is_sent`: then None is yielded, and the
+        tokens before it are void. The caller resets `stop_reason` if it set it because of that.
+
+        Raises:
+            EngineLostError: The engines were lost, and the generation cannot continue.
+            PoisonRequestError: Engines die of the request.
+            GenerationAbortedError: An operator aborted it, and it cannot continue.
+            EnginesBusyError: Every engine was busy until the limit.
+            RollmeshError: No engine can be leased, or one refused the request.
+        """
+        lost: list[str] = []  # engines, since the last token that is kept
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while True:
+            generation, held = order.generation, order.generation.taken
+            try:
+                async with AsyncExitStack() as stack:
+                    attempt = await self._begin(order, lost, stack)
+                    while attempt is not None and generation.finish is None:
+                        run = await self._next(order, attempt, stack)
+                        if len(run):
+                            yield run
+                if order.is_complete:
+                    return
+                error: RollmeshError = GenerationAbortedError(
+                    "the generation was aborted; nothing was committed, try again"
+                )
+            except (OverloadedError, StartingError) as refusal:  # backpressure is not a failure
+                delay_ms = refusal.retry_delay_ms or _RETRY_MS
+                if delay_ms >= order.left_ms:
+                    raise _busy(order, refusal, delay_ms) from refusal
+                await asyncio.sleep(delay_ms / 1000)
+                continue
+            except PoisonRequestError as refusal:
+                if refusal.__cause__ is not None:  # else no engine was asked
+                    self._on_loss()
+                raise
+            except (EngineDeadError, EngineFaultError, RemoteError) as loss:
+                self._on_loss()
+                error = _lost(loss, generation.engine_id)
+            if not _goes_on(order, error):
+                if order.is_sent():
+                    raise error from error.__cause__
+                order.generation = generation.anew()
+                yield None
+            elif order.is_complete:
+                return
+            # An engine that aborted did what an operator asked, and may be tried again.
+            was_lost = not isinstance(error, GenerationAbortedError)
+            if order.generation.taken > held:
+                lost.clear()
+                backoff.reset()
+            elif was_lost and len(lost) == _ATTEMPTS - 1:
+                raise error from error.__cause__
+            else:
+                await asyncio.sleep(backoff.next_s())
+            if was_lost:
+                lost.append(generation.engine_id)
+
+    async def _begin(
+        self, order: Order, lost: Sequence[str], stack: AsyncExitStack
+    ) -> "_Attempt | None":
+        """Leases an engine and begins the generation there. Returns None if no more is wanted.
+
+        Raises:
+            RollmeshError: No engine can be leased, or the request is poison.
+        """
+        generation, suspects = order.generation, self.suspects
+        leased: tuple[Suspicion, router_pb2.LeaseGrant] | None = None
+        order.waiting = waiting = asyncio.timeout(None)
+        try:
+            async with waiting:
+                suspect = await stack.enter_async_context(suspects.attempt(generation.request))
+                grant = await stack.enter_async_context(
+                    self._leases.lease(
+                        session_id=order.session_id,
+                        group_id=order.group_id,
+                        excluded=lost,
+                        deadline_ms=order.lease_timeout_ms,
+                        suspended_ms=order.left_ms,
+                    )
+                )
+                leased = suspect, grant
+                await suspects.isolate(suspect, order.left_ms)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+        finally:
+            order.waiting = None
+        if order.stop_reason is not None or leased is None:
+            assert order.stop_reason is not None  # the end of the wait has a reason
+            generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
+            return None
+        suspect, grant = leased
+        request = engine_pb2.StreamGenerateRequest(
+            max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
+        )
+        offered = self._leases.offered.of(generation.request.model)
+        generation.begin(grant.engine_id, uuid.uuid4().hex, offered, request.generate)
+        if generation.taken:
+            self._on_migration()
+        attempt = _Attempt(suspect, grant, request)
+        self._send(order, attempt, stack)
+        return attempt
+
+    def _send(self, order: Order, attempt: "_Attempt", stack: AsyncExitStack) -> None:
+        engine = self._engines.of(attempt.grant.address)
+        beginning = engine.begin(attempt.request, order.timeout_ms, order.images)
+        order.answer = stack.enter_context(beginning)
+
+    async def _next(self, order: Order, attempt: "_Attempt", stack: AsyncExitStack) -> Sampled:
+        """Returns the next tokens of an engine. They may be none at the end.
+
+        Raises:
+            RollmeshError: The engine is lost, or refused the request.
+        """
+        generation = order.generation
+        while True:
+            answer = order.answer
+            assert answer is not None
+            try:
+                run = await self._take(generation, await answer.next())
+            except ImageUnknownError as error:
+                await self._find_images(order, attempt, error)
+                self._send(order, attempt, stack)
+            except EngineFaultError as error:
+                if error.spoils_tokens or generation.fresh or not answer.is_taken:
+                    raise
+                # The request may be to blame for the silence: the engine is lost, not distrusted.
+                raise EngineDeadError(error.message) from error
+            else:
+                await self.suspects.answered(attempt.suspect)
+                return run
+            finally:
+                if answer.is_taken:
+                    attempt.suspect.engine_id = attempt.grant.engine_id
+
+    async def _find_images(
+        self, order: Order, attempt: "_Attempt", error: ImageUnknownError
+    ) -> None:
+        """Finds images that an engine asks for, so that they are sent again.
+
+        Raises:
+            ImageUnknownError: The error, if they cannot be found.
+            EngineFaultError: The engine asks for them repeatedly, or in the middle of an answer.
+        """
+        attempt.asked += 1
+        if order.generation.fresh or attempt.asked > len(attempt.request.generate.images):
+            raise EngineFaultError("the engine lost images that it was sent") from error
+        wanted = [one for one in error.sha256s if one not in order.images]
+        if wanted and order.load_images is not None:
+            order.images = {**order.images, **await order.load_images(wanted)}
+        self._engines.of(attempt.grant.address).images.lost(error, order.images)
+
+    async def _take(
+        self, generation: Generation, response: engine_pb2.StreamGenerateResponse
+    ) -> Sampled:
+        """Takes a message of an engine. News of a push may come after the first of its tokens."""
+        versions, model = self._leases.offered, generation.request.model
+        offered = versions.of(model)
+        if offered.newest is not None and (newest := newest_version(response)) > offered.newest:
+            offered = await versions.until(model, newest)
+        return generation.take(response, offered)
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A generation on one engine."""
+
+    suspect: Suspicion
+    grant: router_pb2.LeaseGrant
+    request: engine_pb2.StreamGenerateRequest
+    asked: int = 0
+    """How often the engine asked for images."""
+
+
+def _busy(order: Order, refusal: RollmeshError, delay_ms: int) -> EnginesBusyError:
+    return EnginesBusyError(
+        f"engines were busy or starting, and the turn's limit of {order.timeout_ms} ms is near; "
+        f"the last one said: {refusal.message}",
+        retry_delay_ms=delay_ms,
+    )
+
+
+def _lost(loss: RollmeshError, engine_id: str) -> EngineLostError:
+    did = "is wrong" if isinstance(loss, EngineFaultError) else "went away"
+    error = EngineLostError(
+        f"engine {engine_id} {did} in the middle of the turn; nothing was committed, try again",
+        retry_delay_ms=_RETRY_MS,
+    )
+    error.__cause__ = loss
+    return error
+
+
+def _goes_on(order: Order, error: RollmeshError) -> bool:
+    """Returns whether a generation continues from its tokens after an engine was lost.
+
+    If they are all of it, it is ended.
+    """
+    generation, cause = order.generation, error.__cause__
+    spoilt = isinstance(cause, EngineFaultError) and cause.spoils_tokens and generation.fresh
+    if spoilt or not generation.is_known:
+        return False
+    reason = order.stop_reason or ended(generation.request, generation.token_ids())
+    if reason is not None:
+        generation.end(engine_pb2.GenerateFinish(reason=reason))
+        return True
+    return not generation.taken or not why_not_continued(generation.request)

@@ -1,0 +1,490 @@
+"""The tokens that engines sample for one request: checked, joined and continued."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from rollmesh.mesh.leases import Offered
+from rollmesh.runtime.codec.arrays import (
+    Logprobs,
+    TokenIds,
+    pack_ids,
+    unpack_ids,
+    unpack_logprobs,
+    wrong_logprob,
+)
+from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError
+from rollmesh.v1 import engine_pb2, sampling_pb2
+
+# Sampled tokens as engines return them.
+
+
+class Tops(NamedTuple):
+    """The most likely ids at each of N positions, the most likely first."""
+
+    ids: TokenIds
+    """uint32 [N, T]."""
+    logprobs: Logprobs
+    """float32 [N, T]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens as the engine returns them, in arrays of equal length N."""
+
+    token_ids: TokenIds
+    """uint32 [N]."""
+    logprobs: Logprobs
+    """float32 [N]."""
+    tops: Tops
+
+    def __len__(self) -> int:
+        """Returns N."""
+        return len(self.token_ids)
+
+    def until(self, end: int) -> "Sampled":
+        """Returns the first `end` tokens."""
+        tops = Tops(self.tops.ids[:end], self.tops.logprobs[:end])
+        return Sampled(self.token_ids[:end], self.logprobs[:end], tops)
+
+
+def no_tops(tokens: int) -> Tops:
+    """Returns empty `Tops` for tokens whose most likely ids were not requested."""
+    return Tops(np.zeros((tokens, 0), np.uint32), np.zeros((tokens, 0), np.float32))
+
+
+def joined(runs: Iterable[Sampled]) -> Sampled:
+    """Concatenates runs of tokens. At least one is required."""
+    parts = list(runs)
+    return Sampled(
+        np.concatenate([one.token_ids for one in parts]),
+        np.concatenate([one.logprobs for one in parts]),
+        Tops(
+            np.concatenate([one.tops.ids for one in parts]),
+            np.concatenate([one.tops.logprobs for one in parts]),
+        ),
+    )
+
+
+# Checks the messages of an engine, one after the other, without I/O.
+#
+# An engine is another process and may be faulty. Whatever cannot be right is an `EngineFaultError`,
+# and nothing of the message is used.
+
+_FINISHES = set(sampling_pb2.FinishReason.values()) - {sampling_pb2.FINISH_REASON_UNSPECIFIED}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The parts of a request with which the answer must agree."""
+
+    prompt_tokens: int
+    """Number of ids of the prompt."""
+    prompt_crc32: int
+    """CRC-32 of the prompt's packed ids."""
+    max_tokens: int
+    """Maximum number of ids."""
+    top_logprobs: int = 0
+    """Number of most likely ids at each position."""
+    vocabulary_tokens: int = 0
+    """Exclusive upper bound of the ids; 0 if it is unknown."""
+
+
+class AnswerCheck:
+    """Checks the messages of one engine's answer, in their order."""
+
+    def __init__(self, expected: Expected, offered: Offered) -> None:
+        """Takes the request, and the offered versions when the answer begins."""
+        self._expected = expected
+        self._epoch = offered.epoch
+        self._runs: _Runs | None = []  # of the messages; None if one had no version
+        self._last_version = 0
+        self._last_id: int | None = None
+        self._sampled = 0
+        self._ended = False
+
+    def take(
+        self,
+        response: engine_pb2.StreamGenerateResponse,
+        offered: Offered = Offered(),  # noqa: B008
+    ) -> Sampled:
+        """Returns the tokens of a message.
+
+        Args:
+            response: The message.
+            offered: The versions that the router offers now.
+
+        Raises:
+            EngineFaultError: The message cannot be right.
+        """
+        if self._ended:
+            raise EngineFaultError("the engine sent more after the end of its answer")
+        run = self._unpack(response)
+        self._check_tokens(run)
+        if response.HasField("prompt_crc32"):
+            self._check_prompt(response.prompt_crc32)
+        version = response.policy_version if response.HasField("policy_version") else None
+        if version is not None:
+            self._check_version(version, offered, self._last_version)
+        runs, last_id = _added(self._runs, version, len(run)), self._last_id
+        if len(run):
+            last_id = int(run.token_ids[-1])
+        if response.HasField("finish"):
+            self._check_finish(response.finish, self._sampled + len(run), last_id)
+            self._check_spans(response.finish, runs, offered)
+        elif not len(run):
+            raise EngineFaultError("the engine sent a message without tokens in mid-answer")
+        self._runs, self._last_id = runs, last_id
+        self._sampled += len(run)
+        self._last_version = self._last_version if version is None else version
+        self._ended = response.HasField("finish")
+        return run
+
+    def _unpack(self, response: engine_pb2.StreamGenerateResponse) -> Sampled:
+        try:
+            ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
+            logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
+            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+        except InvalidFieldError as error:
+            raise EngineFaultError(f"the engine's {error.message}") from error
+        if len(ids) != len(logprobs):
+            raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
+        most = self._expected.top_logprobs
+        if not len(top_ids) == len(top_logprobs) == len(ids) * most:
+            raise EngineFaultError(
+                f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
+                f"log-probs for {len(ids)} tokens; {most} for each were asked for"
+            )
+        shape = len(ids), most
+        return Sampled(ids, logprobs, Tops(top_ids.reshape(shape), top_logprobs.reshape(shape)))
+
+    def _check_tokens(self, run: Sampled) -> None:
+        most = self._expected.max_tokens
+        if self._sampled + len(run) > most:
+            raise EngineFaultError(f"the engine sent more ids than the {most} requested")
+        self._check_ids(run.token_ids)
+        self._check_ids(run.tops.ids)
+        if wrong_logprob(run.logprobs) is not None:
+            raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
+        likely = run.tops.logprobs.ravel()
+        possible = likely[likely != -np.inf]  # masked ids are as unlikely as that
+        if wrong_logprob(possible) is not None:
+            raise EngineFaultError(
+                "the engine gave a log-prob of a most likely id that is NaN or above 0"
+            )
+
+    def _check_ids(self, ids: TokenIds) -> None:
+        end = self._expected.vocabulary_tokens
+        if end and ids.size and (largest := int(ids.max())) >= end:
+            raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
+
+    def _check_prompt(self, received: int) -> None:
+        if received != self._expected.prompt_crc32:
+            raise EngineFaultError("the engine received other prompt ids than it was sent")
+
+    def _check_finish(
+        self, finish: engine_pb2.GenerateFinish, sampled: int, last_id: int | None
+    ) -> None:
+        self._check_prompt(finish.prompt_crc32)
+        if finish.prompt_tokens not in {0, self._expected.prompt_tokens}:
+            raise EngineFaultError(
+                f"the engine received {finish.prompt_tokens} prompt ids of "
+                f"{self._expected.prompt_tokens}"
+            )
+        if finish.reason not in _FINISHES:
+            raise EngineFaultError(f"the engine sent an unknown finish reason ({finish.reason})")
+        if finish.HasField("stop_token_id") and finish.stop_token_id != last_id:
+            raise EngineFaultError(
+                f"the engine stopped at id {finish.stop_token_id}, and its last is {last_id}"
+            )
+        at = 0
+        for span in finish.version_spans:
+            if span.start != at or span.end < span.start or span.policy_version < 0:
+                raise EngineFaultError("the engine's version spans have gaps or negative versions")
+            at = span.end
+        if at != sampled:
+            raise EngineFaultError("the engine's version spans do not cover what it sampled")
+
+    def _check_spans(
+        self, finish: engine_pb2.GenerateFinish, runs: "_Runs | None", offered: Offered
+    ) -> None:
+        """Checks the versions of all tokens, and that the messages had the same ones."""
+        spans: _Runs | None = []
+        last = 0
+        for span in finish.version_spans:
+            if span.end > span.start:  # vLLM sends an empty one if no token followed an update
+                self._check_version(span.policy_version, offered, last)
+                last = span.policy_version
+                spans = _added(spans, last, span.end - span.start)
+        if runs is not None and runs != spans:
+            raise EngineFaultError("the engine's version spans are not those of its messages")
+
+    def _check_version(self, version: int, offered: Offered, last: int) -> None:
+        """Checks the policy version of tokens that follow those of version `last`.
+
+        Versions may only grow, until the router has forgotten weights: an engine may then return
+        to a lower version in the middle of an answer.
+        """
+        if version < 0:
+            raise EngineFaultError("the engine gave a negative policy version")
+        if offered.epoch != self._epoch:
+            return
+        if version < last:
+            raise EngineFaultError(f"the engine gave policy version {version} after {last}")
+        if offered.newest is not None and version > offered.newest:
+            raise EngineFaultError(
+                f"the engine gave policy version {version}; the router has offered up to "
+                f"{offered.newest}"
+            )
+
+
+_Runs: TypeAlias = list[tuple[int, int]]
+"""Policy versions, each with its number of tokens."""
+
+
+def _added(runs: _Runs | None, version: int | None, tokens: int) -> _Runs | None:
+    """Returns runs with further tokens; None if their version is unknown."""
+    if not tokens or runs is None:
+        return runs
+    if version is None:
+        return None
+    if runs and runs[-1][0] == version:
+        return [*runs[:-1], (version, runs[-1][1] + tokens)]
+    return [*runs, (version, tokens)]
+
+
+def newest_version(response: engine_pb2.StreamGenerateResponse) -> int:
+    """Returns the highest policy version that a message names."""
+    spans = response.finish.version_spans
+    return max([response.policy_version, *(span.policy_version for span in spans)])
+
+
+# Continues a generation from the tokens that are left of it: when that is exact, and how.
+#
+# A generation may be cut at any token: its engine dies, or an operator aborts it. The next engine
+# receives the prompt and the sampled tokens as its prompt, and samples the rest. That is the
+# same distribution only if what the next engine samples depends on the ids alone, not on which of
+# them are the prompt. It does not depend on what was sampled so far whether a generation is
+# continued: to discard some samples because of their tokens would change the distribution of those
+# that are kept.
+#
+# vLLM 0.32 was tried: with everything else equal, a continued greedy answer has the same ids and
+# log-probabilities. Presence and frequency penalties count sampled tokens only, a seed starts its
+# random sequence again, and so does the state of a constraint. Bad sequences are matched within
+# sampled tokens.
+
+
+def why_not_continued(request: engine_pb2.GenerateRequest) -> str:
+    """Returns the part of a request with which its generations must begin anew. Empty if none."""
+    sampling = request.sampling
+    if sampling.HasField("seed"):
+        return "a seed"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "a presence or frequency penalty"
+    if request.HasField("constraint"):
+        return "a constraint"
+    if any(len(one.token_ids) > 1 for one in sampling.bad_sequences):
+        return "a bad sequence of several tokens"
+    return ""
+
+
+def continued(
+    request: engine_pb2.GenerateRequest,
+    sampled: TokenIds,
+    request_id: str,
+    into: engine_pb2.GenerateRequest | None = None,
+) -> engine_pb2.GenerateRequest:
+    """Returns the request for the rest of a generation.
+
+    Args:
+        request: The request of the complete generation.
+        sampled: The ids sampled so far, uint32 [S]. Fewer than `max_tokens`.
+        request_id: Id of the new generation.
+        into: The message to fill: part of a larger message, because a prompt is long and
+            adding a message copies it. None makes a new one.
+    """
+    rest = engine_pb2.GenerateRequest() if into is None else into
+    rest.CopyFrom(request)
+    rest.request_id = request_id
+    if not len(sampled):
+        return rest
+    rest.token_ids_u32le += pack_ids(sampled)
+    rest.sampled_tokens += len(sampled)
+    if request.sampling.HasField("max_tokens"):
+        rest.sampling.max_tokens -= len(sampled)
+    if request.sampling.HasField("min_tokens"):
+        rest.sampling.min_tokens = max(rest.sampling.min_tokens - len(sampled), 0)
+    return rest
+
+
+def prompt_crc32(request: engine_pb2.GenerateRequest) -> int:
+    """Returns the CRC-32 that the engine must report for the prompt of a request."""
+    return zlib.crc32(request.token_ids_u32le)
+
+
+def ended(
+    request: engine_pb2.GenerateRequest, sampled: TokenIds
+) -> sampling_pb2.FinishReason.ValueType | None:
+    """Returns why a generation ended whose engine was lost before it said so. None if it continues.
+
+    Args:
+        request: The request of the complete generation.
+        sampled: The ids sampled so far, uint32 [S].
+    """
+    if len(sampled) and int(sampled[-1]) in request.sampling.stop_token_ids:
+        return sampling_pb2.FINISH_REASON_STOP
+    most = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+    if most is not None and len(sampled) >= most:
+        return sampling_pb2.FINISH_REASON_LENGTH
+    return None
+
+
+_BYTES = 4  # of a packed id
+_ANY = 2**32
+
+
+@dataclass(slots=True)
+class Generation:
+    """The tokens of one request, sampled by one engine or by several in turn."""
+
+    request: engine_pb2.GenerateRequest
+    """The complete request. Its id is not used."""
+    vocabulary_tokens: int = 0
+    """Exclusive upper bound of the ids; 0 if it is unknown."""
+    prompt_crc32: int | None = None
+    """CRC-32 of the packed prompt. None if it is not known yet."""
+    restarted: bool = False
+    """Whether tokens that were sampled for the request were discarded before these."""
+    runs: list[Sampled] = field(default_factory=list)
+    spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
+    """Engine and version of the ids, as far as the messages have them."""
+    finish: engine_pb2.GenerateFinish | None = None
+    """How the last engine ended."""
+    engine_id: str = ""
+    """The engine that samples."""
+    _prompt_tokens: int = 0
+    _check: AnswerCheck | None = None
+    _start: int = 0
+    _taken: int = 0
+
+    def __post_init__(self) -> None:
+        """Counts the ids of the prompt."""
+        self._prompt_tokens = len(self.request.token_ids_u32le) // _BYTES
+
+    @property
+    def migrated(self) -> bool:
+        """Whether an engine continued what another one, or an earlier attempt, had sampled."""
+        return self._start > 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the policy version of every id is known."""
+        return self._taken == (self.spans[-1].end if self.spans else 0)
+
+    @property
+    def taken(self) -> int:
+        """Number of ids sampled so far."""
+        return self._taken
+
+    @property
+    def fresh(self) -> int:
+        """Number of ids that the current engine has sampled."""
+        return self._taken - self._start
+
+    def sampled(self) -> Sampled | None:
+        """Returns everything that was sampled so far. None if nothing was."""
+        return joined(self.runs) if self.runs else None
+
+    def token_ids(self) -> TokenIds:
+        """Returns the ids sampled so far, uint32 [S]."""
+        return joined(self.runs).token_ids if self.runs else np.empty(0, np.uint32)
+
+    def anew(self) -> "Generation":
+        """Returns the same generation before its first token."""
+        restarted = self.restarted or self.taken > 0
+        return Generation(self.request, self.vocabulary_tokens, self.prompt_crc32, restarted)
+
+    def begin(
+        self,
+        engine_id: str,
+        request_id: str,
+        offered: Offered = Offered(),  # noqa: B008
+        into: engine_pb2.GenerateRequest | None = None,
+    ) -> engine_pb2.GenerateRequest:
+        """Begins to take from an engine. Returns the request for the rest.
+
+        Args:
+            engine_id: The engine.
+            request_id: Id of the generation there.
+            offered: The versions that the router offers now.
+            into: As of `continued`.
+        """
+        sampled = self.token_ids()
+        rest = continued(self.request, sampled, request_id, into)
+        if self.prompt_crc32 is None:
+            self.prompt_crc32 = prompt_crc32(self.request)
+        self._check = AnswerCheck(
+            Expected(
+                prompt_tokens=self._prompt_tokens + len(sampled),
+                prompt_crc32=zlib.crc32(pack_ids(sampled), self.prompt_crc32),
+                max_tokens=rest.sampling.max_tokens or _ANY,
+                top_logprobs=rest.top_logprobs,
+                vocabulary_tokens=self.vocabulary_tokens,
+            ),
+            offered,
+        )
+        self.engine_id = engine_id
+        self._start, self.finish = self._taken, None
+        return rest
+
+    def take(
+        self,
+        response: engine_pb2.StreamGenerateResponse,
+        offered: Offered = Offered(),  # noqa: B008
+    ) -> Sampled:
+        """Takes a message from the engine. Returns its tokens.
+
+        Raises:
+            EngineFaultError: The message is invalid. None of it was taken.
+        """
+        assert self._check is not None
+        run = self._check.take(response, offered)
+        if len(run):
+            self.runs.append(run)
+        if response.HasField("policy_version") and self.is_known:
+            self._add_span(response.policy_version, len(run))
+        self._taken += len(run)
+        if response.HasField("finish"):
+            self.end(response.finish)
+        return run
+
+    def end(self, finish: engine_pb2.GenerateFinish) -> None:
+        """Ends the tokens of the engine. The spans of its finish replace those of its messages."""
+        self.finish = finish
+        if not finish.version_spans:
+            return
+        self.spans = [one for one in self.spans if one.end <= self._start]
+        for span in finish.version_spans:
+            self._add_span(span.policy_version, span.end - span.start)
+
+    def _add_span(self, policy_version: int, tokens: int) -> None:
+        """Says who sampled the next tokens."""
+        if not tokens:  # vLLM returns an empty span if the weights changed and no token followed
+            return
+        start = self.spans[-1].end if self.spans else 0
+        last = self.spans[-1] if start > self._start else None
+        if last is not None and last.policy_version == policy_version:
+            last.end += tokens
+            return
+        self.spans.append(
+            sampling_pb2.VersionSpan(
+                policy_version=policy_version,
+                start=start,
+                end=start + tokens,
+                engine_id=self.engine_id,
+            )
+        )

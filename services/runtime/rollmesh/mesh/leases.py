@@ -1,0 +1,677 @@
+"""Acquires engine leases over a `Dispatch` stream to one of the routers.
+
+A request waits in the router's queue, not here. When this process dies, the stream ends and the
+router frees every lease it held. A request that is cancelled before the router answers is released:
+it leaves the queue, or frees the slot that it was granted meanwhile.
+
+A router may die, fall silent or restart while leases are held: the generations continue, and the
+next stream states the leases and the engines of the sessions, to the same router or to another.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+
+from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
+from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    EngineFaultError,
+    EnginesBusyError,
+    NoEngineError,
+    RemoteError,
+    RollmeshError,
+)
+from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.tasks import Background
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+
+# The leases and placements of a gateway, to be stated to another router: plain state.
+
+MOST_IDS = 1_024
+"""Maximum number of leases and sessions in one message, as the contract has it."""
+
+
+class Holdings:
+    """The leases of a gateway and the engines of its sessions."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.leases: dict[str, router_pb2.LeaseGrant] = {}
+        """Grants by lease id."""
+        self.sessions: dict[str, tuple[str, str]] = {}
+        """Engine id and group id by session id. The group may be empty."""
+
+    def granted(
+        self, lease_id: str, grant: router_pb2.LeaseGrant, acquire: router_pb2.AcquireLease
+    ) -> None:
+        """Notes a lease. Its session is on its engine from now on."""
+        self.leases[lease_id] = grant
+        _, former_group = self.sessions.get(acquire.session_id, ("", ""))
+        self.sessions[acquire.session_id] = grant.engine_id, acquire.group_id or former_group
+
+    def addresses(self, engine_id: str) -> set[str]:
+        """Returns the addresses of an engine on which leases are held."""
+        return {one.address for one in self.leases.values() if one.engine_id == engine_id}
+
+
+class Restating:
+    """States the holdings to one router, a bounded number of them in each message.
+
+    Leases come before sessions: they say how full the engines are. Holdings that end meanwhile are
+    left out.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        """Begins with the present holdings."""
+        self._held = holdings
+        self._leases = list(holdings.leases)
+        self._sessions = dict.fromkeys(holdings.sessions)
+
+    def next(self) -> router_pb2.Restatement | None:
+        """Returns the next message. None if all is stated."""
+        if self._leases:
+            lease_ids, self._leases = self._leases[:MOST_IDS], self._leases[MOST_IDS:]
+            return self._statement(lease_ids, [])
+        if self._sessions:
+            count = min(len(self._sessions), MOST_IDS)
+            return self._statement([], [self._sessions.popitem()[0] for _ in range(count)])
+        return None
+
+    def before(self, session_id: str) -> router_pb2.Restatement | None:
+        """Returns the message that a request of a session must follow. None if it was sent."""
+        if session_id not in self._sessions:
+            return None
+        del self._sessions[session_id]
+        return self._statement([], [session_id])
+
+    def _statement(
+        self, lease_ids: Iterable[str], session_ids: Iterable[str]
+    ) -> router_pb2.Restatement:
+        engines: defaultdict[str, router_pb2.EngineHoldings]
+        engines = defaultdict(router_pb2.EngineHoldings)
+        for lease_id in lease_ids:
+            if (grant := self._held.leases.get(lease_id)) is not None:
+                engines[grant.engine_id].lease_ids.append(lease_id)
+        for session_id in session_ids:
+            if session_id in self._held.sessions:
+                engine_id, group_id = self._held.sessions[session_id]
+                engines[engine_id].sessions.add(session_id=session_id, group_id=group_id)
+        for engine_id, one in engines.items():
+            one.engine_id = engine_id
+        return router_pb2.Restatement(engines=engines.values())
+
+
+_log = logging.getLogger(__name__)
+TICK_S = 0.125
+"""Time between two ticks of a link, seconds."""
+PATIENCE, LONG_PATIENCE = 4, 80
+"""Ticks for which a ping may stay unanswered: at first, and at most."""
+_WAITING, _IDLE = 2, 8
+"""Ticks of silence before a ping, while a request is unanswered and otherwise."""
+_TRUSTED = 240
+"""Ticks after which a router that was silent once is trusted again: half a minute."""
+_MOST_OUTGOING = 65_536
+_RELEASE_S = 0.002
+"""Time for which a release waits to share a message with the next acquire, seconds."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 0.5
+_WELCOME_S = 5.0
+
+
+class Link:
+    """A gateway's `Dispatch` stream to one router, also while another router is used.
+
+    It is opened again whenever it ends. A router may be silent although its connection is open: its
+    host has lost power, or its process is stopped. While a request is unanswered the router is
+    pinged after 250 ms of silence, otherwise after a second, and it has 500 ms to answer. So a busy
+    gateway sends no pings, and leaves a silent router within a second of the first request that it
+    does not answer. Ticks are counted instead of time: when this process stalls, the router's
+    messages are read before the next tick.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        patience: int,
+        *,
+        hello: Callable[[], router_pb2.DispatchHello],
+        changed: Callable[["Link"], None],
+        answered: Callable[["Link", router_pb2.DispatchResponse], None],
+    ) -> None:
+        """Takes the router's `host:port` and the callbacks.
+
+        Args:
+            address: `host:port` of the router.
+            patience: Ticks for which a ping may stay unanswered.
+            hello: Returns the first message of a stream.
+            changed: Called when the router has come up or gone down.
+            answered: Called with every result of a request, and with news.
+        """
+        self.address = address
+        self.is_up = False
+        """Whether the router has welcomed the stream."""
+        self._patience = self._first_patience = patience
+        self._hello = hello
+        self._changed = changed
+        self._answered = answered
+        self._quiet = self._up_ticks = 0  # ticks since the last message, and since the welcome
+        self._is_pinged = False
+        self._scope: asyncio.Timeout | None = None
+        self._messages: asyncio.Queue[router_pb2.DispatchRequest | None] = asyncio.Queue(1)
+        self._releases: list[router_pb2.ReleaseLease] = []
+        self._restating: Restating | None = None
+
+    async def run(self) -> None:
+        """Keeps the stream open, forever."""
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while True:
+            # A new channel each time: gRPC would share a connection that may be half open.
+            async with open_channel(self.address, own_connection=True) as channel:
+                try:
+                    async with asyncio.timeout(_WELCOME_S) as self._scope:
+                        await self._hold(channel, backoff)
+                except (RollmeshError, ConnectionError, TimeoutError) as error:
+                    reason = str(error) or "it was left, or does not answer"
+                    text = fields(router=self.address, error=reason)
+                    _log.info("router unreachable", extra=text)
+                finally:
+                    self._down()
+            await asyncio.sleep(backoff.next_s())
+
+    def tick(self, *, is_waiting: bool) -> None:
+        """Counts a tick: pings the router if it is quiet, and leaves it if it is silent.
+
+        Args:
+            is_waiting: Whether requests wait for its answer.
+        """
+        if not self.is_up:
+            return
+        self._up_ticks += 1
+        if self._up_ticks == _TRUSTED:
+            self._patience = self._first_patience
+        self._quiet += 1
+        is_waiting = is_waiting or self._restating is not None
+        if not self._is_pinged and self._quiet >= (_WAITING if is_waiting else _IDLE):
+            self._quiet, self._is_pinged = 0, True
+            self._try_to_send(router_pb2.DispatchRequest(ping=router_pb2.DispatchPing()))
+        elif self._is_pinged and self._quiet >= self._patience:
+            _log.warning("router silent", extra=fields(router=self.address))
+            # An overloaded router would suffer from gateways that leave and return.
+            self._patience = min(2 * self._patience, LONG_PATIENCE)
+            self.leave()
+
+    def leave(self) -> None:
+        """Ends the stream, so that the router frees its leases. Another stream follows."""
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+        self._down()
+
+    def begin(self, restating: Restating) -> None:
+        """Begins to use the router: first of all, the holdings are stated."""
+        self._restating = restating
+        self._try_to_send(router_pb2.DispatchRequest(ping=router_pb2.DispatchPing()))  # wakes it
+
+    def acquire(self, acquire: router_pb2.AcquireLease) -> None:
+        """Requests a lease.
+
+        Raises:
+            asyncio.QueueFull: The router reads too slowly.
+        """
+        self._send(router_pb2.DispatchRequest(acquire=acquire))
+
+    def release(self, release: router_pb2.ReleaseLease) -> None:
+        """Releases a lease, with the next request or within 2 ms: a turn costs one message."""
+        if not self.is_up:  # the router has freed it
+            return
+        if not self._releases:
+            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
+        self._releases.append(release)
+        if release.engine_fault:
+            self._flush()  # at once, so that no other session gets that engine
+
+    def forget(self, session_id: str) -> None:
+        """Tells the router that a session has ended. It forgets all when the stream ends."""
+        if self.is_up:
+            forget = router_pb2.ForgetSession(session_id=session_id)
+            self._try_to_send(router_pb2.DispatchRequest(forget=forget))
+
+    async def _hold(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
+        messages: asyncio.Queue[router_pb2.DispatchRequest | None] = asyncio.Queue(_MOST_OUTGOING)
+        self._messages = messages
+        self._releases, self._restating = [], None
+        call = router_pb2_grpc.RouterServiceStub(channel).Dispatch(self._requests(messages))
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for response in responses:
+                    self._quiet, self._is_pinged = 0, False
+                    match response.WhichOneof("result"):
+                        case "welcome":
+                            backoff.reset()
+                            self._up()
+                        case "grant" | "refusal" | "silent_engine" | "offered":
+                            self._answered(self, response)
+                        case _:
+                            pass
+        finally:
+            with suppress(asyncio.QueueFull):
+                messages.put_nowait(None)  # so that the call's own task can finish
+
+    async def _requests(
+        self, messages: "asyncio.Queue[router_pb2.DispatchRequest | None]"
+    ) -> AsyncIterator[router_pb2.DispatchRequest]:
+        """Yields the messages of a stream.
+
+        Restatements are made as the router reads them, with other messages in between, which do not
+        wait for 100,000 sessions. A request for a lease comes after the statement of its session.
+        """
+        yield router_pb2.DispatchRequest(hello=self._hello())
+        while messages is self._messages:
+            if self._restating is not None:
+                stated = self._restating.next()
+                if stated is None:
+                    self._restating = None
+                else:
+                    yield router_pb2.DispatchRequest(restate=stated)
+                    if messages.empty():
+                        continue
+            if (message := await messages.get()) is None:
+                return
+            if self._restating is not None and message.HasField("acquire"):
+                stated = self._restating.before(message.acquire.session_id)
+                if stated is not None:
+                    yield router_pb2.DispatchRequest(restate=stated)
+            yield message
+
+    def _up(self) -> None:
+        if self._scope is None or self._scope.expired():
+            return
+        self._scope.reschedule(None)
+        self._quiet, self._is_pinged, self._up_ticks = 0, False, 0
+        self.is_up = True
+        self._changed(self)
+
+    def _down(self) -> None:
+        if self.is_up:
+            self.is_up = False
+            self._changed(self)
+
+    def _flush(self) -> None:
+        if self.is_up and self._releases:  # else they were sent with another message
+            try:
+                self._send(router_pb2.DispatchRequest())
+            except asyncio.QueueFull:
+                asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
+
+    def _send(self, message: router_pb2.DispatchRequest) -> None:
+        message.releases.extend(self._releases)
+        self._messages.put_nowait(message)
+        self._releases.clear()
+
+    def _try_to_send(self, message: router_pb2.DispatchRequest) -> None:
+        with suppress(asyncio.QueueFull):
+            self._send(message)
+
+
+# The policy versions that a router has offered, by which an answer from the future is known.
+
+_NEWS_S = 5.0  # a push may reach an engine before its news reach all gateways
+
+
+class Offered(NamedTuple):
+    """The policy versions that a router has offered to the engines of a model."""
+
+    epoch: int = 0
+    """Counts up when `newest` becomes known or unknown, and when it falls. For some other models,
+    too."""
+    newest: int | None = None
+    """The highest of them. None if nothing was pushed, or no router is known."""
+
+
+class OfferedVersions:
+    """The policy versions that the routers have offered, by model.
+
+    A push goes through one router, and the others hear of it later, so the highest version counts.
+    """
+
+    def __init__(self) -> None:
+        """Starts without news."""
+        self._models: dict[str, Offered] = {}  # without models of unknown versions
+        self._epochs = itertools.count(1)
+        self._lost_epoch = 0
+        """Epoch of models with unknown versions."""
+        self._said: dict[tuple[str, str], int] = {}  # by model and router
+        self._news = asyncio.Event()
+
+    @property
+    def models(self) -> int:
+        """Number of models with known versions."""
+        return len(self._models)
+
+    def of(self, model: str) -> Offered:
+        """Returns the versions offered to the engines of a model."""
+        return self._models.get(model) or Offered(self._lost_epoch)
+
+    async def until(self, model: str, policy_version: int) -> Offered:
+        """Waits for up to 5 s until a version is offered. Returns the versions offered then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS_S):
+                while (offered := self.of(model)).newest is not None:
+                    if offered.newest >= policy_version:
+                        break
+                    await self._news.wait()
+        return self.of(model)
+
+    def take(self, router: str, weights: router_pb2.OfferedWeights) -> None:
+        """Takes news from the router of an address."""
+        if weights.HasField("policy_version"):
+            self._said[weights.model, router] = weights.policy_version
+        else:
+            self._said.pop((weights.model, router), None)
+        self._changed(weights.model)
+
+    def lose(self, router: str) -> None:
+        """Notes that a router went away."""
+        for model, one in list(self._said):
+            if one == router:
+                del self._said[model, one]
+                self._changed(model)
+
+    def _changed(self, model: str) -> None:
+        said = (version for (one, _), version in self._said.items() if one == model)
+        newest, before = max(said, default=None), self._models.get(model)
+        if newest is None:
+            if self._models.pop(model, None) is not None:
+                self._lost_epoch = next(self._epochs)
+        elif before is None or newest < (before.newest or 0):
+            self._models[model] = Offered(next(self._epochs), newest)
+        else:
+            self._models[model] = Offered(before.epoch, newest)
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+_BUSY_MS = 1000
+_ANSWER_MS = 1000  # between a deadline and the router's refusal
+_MOST_WAIT_MS = 2**32 - 1
+_LOST_CODES = {
+    "UNAVAILABLE",
+    "UNKNOWN",
+    "INTERNAL",
+}  # and not backpressure, a deadline or a refusal
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that the router has not answered."""
+
+    acquire: router_pb2.AcquireLease
+    answer: asyncio.Future[router_pb2.DispatchResponse]
+
+
+class LeaseClient(Background):
+    """The engine leases of one gateway. Leaving the context frees them."""
+
+    def __init__(
+        self,
+        router: str,
+        gateway_id: str,
+        *,
+        model: str = "",
+        tokenizer_sha256: str = "",
+        vocabulary_tokens: int = 0,
+        steady_ms: int = STEADY_MS,
+    ) -> None:
+        """Identifies the gateway to the routers.
+
+        Args:
+            router: `host:port`, or several separated by commas: the first that is up is used.
+            gateway_id: Id of the gateway.
+            model: Name of the engines' model. Empty means the only model in the mesh.
+            tokenizer_sha256: Digest of the tokenizer that the engines must have. Empty means any.
+            vocabulary_tokens: Vocabulary size of the model, ids; 0 means any.
+            steady_ms: Time for which a router must be up before it is returned to, milliseconds.
+        """
+        super().__init__()
+        addresses = addresses_of(router)
+        self._links = [
+            Link(
+                address,
+                PATIENCE if len(addresses) > 1 else LONG_PATIENCE // 2,
+                hello=self._next_hello,
+                changed=self._changed,
+                answered=self._answered,
+            )
+            for address in addresses
+        ]
+        self._preference = Preference(len(addresses), steady_ms)
+        self._active: Link | None = None
+        self._holdings = Holdings()
+        self._hello = router_pb2.DispatchHello(
+            gateway_id=gateway_id,
+            model=model,
+            tokenizer_sha256=tokenizer_sha256,
+            vocabulary_tokens=vocabulary_tokens,
+            instance_id=uuid.uuid4().hex,
+        )
+        self._ids = itertools.count(1)
+        self._asked: dict[str, _Asked] = {}
+        self._connected = asyncio.Event()
+        self.offered = OfferedVersions()
+        """The policy versions that the router has offered."""
+        self.on_silent: Callable[[str], None] = _ignore
+        """Called with the address of an engine that is leased and has stopped reporting."""
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        *,
+        session_id: str,
+        group_id: str = "",
+        excluded: Sequence[str] = (),
+        deadline_ms: int,
+        suspended_ms: int = 0,
+    ) -> AsyncIterator[router_pb2.LeaseGrant]:
+        """Holds a lease on an engine while the block runs.
+
+        How the block ends tells the router about the engine. An `EngineFaultError` takes it out of
+        service. An `EngineDeadError`, or an error of the transport, counts as a loss. Several in a
+        row open the engine's circuit. Other errors say nothing about it.
+
+        Args:
+            session_id: Id of the session.
+            group_id: Id of its group. May be empty.
+            excluded: Ids of engines that have failed this turn.
+            deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
+            suspended_ms: Longest wait while engines are there and each is paused, asleep or being
+                updated, milliseconds; `deadline_ms` applies otherwise.
+
+        Raises:
+            InvalidLeaseError: The mesh has several models and none was named.
+            EnginesBusyError: Every engine was at capacity until the deadline, or the router's queue
+                is full.
+            NoEngineError: No engine, or no router, was available until the deadline.
+        """
+        request = router_pb2.AcquireLease(
+            session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
+        )
+        lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
+        release = router_pb2.ReleaseLease(lease_id=lease_id)
+        try:
+            yield grant
+            release.outcome = router_pb2.LEASE_OUTCOME_ANSWERED
+        except EngineFaultError as error:
+            release.engine_fault = error.message
+            raise
+        except (EngineDeadError, RemoteError) as error:
+            if error.code in _LOST_CODES:
+                release.outcome = router_pb2.LEASE_OUTCOME_LOST
+            raise
+        finally:
+            self._release(release)
+
+    @property
+    def router(self) -> str:
+        """Address of the router in use. Empty if none can be reached."""
+        return self._active.address if self._active is not None else ""
+
+    def forget(self, session_id: str) -> None:
+        """Tells the router that a session has ended."""
+        self._holdings.sessions.pop(session_id, None)
+        if self._active is not None:
+            self._active.forget(session_id)
+
+    def _release(self, release: router_pb2.ReleaseLease) -> None:
+        self._holdings.leases.pop(release.lease_id, None)
+        if self._active is not None:
+            self._active.release(release)
+
+    async def _acquire_until(
+        self, request: router_pb2.AcquireLease, deadline_ms: int, suspended_ms: int
+    ) -> tuple[str, router_pb2.LeaseGrant]:
+        """Waits for a router and in its queue. Asks again if the router goes away.
+
+        A wait that is longer than `deadline_ms` already, because no engine sampled, begins again at
+        the next router.
+        """
+        deadline = clock.monotonic_ms() + deadline_ms
+        last = deadline + max(suspended_ms - deadline_ms, 0)
+        with suppress(TimeoutError):
+            while (left_ms := deadline - clock.monotonic_ms()) > 0:
+                if not self._connected.is_set():
+                    async with asyncio.timeout(left_ms / 1000):
+                        await self._connected.wait()
+                now = clock.monotonic_ms()
+                request.wait_ms = _uint32(deadline - now)
+                request.suspended_wait_ms = _uint32(last - now)
+                try:
+                    async with asyncio.timeout((request.suspended_wait_ms + _ANSWER_MS) / 1000):
+                        answer = await self._ask(request)
+                except ConnectionError:
+                    now = clock.monotonic_ms()
+                    if now > deadline:
+                        deadline = min(now + deadline_ms, last)
+                    continue
+                if answer.HasField("grant"):
+                    return answer.lease_id, answer.grant
+                raise _refusal(answer)
+        raise NoEngineError(
+            f"no router could be reached within {deadline_ms} ms; try again",
+            retry_delay_ms=_BUSY_MS,
+        )
+
+    async def _ask(self, request: router_pb2.AcquireLease) -> router_pb2.DispatchResponse:
+        link = self._active
+        if link is None or not link.is_up:
+            raise ConnectionError
+        lease_id = str(next(self._ids))
+        acquire = router_pb2.AcquireLease()
+        acquire.CopyFrom(request)
+        acquire.lease_id = lease_id
+        asked = _Asked(acquire, asyncio.get_running_loop().create_future())
+        self._asked[lease_id] = asked
+        try:
+            link.acquire(acquire)
+            return await asked.answer
+        except asyncio.QueueFull:
+            raise EnginesBusyError(
+                "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
+            ) from None
+        except asyncio.CancelledError:
+            self._release(router_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
+            raise
+        finally:
+            self._asked.pop(lease_id, None)
+
+    async def _stay(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for link in self._links:
+                tasks.create_task(link.run())
+            while True:
+                await asyncio.sleep(TICK_S)
+                for link in self._links:
+                    link.tick(is_waiting=link is self._active and bool(self._asked))
+                self._choose()
+
+    def _next_hello(self) -> router_pb2.DispatchHello:
+        self._hello.stream_number += 1
+        hello = router_pb2.DispatchHello()
+        hello.CopyFrom(self._hello)
+        return hello
+
+    def _answered(self, link: Link, response: router_pb2.DispatchResponse) -> None:
+        """Takes the router's answer to a request, from which on a lease is held. Or news."""
+        if response.HasField("silent_engine"):
+            for address in self._holdings.addresses(response.silent_engine.engine_id):
+                self.on_silent(address)
+        if response.HasField("offered"):
+            self.offered.take(link.address, response.offered)
+        asked = self._asked.get(response.lease_id)
+        if link is not self._active or asked is None or asked.answer.done():
+            return
+        if response.HasField("grant"):
+            self._holdings.granted(response.lease_id, response.grant, asked.acquire)
+        asked.answer.set_result(response)
+
+    def _changed(self, link: Link) -> None:
+        """Takes note that a router has come up or gone down."""
+        number = self._links.index(link)
+        if not link.is_up:
+            self._preference.down(number)
+            self.offered.lose(link.address)
+        else:
+            self._preference.up(number, clock.monotonic_ms())
+        self._choose()
+
+    def _choose(self) -> None:
+        """Uses another router if there is reason to. The leases are stated to it."""
+        number = self._preference.choose(clock.monotonic_ms())
+        link = None if number is None else self._links[number]
+        if link is self._active:
+            return
+        former, self._active = self._active, link
+        self._connected.clear()
+        for asked in self._asked.values():  # they ask again
+            if not asked.answer.done():
+                asked.answer.set_exception(ConnectionError("the router went away"))
+        if link is not None and link.is_up:
+            _log.info(
+                "router in use",
+                extra=fields(
+                    router=link.address,
+                    leases=len(self._holdings.leases),
+                    sessions=len(self._holdings.sessions),
+                ),
+            )
+            link.begin(Restating(self._holdings))
+            self._connected.set()
+        if former is not None and former.is_up:
+            former.leave()  # it frees the leases of this gateway
+
+
+def _uint32(ms: int) -> int:
+    return min(max(ms, 1), _MOST_WAIT_MS)
+
+
+def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
+    refusal = from_status(answer.refusal)
+    if isinstance(refusal, (EnginesBusyError, NoEngineError)):
+        return type(refusal)(
+            f"no lease on an engine: {refusal.message}",
+            retry_delay_ms=max(refusal.retry_delay_ms or 0, _BUSY_MS),
+        )
+    return refusal
+
+
+def _ignore(_: str) -> None:
+    """Listens to nothing."""

@@ -1,0 +1,480 @@
+"""Registration with the routers.
+
+A replica waits for one of them at its start. If a router goes away later, or removes a replica that
+was silent for too long, the replica keeps serving and registers again. A refusal by any of them is
+final.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import grpc
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
+from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.errors import (
+    NoCollectorError,
+    NoGatewayError,
+    NoSidecarError,
+    RemoteError,
+    RollmeshError,
+    StartingError,
+)
+from rollmesh.runtime.rpc.channels import (
+    SHORT_KEEPALIVE_MS,
+    open_channel,
+    read_stream,
+    stub_of,
+    typed_errors,
+)
+from rollmesh.runtime.rpc.statuses import status_code_of
+from rollmesh.runtime.tasks import Background
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import router_pb2, router_pb2_grpc, server_pb2, server_pb2_grpc
+
+# The routers of a mesh, in the order of preference, and the rule by which one of them is used.
+
+STEADY_MS = 10_000
+"""Time for which a preferred router must be up before it is returned to, milliseconds."""
+
+
+def addresses_of(routers: str) -> tuple[str, ...]:
+    """Returns the addresses of a setting, `host:port,host:port`, each once and in their order."""
+    found = (address.strip() for address in routers.split(","))
+    return tuple(dict.fromkeys(address for address in found if address))
+
+
+class Preference:
+    """Which of several routers is used. All members prefer the same order.
+
+    The first one that is up is used. If the one in use goes down, the first other router that is
+    up follows at once. A router that was down is returned to when it has been up for 10 s: one that
+    dies again and again is left once, not every time.
+    """
+
+    def __init__(self, count: int, steady_ms: int = STEADY_MS) -> None:
+        """Starts with all of them down."""
+        self._up_ms: list[int | None] = [None] * count
+        self._was_down = [False] * count
+        self._steady_ms = steady_ms
+        self.current: int | None = None
+        """The one in use. None if none is up."""
+
+    def is_up(self, number: int) -> bool:
+        """Returns whether a router is up."""
+        return self._up_ms[number] is not None
+
+    def up(self, number: int, now_ms: int) -> None:
+        """Notes that a router is up."""
+        self._up_ms[number] = now_ms
+
+    def down(self, number: int) -> None:
+        """Notes that a router has gone down."""
+        self._up_ms[number] = None
+        self._was_down[number] = True
+
+    def choose(self, now_ms: int) -> int | None:
+        """Chooses and returns the router to use. None if none is up."""
+        current = self.current
+        if current is not None and not self.is_up(current):
+            current = None
+        for number, up_ms in enumerate(self._up_ms):
+            if number == current:
+                break
+            if up_ms is None:
+                continue
+            steady_ms = self._steady_ms if self._was_down[number] else 0
+            if current is None or up_ms + steady_ms <= now_ms:
+                current = number
+                break
+        self.current = current
+        return current
+
+
+# The address and the id of a replica that was given none.
+
+_LOOKUP_S = 5.0
+
+
+async def reachable(address: str, router: str) -> str:
+    """Returns the address under which others reach a service.
+
+    A service that listens on all addresses (0.0.0.0, ::) is reached at the one from which this host
+    reaches the router: in a container that of its network, in a pod the pod's. It is looked up at
+    each registration, because a container may return with another one.
+
+    Args:
+        address: host:port as the service knows it.
+        router: host:port of the router.
+
+    Raises:
+        RemoteError: The name of the router is unknown, or no route leads to it.
+    """
+    host, _, port = address.rpartition(":")
+    if (family := _family_of_all(host.strip("[]"))) is None:
+        return address
+    router_host, _, router_port = router.rpartition(":")
+    try:
+        async with asyncio.timeout(_LOOKUP_S):
+            found = await asyncio.get_running_loop().getaddrinfo(
+                router_host.strip("[]"), router_port, family=family, type=socket.SOCK_DGRAM
+            )
+        own = _own_address(found[0][0], found[0][4])
+    except OSError as error:  # a TimeoutError is one
+        raise RemoteError(f"router {router}: {error or 'unknown'}", "UNAVAILABLE") from error
+    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+
+
+def own_id(service: str) -> str:
+    """Returns the id of a service that was given none. Each host may have one such service."""
+    return f"{service}-{socket.gethostname()}"
+
+
+def _family_of_all(host: str) -> socket.AddressFamily | None:
+    """Returns in which family an address means all addresses. None if it means one."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if not address.is_unspecified:
+        return None
+    return socket.AF_INET if address.version == 4 else socket.AF_UNSPEC
+
+
+def _own_address(family: int, router: tuple[Any, ...]) -> str:
+    """Returns from which address packets to a router would leave. None is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(router)
+        return str(probe.getsockname()[0])
+
+
+_log = logging.getLogger(__name__)
+_REPORT_MS = 1_000
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
+_LOG_MS = 30_000  # between two warnings that the router is away
+_FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
+
+
+class Membership(Background):
+    """The registration of one replica with every router. Reconnects when a router comes back.
+
+    Entering starts to register. Leaving ends the streams, and the routers forget the replica.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        hello: router_pb2.ReplicaHello,
+        load: Callable[[], router_pb2.ReplicaLoad],
+        identity: Identity | None = None,
+    ) -> None:
+        """Identifies the replica.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            hello: Identity of the replica. An address without a host becomes the address that
+                leads to the router.
+            load: Returns its load.
+            identity: Credentials of the calls; None means the process's own.
+        """
+        super().__init__()
+        said = router_pb2.ReplicaHello()
+        said.CopyFrom(hello)
+        said.instance_id = uuid.uuid4().hex
+        said.report_interval_ms = _REPORT_MS
+        self._one_changed = asyncio.Event()
+        self._streams = [
+            _Registration(address, said, load, self._one_changed, identity)
+            for address in addresses_of(router)
+        ]
+
+    def notify(self) -> None:
+        """Reports the load now instead of within a second."""
+        for stream in self._streams:
+            stream.notify()
+
+    @property
+    def registered(self) -> bool:
+        """Whether the replica is registered with a router now."""
+        return any(stream.registered for stream in self._streams)
+
+    async def wait_registered(self) -> None:
+        """Waits until the replica is registered with one of the routers.
+
+        Raises:
+            RollmeshError: A router refused it: its id is in use, or a field is wrong.
+        """
+        while not self.registered:
+            if (refusal := self._refusal()) is not None:
+                raise refusal
+            self._one_changed.clear()
+            await self._one_changed.wait()
+
+    async def wait_refused(self) -> str:
+        """Waits until a router refuses the replica. Returns the reason."""
+        while (refusal := self._refusal()) is None:
+            self._one_changed.clear()
+            await self._one_changed.wait()
+        return str(refusal)
+
+    async def leave(self) -> None:
+        """Ends the streams for good."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(self._task)
+
+    def _refusal(self) -> RollmeshError | None:
+        refusals = (stream.refusal for stream in self._streams)
+        return next((one for one in refusals if one is not None), None)
+
+    async def _stay(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for stream in self._streams:
+                tasks.create_task(stream.stay())
+
+
+class _Registration:
+    """The `Register` stream to one router."""
+
+    def __init__(
+        self,
+        router: str,
+        hello: router_pb2.ReplicaHello,
+        load: Callable[[], router_pb2.ReplicaLoad],
+        turned: asyncio.Event,
+        identity: Identity | None,
+    ) -> None:
+        """Takes the address, the replica, an event to set at each change, and credentials."""
+        self._router = router
+        self._hello = hello
+        self._load = load
+        self._turned = turned
+        self._identity = identity
+        self._changed = asyncio.Event()
+        self._next_log_ms = 0
+        self.registered = False
+        """Whether the replica is registered now."""
+        self.refusal: RollmeshError | None = None
+        """Why the router refused it for good."""
+
+    def notify(self) -> None:
+        """Reports the load now."""
+        self._changed.set()
+
+    async def stay(self) -> None:
+        """Keeps the stream open until the router refuses the replica."""
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        _log.info("registering", extra=fields(router=self._router))
+        while True:
+            was_registered = False
+            # A new channel each time: its own pause between connections would be too long.
+            async with open_channel(
+                self._router, own_connection=True, identity=self._identity
+            ) as channel:
+                try:
+                    await self._hold_stream(channel)
+                except RollmeshError as error:
+                    if status_code_of(error) in _FINAL:
+                        self.refusal = error
+                        return
+                    self._log_absence(error)
+                finally:
+                    was_registered, self.registered = self.registered, False
+                    self._turned.set()
+            if was_registered:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    def _log_absence(self, error: RollmeshError) -> None:
+        now_ms = clock.monotonic_ms()
+        if now_ms >= self._next_log_ms or self.registered:
+            self._next_log_ms = now_ms + _LOG_MS
+            _log.warning(
+                "waiting for the router",
+                extra=fields(router=self._router, reason=error.reason, error=str(error)),
+            )
+
+    async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        hello = router_pb2.ReplicaHello()
+        hello.CopyFrom(self._hello)
+        hello.address = await reachable(hello.address, self._router)
+        ended = asyncio.Event()
+        call = stub.Register(self._reports(hello, ended))
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for _ in responses:
+                    _log.info("registered", extra=fields(router=self._router))
+                    self.registered = True
+                    self._turned.set()
+        finally:
+            ended.set()  # lets the call's own task end
+            self._changed.set()
+
+    async def _reports(
+        self, hello: router_pb2.ReplicaHello, ended: asyncio.Event
+    ) -> AsyncIterator[router_pb2.RegisterRequest]:
+        hello.load.CopyFrom(self._load())
+        yield router_pb2.RegisterRequest(hello=hello)
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_MS / 1000):
+                    await self._changed.wait()
+            if ended.is_set():
+                return
+            self._changed.clear()
+            yield router_pb2.RegisterRequest(load=self._load())
+
+
+# Calls to the routers of a mesh. Any of them may answer.
+
+_Result = TypeVar("_Result")
+_NONE = (NoGatewayError, NoCollectorError, NoSidecarError)
+"""Answers of a router without members, because it has just started."""
+_ELSEWHERE = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+_PATIENCE_S = 0.75
+"""Time that a router has to answer a short call before the next one is asked, seconds."""
+_PROBE_S = 5.0
+_REPEATED_S = 60.0
+"""Time after its first loss within which a long call is repeated, seconds."""
+_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S = 0.1, 5.0
+
+
+class Routers:
+    """The routers of a mesh, as clients and sidecars call them. Connects when first used.
+
+    They are asked in the order of the setting. A router that did not answer is asked last for 10 s.
+    """
+
+    def __init__(self, routers: str, identity: Identity | None = None) -> None:
+        """Connects when first used.
+
+        Args:
+            routers: `host:port`, or several separated by commas.
+            identity: The identity that calls present. None means that of the process.
+        """
+        self._identity = identity
+        self.addresses = addresses_of(routers)
+        """The addresses in their order."""
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._away_ms: dict[str, int] = {}  # until when a router is asked last
+
+    async def ask(
+        self,
+        call: Callable[["router_pb2_grpc.RouterServiceAsyncStub", float], Awaitable[_Result]],
+        timeout_s: float,
+    ) -> _Result:
+        """Makes a short call that may be repeated, at the first router that answers.
+
+        Args:
+            call: Makes the call at a router within a number of seconds.
+            timeout_s: Time limit of the call at the last router, seconds.
+
+        Raises:
+            RollmeshError: The error of the first router that answered. If none did, of the last.
+        """
+        return await self._first(
+            lambda address, limit_s: call(self._stub(address), limit_s), timeout_s
+        )
+
+    async def info(self) -> server_pb2.GetServerInfoResponse:
+        """Returns the release and the capabilities of the first router that answers.
+
+        Raises:
+            RollmeshError: None answers.
+        """
+        return await self._first(self._info, _PROBE_S)
+
+    async def stub(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        """Returns a router that answers, for a long call that may not be repeated.
+
+        Raises:
+            RollmeshError: None answers.
+        """
+        if len(self.addresses) == 1:
+            return self._stub(self.addresses[0])
+
+        async def probe(address: str, limit_s: float) -> str:
+            await self._info(address, limit_s)
+            return address
+
+        return self._stub(await self._first(probe, _PROBE_S))
+
+    async def repeat(
+        self,
+        call: Callable[["router_pb2_grpc.RouterServiceAsyncStub"], Awaitable[_Result]],
+        repeated_s: float = _REPEATED_S,
+    ) -> _Result:
+        """Makes a long call that may be repeated, at a router that answers.
+
+        If that router is lost, the call is repeated, at another one or at the same one when it is
+        back. A dead router is noticed at once, a stopped one within ten seconds.
+
+        Args:
+            call: Makes the call at a router. Its request id is the same each time.
+            repeated_s: Time after the first loss within which the call is repeated, seconds.
+
+        Raises:
+            RollmeshError: A router refuses the call, or none answers for too long.
+        """
+        backoff, until_ms = Backoff(_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S), None
+        while True:
+            try:
+                with typed_errors():
+                    return await call(await self.stub())
+            except (RemoteError, StartingError) as error:
+                now_ms = clock.monotonic_ms()
+                until_ms = until_ms or now_ms + int(repeated_s * 1000)
+                if error.code != "UNAVAILABLE" or now_ms >= until_ms:
+                    raise
+            await asyncio.sleep(backoff.next_s())
+
+    async def aclose(self) -> None:
+        """Closes the channels."""
+        while self._channels:  # calls that end meanwhile may open others
+            _, channel = self._channels.popitem()
+            await channel.close()
+
+    async def _first(
+        self, call: Callable[[str, float], Awaitable[_Result]], timeout_s: float
+    ) -> _Result:
+        now_ms = clock.monotonic_ms()
+        order = sorted(self.addresses, key=lambda one: self._away_ms.get(one, 0) > now_ms)
+        error: RollmeshError = RemoteError("router: no address is given", "UNAVAILABLE")
+        for number, address in enumerate(order, 1):
+            try:
+                with typed_errors():
+                    limit_s = timeout_s if number == len(order) else min(_PATIENCE_S, timeout_s)
+                    return await call(address, limit_s)
+            except RollmeshError as problem:
+                if problem.code not in _ELSEWHERE:
+                    raise
+                if not isinstance(problem, _NONE):
+                    self._away_ms[address] = clock.monotonic_ms() + STEADY_MS
+                error = problem
+        raise error
+
+    async def _info(self, address: str, limit_s: float) -> server_pb2.GetServerInfoResponse:
+        stub: server_pb2_grpc.ServerServiceAsyncStub
+        stub = stub_of(self._channel(address), server_pb2_grpc.ServerServiceStub)
+        return await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=limit_s)
+
+    def _stub(self, address: str) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        stub: router_pb2_grpc.RouterServiceAsyncStub
+        stub = stub_of(self._channel(address), router_pb2_grpc.RouterServiceStub)
+        return stub
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(
+                address, SHORT_KEEPALIVE_MS, identity=self._identity
+            )
+        return self._channels[address]

@@ -1,0 +1,902 @@
+"""Settings of every process: one frozen dataclass per service, one TOML file for all of them.
+
+The field `max_nodes: Annotated[int, Bounds(1)] = 7` is the flag `--max-nodes`, the variable
+`ROLLMESH_<SERVICE>_MAX_NODES` and the key `max_nodes` of the service's table in the file. Flags win
+over the environment, the environment over the file, the file over the default. The docstring under
+a field is its help. Import from this package, whose modules may import nothing else.
+
+The file of a mesh: one TOML file for all services, in every place where they run.
+
+[mesh]                      # the fields of `MeshConfig`, which the services share
+engines = 2
+
+[engine]                    # any setting of the service, likewise for each of `SERVICES`
+backend = "vllm"
+dtype = "float32"
+
+[scorer]                    # a mesh has a scorer if it has this table
+function = "module:function"
+
+[engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
+tensor_parallel_size = 2
+
+[[model]]                   # the fields of `ModelConfig`, one table for each of several models
+name = "judge"
+[model.engine]              # settings of this model's engines, likewise [model.gateway]
+max_context_tokens = 8192
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import json
+import math
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+# Secret values: they come by file or environment and are never printed.
+
+_PASSWORD = re.compile(r"://[^/?#\s@]*:[^/?#\s@]+@|\bpassword\s*=", re.IGNORECASE)
+_OF_URL = re.compile(r"(://[^/?#\s@:]*:)\S*@")
+_OF_PARAMETER = re.compile(r"(\bpassword\s*=\s*)(?:'(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
+_OF_JSON = re.compile(
+    r"""(["'][^"']*(?:token|password|secret|api_key)["']\s*:\s*)(["'])(?:(?!\2).)+\2?""",
+    re.IGNORECASE,
+)
+_SECRET_KEY = re.compile(r"(?:token|password|secret|api_key)$", re.IGNORECASE)
+_MASK = "***"
+
+
+def has_secret(value: object) -> bool:
+    """Returns whether a value has a password or a token.
+
+    So do a database's URL or libpq's parameters with a password, and a table, also as JSON, with a
+    key such as vLLM's `hf_token`.
+    """
+    if isinstance(value, str):
+        return _PASSWORD.search(value) is not None or has_secret(_table(value))
+    if isinstance(value, Mapping):
+        return any(_is_secret(key, one) for key, one in value.items())
+    return False
+
+
+def masked(value: Any) -> Any:
+    """Returns a value to print: with `***` in place of each password and token."""
+    if isinstance(value, str):
+        if has_secret(table := _table(value)):
+            return json.dumps(masked(table))
+        for pattern, mask in (
+            (_OF_URL, rf"\g<1>{_MASK}@"),
+            (_OF_PARAMETER, rf"\g<1>{_MASK}"),
+            (_OF_JSON, rf"\g<1>{_MASK}"),
+        ):
+            value = pattern.sub(mask, value)
+        return value
+    if isinstance(value, Mapping):
+        return {
+            key: _MASK if _is_secret(key, one) and isinstance(one, str) else masked(one)
+            for key, one in value.items()
+        }
+    return value
+
+
+def _table(text: str) -> object:
+    """Returns the table of a text in JSON, or None if it is not one."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _is_secret(key: object, value: object) -> bool:
+    if isinstance(value, str) and value and _SECRET_KEY.search(str(key)):
+        return True
+    return has_secret(value)
+
+
+# Settings of a service: their checks and the errors of bad ones.
+
+_Config = TypeVar("_Config")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
+    str: (str, int, float),
+    int: (str, int),
+    float: (str, int, float),
+    bool: (str, bool, int),
+    Path: (str,),
+    dict: (str, dict),
+}
+"""Types that a TOML file may give for a type: `int(7.9)` would lose the fraction silently."""
+_WORDS: dict[type[Any], str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+    dict: "a table",
+}
+
+
+class ConfigError(Exception):
+    """A setting is unknown, malformed or out of bounds. The message names it."""
+
+
+class Bound(Protocol):
+    """Which values a setting may have. `str` of it is a phrase for its help."""
+
+    def problem(self, value: Any) -> str:
+        """Returns the remedy for a value, empty if the value is allowed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A number from `least` to `most`."""
+
+    least: float
+    most: float = math.inf
+
+    def problem(self, value: float) -> str:
+        """Returns the remedy for a value, empty if the value is allowed."""
+        if not value >= self.least:  # a NaN is not
+            return f"give at least {self.least}"
+        return "" if value <= self.most else f"give at most {self.most}"
+
+    def __str__(self) -> str:
+        """Returns the phrase for the help."""
+        at_least = f"at least {self.least}"
+        return at_least if self.most == math.inf else f"{at_least}, at most {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def problem(self, value: str) -> str:
+        """Returns the remedy for a value, empty if the value is allowed."""
+        return "" if value in self.words else f"give one of {', '.join(self.words)}"
+
+    def __str__(self) -> str:
+        """Returns the phrase for the help."""
+        return f"one of {', '.join(self.words)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of a service, as its help and the documentation show it."""
+
+    name: str
+    """Name of the field, and key in a TOML file."""
+    flag: str
+    """Command-line flag: `--max-nodes`."""
+    variable: str
+    """Environment variable: `ROLLMESH_GATEWAY_MAX_NODES`."""
+    kind: type[Any]
+    """Type of the value: str, int, float, bool, Path or dict."""
+    default: Any
+    """Value if nothing is given."""
+    bound: Bound | None
+    """Which values are allowed. None allows all of the type."""
+    doc: str
+    """Docstring of the field, on one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of the settings of every service: checks the bounds of all fields."""
+
+    def __post_init__(self) -> None:
+        """Checks every field against its bound.
+
+        Raises:
+            ConfigError: Names the setting that is out of bounds, and the remedy.
+        """
+        for name, (_, bound) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if bound is not None and (problem := bound.problem(value)):
+                raise ConfigError(f"{name}: is {value!r}; {problem}")
+
+
+def describe(cls: type[Any], service: str) -> list[Setting]:
+    """Returns the settings of a service in the order of their fields.
+
+    Args:
+        cls: Its config. Every field has a default.
+        service: Name of the service: `router`.
+    """
+    docs = _field_docs(cls)
+    defaults = vars(cls())
+    return [
+        Setting(
+            name=name,
+            flag="--" + name.replace("_", "-"),
+            variable=f"ROLLMESH_{service}_{name}".upper(),
+            kind=kind,
+            default=defaults[name],
+            bound=bound,
+            doc=docs.get(name, ""),
+        )
+        for name, (kind, bound) in _fields(cls).items()
+    ]
+
+
+def fill(
+    cls: type[_Config],
+    values: Mapping[str, Any],
+    origin: str = "",
+    shown: Callable[[str], str] = str,
+) -> _Config:
+    """Returns the config with the given values, and defaults for the others.
+
+    Args:
+        cls: The dataclass.
+        values: By the names of fields. Text is converted to the type of its field.
+        origin: Place of unknown names in errors: " in mesh.toml".
+        shown: Returns the name of a field in errors: `engine.dtype`.
+
+    Raises:
+        ConfigError: Names the setting and the problem.
+    """
+    config, problems = examine(cls, values, origin, shown)
+    if problems or config is None:
+        raise ConfigError(problems[0])
+    return config
+
+
+def examine(
+    cls: type[_Config],
+    values: Mapping[str, Any],
+    origin: str = "",
+    shown: Callable[[str], str] = str,
+) -> tuple[_Config | None, list[str]]:
+    """Returns the config, as `fill` does, and all problems instead of the first.
+
+    A refused value counts as not given, so that the others can be examined too. There is no config
+    if a required setting is missing or the others are refused.
+    """
+    fields = _fields(cls)
+    good: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        where = shown(name)
+        if name not in fields:
+            problems.append(f"{where}: unknown setting{origin}; {_remedy(name, list(fields))}")
+            continue
+        kind, bound = fields[name]
+        try:
+            converted = _convert(where, value, kind)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if bound is not None and (problem := bound.problem(converted)):
+            problems.append(f"{where}: is {converted!r}; {problem}")
+            continue
+        good[name] = converted
+    try:
+        return cls(**good), problems
+    except ConfigError as error:
+        name, _, rest = str(error).partition(": ")
+        problems.append(f"{shown(name)}: {rest}")
+    except TypeError:  # a required setting is missing, or was refused
+        if not problems:
+            raise
+    return None, problems
+
+
+def _remedy(name: str, known: list[str]) -> str:
+    """Returns the remedy for an unknown name."""
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    return f"known are {', '.join(known)}"
+
+
+def _fields(cls: type[Any]) -> Mapping[str, tuple[type[Any], Bound | None]]:
+    """Returns the type and the bound of every field of a dataclass, by its name."""
+    hints = get_type_hints(cls, include_extras=True)
+    found: dict[str, tuple[type[Any], Bound | None]] = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kind, bound = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
+        found[field.name] = get_origin(kind) or kind, bound
+    return found
+
+
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    """Reads the docstrings under the fields from the source, base classes included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for field, doc in itertools.pairwise(body):
+            match field, doc:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+def _convert(name: str, value: Any, kind: type[Any]) -> Any:
+    converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool, dict: _to_table}
+    problem = f"{name}: is {masked(repr(masked(value))):.200}; give {_WORDS[kind]}"
+    if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(problem)
+    try:
+        return converters.get(kind, kind)(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(problem) from error
+
+
+def _to_bool(value: Any) -> bool:
+    text = str(value).lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(text)
+
+
+def _to_table(value: Any) -> dict[str, Any]:
+    table = json.loads(value or "{}") if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        raise TypeError(value)
+    return table
+
+
+# The models of a mesh file: one `[[model]]` table for each.
+
+Table: TypeAlias = Mapping[str, Any]
+Tables: TypeAlias = Mapping[str, Any]
+MODEL_SERVICES = ("engine", "gateway")
+"""Services of which each process serves one model."""
+_SLUG_CHARS = 48
+MOST_REPLICAS = 4_096
+"""Largest number of processes of a kind. A plan has an entry for each."""
+Replicas = Annotated[int, Bounds(1, MOST_REPLICAS)]
+MOST_GPUS = 512
+"""Largest number of GPUs of an engine."""
+Gpus = Annotated[int, Bounds(0, MOST_GPUS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """A `[[model]]` table. Settings that it omits are those of `[mesh]`."""
+
+    name: str
+    """Name of the model, as agents give it."""
+    model_path: Path
+    """Folder of the model: weights, tokenizer and chat template."""
+    engines: Replicas
+    """Number of its engines."""
+    gpus_per_engine: Gpus
+    """GPUs of each of its engines, not shared. 0 lets them see all GPUs of this process."""
+    gateways: Replicas
+    """Number of its gateways."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshModel:
+    """One model of a mesh."""
+
+    config: ModelConfig
+    tables: Mapping[str, Table]
+    """Settings of its engines and gateways, by service."""
+    infix: str
+    """Part of the names of its processes, empty if it has no `[[model]]` table."""
+
+
+def _read_models(tables: object, default: ModelConfig) -> tuple[list[MeshModel], list[str]]:
+    """Returns the models of the `[[model]]` tables, and the problems of the others.
+
+    Args:
+        tables: The value of `model` in a mesh file.
+        default: Settings that a table omits. Its name is not used.
+    """
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        return [], ["model: is not a list of tables; write [[model]] for each model"]
+    models: list[MeshModel] = []
+    problems: list[str] = []
+    for table in tables:
+        try:
+            models.append(_model(table, default, problems))
+        except ConfigError as error:
+            problems.append(str(error))
+    infixes = [one.infix for one in models]
+    if twice := {one.config.name for one in models if infixes.count(one.infix) > 1}:
+        problems.append(f"model.name: {min(twice)!r} is taken; give each model its own")
+    return models, problems
+
+
+def _model(table: Table, default: ModelConfig, problems: list[str]) -> MeshModel:
+    own = {service: table[service] for service in MODEL_SERVICES if service in table}
+    for service, settings in own.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f"model.{service}: is not a table; write [model.{service}]")
+    settings = {name: value for name, value in table.items() if name not in own}
+    if not settings.get("name"):
+        raise ConfigError("model.name: is missing; give the name that agents send")
+    omitted = {name: value for name, value in asdict(default).items() if name not in settings}
+    values = {**omitted, "model_path": str(default.model_path), **settings}
+    config, found = examine(ModelConfig, values, shown="model.{}".format)
+    problems += found
+    if config is None:
+        raise ConfigError(problems.pop())
+    slug = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name)[:_SLUG_CHARS]
+    return MeshModel(config, own, f"{slug}-")
+
+
+def merged(table: Table, own: Table) -> Table:
+    """Returns the settings of a service, overridden by the settings of a model."""
+    inner = {
+        name: {**base, **value}
+        for name, value in own.items()
+        if isinstance(value, dict) and isinstance(base := table.get(name), dict)
+    }
+    return {**table, **own, **inner}
+
+
+SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
+ROUTER_PORT = 7100
+"""Default port of a router."""
+LOCAL_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
+"""Where a router with default settings is, and where its callers look for it by default."""
+SCORER_PORT = 7500
+"""Default port of a scorer."""
+_INTEGER_BITS = 64
+_STORING = ("router", "collector", "gateway")
+"""Services with a `data_dir`."""
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing binds it
+"""Where callers of this host reach a service that listens on all addresses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Config):
+    """The `[mesh]` table, which the services of a mesh share."""
+
+    host: str = "127.0.0.1"
+    """Address that all services listen on."""
+    data_dir: Path = Path("var/mesh")
+    """Folder of stores, in a folder for each service, and of the logs of `rollmesh up`."""
+    tokens: bool = True
+    """Whether the services are locked: all accept the tokens of `locks_dir`, and no others."""
+    locks_dir: str = ""
+    """Folder of the tokens, as `rollmesh tokens` makes it. Empty means `tokens` in `data_dir`.
+    `rollmesh up` makes them if there are none."""
+    certificates_dir: str = ""
+    """Folder with `ca.crt`, and for each service `SERVICE.crt` and `SERVICE.key`, as
+    `deploy/certs.sh` makes them: the services talk over mutual TLS. Empty: plain text, unless their
+    own tables name certificates."""
+    tls_server_name: str = ""
+    """Name that the certificates of services must have. Empty means the host of their address."""
+    router: str = ""
+    """host:port of the routers, separated by commas. Empty means where `[router]` says that they
+    listen. `rollmesh up` runs the routers and knows where they are."""
+    model_path: Path = Path("var/model")
+    """Folder of the policy: weights, tokenizer and chat template."""
+    model: str = "policy"
+    """Name of the model, as agents give it."""
+    routers: Replicas = 1
+    """Number of routers. With two the mesh survives the death of one. Each process knows all."""
+    engines: Replicas = 1
+    """Number of engines."""
+    gpus_per_engine: Gpus = 0
+    """GPUs of each engine, not shared. 0 lets every engine see all GPUs of this process."""
+    gateways: Replicas = 1
+    """Number of gateways. The router places each new session on the one with the fewest."""
+    sidecars: Replicas = 1
+    """Number of sidecars. Each serves every session."""
+    collectors: Replicas = 1
+    """Number of collectors. Several need a store that they share."""
+
+    @property
+    def tokens_path(self) -> Path | None:
+        """Folder of the tokens, or None if the mesh is open."""
+        if not self.tokens:
+            return None
+        return Path(self.locks_dir) if self.locks_dir else self.data_dir / "tokens"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Returns the values of a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+        _check_integers(values)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config: {path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"config: {path}: is nested too deeply; write flat tables") from error
+    return values
+
+
+def _check_integers(value: object) -> None:
+    """Checks that integers have 64 bits, as TOML demands. Not all larger ones can be printed.
+
+    Raises:
+        ValueError: One has more.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _check_integers(one)
+    elif isinstance(value, int) and value.bit_length() >= _INTEGER_BITS:
+        raise ValueError(f"an integer has {value.bit_length()} bits; give at most {_INTEGER_BITS}")
+
+
+def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:
+    """Returns the tables of a mesh file, none without a file.
+
+    Args:
+        path: The file.
+        further: Names of further tables.
+
+    Raises:
+        ConfigError: The file cannot be read, it has a table that no mesh has, or `[mesh]` or a
+            `[[model]]` is wrong. Services examine their own tables.
+    """
+    tables: dict[str, Any] = {} if path is None else read_file(path)
+    if problems := mesh_problems(tables, *further):
+        raise ConfigError(problems[0])
+    return tables
+
+
+def mesh_problems(tables: Tables, *further: str) -> list[str]:
+    """Returns the problems of the tables of a mesh, without the settings of its services."""
+    known = sorted({"mesh", "model", "ray", *SERVICES, *further})
+    problems: list[str] = []
+    for name, table in tables.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean [{near[0]}]?" if near else f"give {', '.join(known)}"
+            problems.append(f"{name}: is not a table of a mesh file; {remedy}")
+        elif name != "model" and not isinstance(table, dict):
+            problems.append(f"{name}: is not a table; write [{name}]")
+    table = tables.get("mesh", {})
+    if not isinstance(table, dict):
+        return problems
+    mesh, found = examine(MeshConfig, table, shown="mesh.{}".format)
+    problems += found
+    if "model" in tables:
+        problems += _read_models(tables["model"], _default_model(mesh or MeshConfig()))[1]
+        if "model" in table:
+            problems.append("mesh.model: each [[model]] has its name; leave this one out")
+    return problems
+
+
+def mesh_config(tables: Tables) -> MeshConfig:
+    """Returns the `[mesh]` table of a mesh file.
+
+    Raises:
+        ConfigError: Names the setting and the problem.
+    """
+    return fill(MeshConfig, tables.get("mesh", {}), shown="mesh.{}".format)
+
+
+def mesh_models(tables: Tables) -> list[MeshModel]:
+    """Returns the models of a mesh: one for each `[[model]]`, or the one of `[mesh]`.
+
+    Raises:
+        ConfigError: Names the setting and the problem.
+    """
+    default = _default_model(mesh_config(tables))
+    if "model" not in tables:
+        return [MeshModel(default, {}, "")]
+    models, problems = _read_models(tables["model"], default)
+    if problems:
+        raise ConfigError(problems[0])
+    return models
+
+
+def choose_model(tables: Tables, service: str, name: str) -> MeshModel | None:
+    """Returns the model of one process, or None if its service belongs to no model.
+
+    Args:
+        tables: From `read_mesh`.
+        service: Name of the service.
+        name: The model that its flag or its environment names, empty if none does.
+
+    Raises:
+        ConfigError: The file has several and none is named, or it does not have the one.
+    """
+    if service not in MODEL_SERVICES:
+        return None
+    name = name or str(tables.get(service, {}).get("model", ""))
+    models = mesh_models(tables)
+    named = {one.config.name: one for one in models}
+    if not models[0].infix or (len(models) == 1 and not name):
+        return models[0]
+    if name in named:
+        return named[name]
+    said = f"{name!r} is no [[model]] of the file" if name else "the file has several [[model]]"
+    raise ConfigError(f"model: {said}; give --model, one of {', '.join(named)}")
+
+
+def own_table(tables: Tables, service: str, model: MeshModel | None = None) -> Table:
+    """Returns the table of a service, overridden by the table of a model."""
+    table: Table = tables.get(service, {})
+    return table if model is None else merged(table, model.tables.get(service, {}))
+
+
+def shared_settings(
+    tables: Tables,
+    service: str,
+    model: MeshModel | None = None,
+    *,
+    routers: str = "",
+    scorer: str = "",
+    tokens: Path | None = None,
+) -> dict[str, Any]:
+    """Returns the settings of a service that follow from `[mesh]`. Its own table has more weight.
+
+    Args:
+        tables: From `read_mesh`.
+        service: One of `SERVICES`.
+        model: Model of the process, or None if it has none.
+        routers: Addresses of the routers, empty for the routers of the file.
+        scorer: Address of the scorer, empty for the scorer of the file.
+        tokens: Folder of the tokens. None leaves the service open.
+
+    Raises:
+        ConfigError: A setting of `[mesh]` is wrong.
+    """
+    mesh = mesh_config(tables)
+    settings: dict[str, Any] = {"host": mesh.host}
+    if service in _STORING:
+        settings["data_dir"] = str(mesh.data_dir / service)
+    routers = routers or _routers(tables, mesh)
+    if service == "router" and "," in routers:
+        settings["peers"] = routers  # a router leaves itself out
+    elif service not in {"router", "scorer"}:
+        settings["router"] = routers
+    if service == "collector" and "scorer" in tables:
+        settings |= _scoring(tables["scorer"], scorer or _address(tables, "scorer", SCORER_PORT))
+    if tokens is not None and service != "sidecar":
+        settings["tokens_dir"] = str(tokens / "accepted")
+    if tokens is not None and service != "scorer":
+        settings["token_file"] = str(tokens / f"{service}.token")
+    if mesh.certificates_dir:
+        folder = Path(mesh.certificates_dir)
+        settings["tls_certificate_file"] = str(folder / f"{service}.crt")
+        settings["tls_key_file"] = str(folder / f"{service}.key")
+        settings["tls_ca_file"] = str(folder / "ca.crt")
+    if mesh.tls_server_name:
+        settings["tls_server_name"] = mesh.tls_server_name
+    if model is not None:
+        settings |= {"model_path": str(model.config.model_path), "model": model.config.name}
+    return settings
+
+
+def _default_model(mesh: MeshConfig) -> ModelConfig:
+    return ModelConfig(
+        name=mesh.model,
+        model_path=mesh.model_path,
+        engines=mesh.engines,
+        gpus_per_engine=mesh.gpus_per_engine,
+        gateways=mesh.gateways,
+    )
+
+
+def _routers(tables: Tables, mesh: MeshConfig) -> str:
+    if mesh.router:
+        return mesh.router
+    first = _address(tables, "router", ROUTER_PORT)
+    host, _, port = first.rpartition(":")
+    if not port.isdecimal():
+        return first
+    return ",".join(f"{host}:{int(port) + at}" for at in range(mesh.routers))
+
+
+def _address(tables: Tables, service: str, default_port: int) -> str:
+    """Returns where the file says that a service is reached."""
+    table = tables.get(service, {})
+    if table.get("advertise"):
+        return str(table["advertise"])
+    host = str(table.get("host", mesh_config(tables).host))
+    host = LOOPBACK.get(host, host)
+    return f"{f'[{host}]' if ':' in host else host}:{table.get('port') or default_port}"
+
+
+def _scoring(table: Table, address: str) -> dict[str, Any]:
+    """Returns the settings of a collector that follow from the scorer's table."""
+    workers = {"scorer_concurrency": table["workers"]} if "workers" in table else {}
+    return {"scorer": address, **workers}
+
+
+# Where the settings of a process come from: flags, the environment, the mesh file, defaults.
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A given value of a setting."""
+
+    value: Any
+    source: str
+    """Who gave it: `--port`, `ROLLMESH_ROUTER_PORT`, `mesh.toml [router]`."""
+    shown: str
+    """How errors name the setting: `router.port` if the file gave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[_Config]):
+    """The settings of a process and their sources."""
+
+    config: _Config | None
+    """None if the given values make no config."""
+    given: Mapping[str, Given]
+    """By the setting's name. Others have their defaults."""
+    problems: list[str]
+
+    def source(self, name: str) -> str:
+        """Returns who gave a setting its value."""
+        return self.given[name].source if name in self.given else DEFAULT
+
+
+def parse_config(
+    cls: type[_Config],
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    in_part: bool = False,
+) -> _Config:
+    """Returns the config of a service.
+
+    Args:
+        cls: The dataclass. All its fields have defaults, of type str, int, float, bool, Path, or
+            dict: a table in a file, a JSON object elsewhere.
+        service: Name of the service: `router`.
+        argv: Command-line arguments, without the program's name.
+        environ: The environment.
+        in_part: Whether it is a part of the service's config: the file's other settings are not
+            read, and a file with several models need not say which.
+
+    Raises:
+        ConfigError: Names the setting and the problem. A flag must hold no secret.
+    """
+    found = resolve(cls, service, argv, environ, in_part=in_part)
+    if found.problems or found.config is None:
+        raise ConfigError(found.problems[0])
+    return found.config
+
+
+def resolve(
+    cls: type[_Config],
+    service: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    in_part: bool = False,
+) -> Resolved[_Config]:
+    """Returns the config of a service, who gave each setting, and all problems.
+
+    Raises:
+        ConfigError: The file cannot be read, or is wrong outside the service's table.
+    """
+    settings = describe(cls, service)
+    path, flags = _parse_flags(cls, service, settings, argv)
+    problems = [
+        f"{one.name}: a flag with a password or a token is visible to every user of this host; set "
+        f"{one.variable}, or write it into the file of --config"
+        for one in settings
+        if has_secret(flags.get(one.name))
+    ]
+    over = from_environment(settings, environ)
+    over |= {name: Given(text, _flag(name), name) for name, text in flags.items()}
+    given: dict[str, Given] = {}
+    if path is not None:
+        tables = read_mesh(path, service)
+        model = over["model"].value if "model" in over else ""
+        known = {one.name for one in settings}
+        if in_part and not model:
+            tables = {name: table for name, table in tables.items() if name != "model"}
+        given = from_file(tables, service, model, str(path), known)
+        if in_part:
+            given = {name: one for name, one in given.items() if name in known}
+    given |= over
+    config, found = examine(
+        cls,
+        {name: one.value for name, one in given.items()},
+        f" in {path}" if path else "",
+        lambda name: given[name].shown if name in given else name,
+    )
+    return Resolved(config, given, problems + found)
+
+
+def from_environment(settings: Sequence[Setting], environ: Mapping[str, str]) -> dict[str, Given]:
+    """Returns the settings of a service that the environment gives."""
+    return {
+        one.name: Given(environ[one.variable], one.variable, one.name)
+        for one in settings
+        if one.variable in environ
+    }
+
+
+def from_file(
+    tables: Tables, service: str, model_name: str, path: str, known: set[str]
+) -> dict[str, Given]:
+    """Returns the settings that a mesh file gives for a service that is started by itself.
+
+    Args:
+        tables: From `read_mesh`.
+        service: Name of the service.
+        model_name: The model that its flag or its environment names, empty if none does.
+        path: The file, for the sources.
+        known: Names of the service's settings.
+
+    Raises:
+        ConfigError: The file has several models and none is named, or not the named one.
+    """
+    given: dict[str, Given] = {}
+    model = choose_model(tables, service, model_name)
+    if service in SERVICES:
+        shared = shared_settings(tables, service, model, tokens=mesh_config(tables).tokens_path)
+        given = {
+            name: Given(value, f"{path} [mesh]", name)
+            for name, value in shared.items()
+            if name in known
+        }
+    if model is not None and model.infix:
+        for name in ("model", "model_path"):
+            if name in given:
+                given[name] = Given(given[name].value, f"{path} [[model]]", name)
+    of_model = {} if model is None else model.tables.get(service, {})
+    for name, value in own_table(tables, service, model).items():
+        table = f"[model.{service}]" if name in of_model else f"[{service}]"
+        given[name] = Given(value, f"{path} {table}", f"{table.strip('[]')}.{name}")
+    return given
+
+
+def _parse_flags(
+    cls: type[Any], service: str, settings: Sequence[Setting], argv: Sequence[str]
+) -> tuple[Path | None, dict[str, str]]:
+    """Returns the file that the flags name, and the text of each setting that they give."""
+    parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
+    parser.add_argument(
+        "--config", type=Path, help="TOML file of the mesh: [mesh], and a table for each service"
+    )
+    for setting in settings:
+        kind = setting.kind.__name__
+        parser.add_argument(setting.flag, dest=setting.name, metavar=kind, help=_help(setting))
+    given = vars(parser.parse_args(argv))
+    path = given.pop("config")
+    return path, {name: text for name, text in given.items() if text is not None}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(setting: Setting) -> str:
+    default = json.dumps(setting.default) if setting.kind is bool else str(setting.default)
+    notes = [f"default: {default}"] if default and setting.default != {} else []
+    if setting.bound is not None:
+        notes.append(str(setting.bound))
+    return f"{setting.doc} [{', '.join(notes)}]".removesuffix(" []").replace("%", "%%")

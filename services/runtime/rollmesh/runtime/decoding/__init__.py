@@ -1,0 +1,1 @@
+"""Decodes images of strangers in processes that may die."""

@@ -1,0 +1,36 @@
+"""`rollmesh status` against a mesh of real processes."""
+
+import json
+import subprocess
+import sys
+
+from tests.meshes import Mesh
+
+
+def status(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "rollmesh.cli.status", *flags)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session(group_id="g", group_size=1) as session:
+            session.reward = 1.0
+        async with client.subscribe("trainer") as groups:
+            await anext(groups)
+            flags = ("--router", mesh.address("router"), "--collector", mesh.address("collector"))
+            done = status(*flags, "--json")
+            assert done.returncode == 0, done.stderr
+            found = json.loads(done.stdout)
+            assert {one["kind"] for one in found["members"]} == {"engine", "gateway"}
+            assert (found["store"]["sessions"], found["store"]["complete_groups"]) == (1, 1)
+            assert found["store"]["consumers"][0]["consumer"] == "trainer"
+            lines = status(*flags).stdout.splitlines()
+    assert any(line.startswith("engine ") and "leases 0" in line for line in lines)
+    assert any(line.startswith("consumer trainer") for line in lines)
+
+
+def test_a_router_that_does_not_answer_is_named() -> None:
+    done = status("--router", "127.0.0.1:9")
+    assert (done.returncode, "127.0.0.1:9" in done.stderr) == (1, True), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,42 @@
+"""The rooms of the house stay small enough to read: a ceiling for each, which only falls."""
+
+import pytest
+
+from tests.paths import ROOT
+
+CEILINGS = {
+    "services/runtime/rollmesh/runtime": (7_286, 49),
+    "services/runtime/rollmesh/mesh": (3_402, 8),
+    "services/gateway/rollmesh/chat": (8_634, 41),
+    "services/gateway/rollmesh/gateway": (8_803, 22),
+    "services/engine/rollmesh/engine": (4_138, 19),
+    "services/router/rollmesh/router": (3_732, 15),
+    "services/collector/rollmesh/collector": (5_078, 13),
+    "services/collector/rollmesh/scorer": (375, 6),
+    "clients/rollmesh/sidecar": (4_864, 14),
+    "clients/rollmesh/client": (4_364, 15),
+    "clients/rollmesh/batches": (1_386, 6),
+    "clients/rollmesh/integrations": (2_170, 12),
+    "clients/rollmesh/launch": (539, 4),
+    "clients/rollmesh/cli": (1_450, 7),
+    "clients/rollmesh/conformance": (3_656, 36),
+}
+"""Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""
+
+
+@pytest.mark.parametrize("room", CEILINGS)
+def test_a_room_stays_below_its_ceiling(room: str) -> None:
+    lines, files = CEILINGS[room]
+    modules = list((ROOT / room).rglob("*.py"))
+    assert sum(len(one.read_text().splitlines()) for one in modules) <= lines
+    assert len(modules) <= files
+
+
+def test_every_package_is_in_a_room() -> None:
+    packages = {
+        str(one.relative_to(ROOT))
+        for folder in ("services", "clients")
+        for one in (ROOT / folder).glob("**/rollmesh/*")
+        if one.is_dir() and one.name != "__pycache__" and one.parent.name == "rollmesh"
+    }
+    assert packages == set(CEILINGS)

@@ -1,0 +1,61 @@
+"""Sessions of one group agree on its size for as long as one of them is open."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rollmesh.gateway.registry import GroupSizes
+from rollmesh.gateway.session import SessionSpec
+from rollmesh.runtime.errors import GroupSizeError
+from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.v1 import gateway_pb2, session_pb2
+from tests.gateway.live import LiveMesh
+
+
+async def test_a_later_run_may_give_a_group_another_size(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with LiveMesh(tmp_path, tokenizer_dir) as mesh:
+
+        async def opened(at: int, size: int) -> gateway_pb2.CreateSessionResponse:
+            return await mesh.stub.CreateSession(
+                gateway_pb2.CreateSessionRequest(group_id="g", sample_index=at, group_size=size)
+            )
+
+        first = [await opened(at, 2) for at in range(2)]
+        await mesh.start_gateway()  # which restores both
+        for session in first:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await opened(0, 3)
+            assert isinstance(from_rpc_error(refused.value), GroupSizeError)
+            await mesh.stub.CloseSession(
+                gateway_pb2.CloseSessionRequest(
+                    session_id=session.session_id,
+                    session_key=session.session_key,
+                    outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
+                )
+            )
+        assert (await opened(0, 3)).session_id
+
+
+def test_sizes_are_forgotten_with_the_last_open_session() -> None:
+    def spec(size: int, **group: str) -> SessionSpec:
+        return SessionSpec("s", 0, group_size=size, **({"group_id": "g"} | group))  # type: ignore[arg-type]
+
+    sizes = GroupSizes()
+    sizes.remove(spec(1, group_id="unknown"))
+    for _ in range(2):
+        sizes.check(spec(2))
+        sizes.add(spec(2))
+    sizes.remove(spec(2))
+    with pytest.raises(GroupSizeError, match="run_id"):
+        sizes.check(spec(3))
+    sizes.check(spec(3, run_id="r"))
+    sizes.add(spec(3, run_id="r"))
+    with pytest.raises(GroupSizeError):
+        sizes.check(spec(2, run_id="r"))
+    sizes.remove(spec(2))
+    sizes.check(spec(3))
+    sizes.add(spec(1, group_id=""))
+    sizes.check(spec(5, group_id=""))

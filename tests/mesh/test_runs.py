@@ -1,0 +1,96 @@
+"""Groups of several runs that have the same ids, through a whole mesh of real processes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from rollmesh.client import Client, Delivery, Session, rollout
+from rollmesh.client.deliveries import Subscription
+from tests.meshes import Mesh, scripted_mesh
+
+PROMPTS = ["prompt-0", "prompt-1"]
+
+
+@pytest_asyncio.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
+        yield running
+
+
+async def agent(prompt: str, session: Session) -> float:
+    return float(prompt == PROMPTS[0])
+
+
+async def roll(client: Client, n: int, prompts: list[str], run_id: str | None = None) -> None:
+    summary = await rollout(
+        client,
+        prompts,
+        runner=agent,
+        n=n,
+        group_id=lambda prompt: f"step-0/{prompt}",
+        run_id=run_id,
+        progress=False,
+    )
+    assert dict(summary.counts) == {"COMPLETED": n * len(prompts)}
+
+
+async def taken(groups: Subscription, count: int) -> list[Delivery]:
+    async with asyncio.timeout(60):
+        found = [await anext(groups) for _ in range(count)]
+        await groups.acknowledge(*found)
+    return found
+
+
+def shapes(deliveries: list[Delivery]) -> list[tuple[str, int]]:
+    return sorted((one.group_id, len(one.sessions)) for one in deliveries)
+
+
+async def test_a_second_run_gives_the_groups_of_the_first_another_size(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer", unit="group") as groups:
+        await roll(client, 4, PROMPTS[:1], "first")
+        seat = {"run_id": "first", "group_id": "step-0/prompt-1", "group_size": 4}
+        for index in range(2):
+            async with client.session(sample_index=index, **seat):  # type: ignore[arg-type]
+                pass
+        assert shapes(await taken(groups, 1)) == [("step-0/prompt-0", 4)]
+
+        await mesh.restart("collector")
+        await mesh.restart("gateway")
+        await roll(client, 8, PROMPTS)
+        second = await taken(groups, 2)
+        assert shapes(second) == [("step-0/prompt-0", 8), ("step-0/prompt-1", 8)]
+        (run_id,) = {one.run_id for one in second}
+        assert run_id not in {"", "first"}
+
+        for index in range(2, 4):  # the first run continues
+            async with client.session(sample_index=index, **seat):  # type: ignore[arg-type]
+                pass
+        (rest,) = await taken(groups, 1)
+        assert (rest.run_id, rest.group_id, len(rest.sessions)) == ("first", "step-0/prompt-1", 4)
+        stats = await client.stats()
+        assert (stats.sessions, stats.open_groups) == (4 + 4 + 16, 0)
+        (consumer,) = stats.consumers
+        assert (consumer.acknowledged, list(consumer.filtered)) == (4, [])
+
+
+async def test_two_runs_at_once_with_the_same_ids_do_not_mix(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer", unit="group") as groups:
+        await asyncio.gather(*(roll(client, n, PROMPTS) for n in (3, 3, 5)))
+        found = await taken(groups, 6)
+        sizes = [3, 3, 5]
+        assert shapes(found) == [(f"step-0/{one}", n) for one in PROMPTS for n in sizes]
+        for one in found:
+            assert {session.run_id for session in one.sessions} == {one.run_id}
+        assert len({one.run_id for one in found}) == 3
+
+
+async def test_a_rollout_of_the_same_run_joins_its_groups(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer", unit="group") as groups:
+        async with client.session(run_id="r", group_id="step-0/prompt-0", group_size=2):
+            pass  # the process ends here, and starts again
+        await roll(client, 2, PROMPTS[:1], "r")
+        (whole,) = await taken(groups, 1)
+        assert (whole.run_id, [one.sample_index for one in whole.sessions]) == ("r", [0, 1])
+        assert (await client.stats()).sessions == 3

@@ -1,0 +1,269 @@
+"""What one connection may cost: each attack over a real socket, ended by the bound it meets."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+import orjson
+import pytest
+
+from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
+from tests.sidecar.scripted_gateway import (
+    ScriptedGateway,
+    done,
+    waiting,
+)
+from tests.sidecar.wires import (
+    BODY,
+    CHAT,
+    CHUNKED,
+    HEALTH,
+    refused,
+    repeated,
+    served,
+    wired,
+)
+from tests.waiting import until
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "status", "code"),
+    [
+        pytest.param(
+            b"GET /healthz HTTP/1.1\r\nX-Long: ", b"a", 431, "headers_too_large", id="a header"
+        ),
+        pytest.param(
+            b"GET /healthz HTTP/1.1\r\n", b"A: b\r\n", 431, "headers_too_large", id="many headers"
+        ),
+        pytest.param(
+            b"GET /healthz HTTP/1.1\r\n", b"a", 431, "headers_too_large", id="a header's name"
+        ),
+        pytest.param(b"GET /", b"a", 414, "url_too_long", id="a URL"),
+        pytest.param(CHUNKED + b"0\r\n", b"A: b\r\n", 431, "headers_too_large", id="trailers"),
+        pytest.param(CHUNKED + b"0\r\nA: ", b"b", 431, "headers_too_large", id="a trailer"),
+        pytest.param(
+            CHUNKED + b"2;", b"a", 431, "headers_too_large", id="the extension of a chunk"
+        ),
+        pytest.param(
+            CHUNKED, b"4000\r\n" + b"a" * 0x4000 + b"\r\n", 413, "body_too_large", id="chunks"
+        ),
+        pytest.param(b"", b"\x16\x03\x01", 400, "http_invalid", id="another protocol"),
+    ],
+)
+async def test_what_does_not_end_is_refused_with_its_status(
+    begin: bytes, more: bytes, status: int, code: str
+) -> None:
+    before = refused(code.upper())
+    async with served(max_body_bytes=1024 * 1024) as (url, gateway), wired(url) as wire:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(wire.send([begin, *repeated(more)]))
+            assert await wire.refusal() == (status, code)
+    assert refused(code.upper()) == before + 1
+    assert gateway.requests == []
+
+
+async def test_a_body_that_says_that_it_is_too_large_is_refused_before_it_is_sent() -> None:
+    async with served(max_body_bytes=1000) as (url, _):
+        for more in (b"", b"\r\nExpect: 100-continue"):
+            async with wired(url) as wire:
+                await wire.send([CHAT + more + b"\r\nContent-Length: 1001\r\n\r\n"])
+                assert await wire.refusal() == (413, "body_too_large")
+
+
+async def test_a_refused_request_does_not_spoil_the_answers_before_it() -> None:
+    async with served(max_body_bytes=1000) as (url, _), wired(url) as wire:
+        await wire.send([HEALTH])
+        assert (await wire.answer())[0] == 200
+        await wire.send([CHAT + b"\r\nContent-Length: 1001\r\n\r\n"])
+        assert await wire.refusal() == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("begin", "bound"),
+    [
+        pytest.param(b"GET /healthz HTTP/1.1\r\nX-Slow", "head_timeout_ms", id="head"),
+        pytest.param(
+            CHAT + b"\r\nContent-Length: 10\r\n\r\n{", "body_idle_timeout_ms", id="body, idle"
+        ),
+        pytest.param(
+            CHAT + b"\r\nContent-Length: 10\r\n\r\n{", "body_timeout_ms", id="body, total"
+        ),
+    ],
+)
+async def test_a_request_that_does_not_arrive_is_answered_408(begin: bytes, bound: str) -> None:
+    bounds: dict[str, Any] = {bound: 50}
+    async with served(**bounds) as (url, gateway), wired(url) as wire:
+        await wire.send([begin])
+        assert await wire.refusal() == (408, "request_timeout")
+    assert gateway.requests == []
+
+
+async def test_a_connection_that_says_nothing_is_closed_without_a_word() -> None:
+    async with served(head_timeout_ms=50) as (url, _), wired(url) as wire:
+        assert await wire.rest() == b""
+
+
+async def test_bytes_that_begin_no_request_do_not_keep_a_connection() -> None:
+    async with served(head_timeout_ms=50) as (url, _), wired(url) as wire:
+        await wire.send([HEALTH])
+        assert (await wire.answer())[0] == 200
+        await wire.send([b"\r\n"])
+        assert await wire.rest() == b""
+
+
+async def test_the_time_of_a_body_does_not_run_while_its_request_waits_for_another() -> None:
+    go_on = asyncio.Event()
+    gateway = ScriptedGateway()
+    gateway.script = waiting(go_on.wait, [], [done("Hello")])
+    head = CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    async with served(gateway, body_idle_timeout_ms=1000) as (url, _), wired(url) as wire:
+        await wire.send([head + BODY + head + BODY[:5]])
+        async with wired(url) as other:
+            await other.send([CHAT + b"\r\nContent-Length: 9\r\n\r\n{"])
+            assert await other.refusal() == (408, "request_timeout")  # the time has passed
+        go_on.set()
+        assert (await wire.answer())[0] == 200
+        await wire.send([BODY[5:]])
+        assert (await wire.answer())[0] == 200
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with served() as (url, _), wired(url) as wire:
+        unknown = b"GET /unknown HTTP/1.1\r\nHost: x\r\n\r\n"
+        await wire.send([HEALTH + unknown + HEALTH])
+        assert [(await wire.answer())[0] for _ in range(3)] == [200, 404, 200]
+
+
+async def test_a_flood_of_requests_ends_with_the_answer_under_way() -> None:
+    go_on, gateway = asyncio.Event(), ScriptedGateway()
+    gateway.script = waiting(go_on.wait, [], [done("Hello")])
+    before = refused("PIPELINE_TOO_LONG")
+    async with served(gateway, max_pipelined_requests=4) as (url, _), wired(url) as wire:
+        first = CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+        flood = [first, *repeated(HEALTH)]
+        assert await wire.send(flood) == sum(map(len, flood))  # it is read, and dropped
+        go_on.set()
+        status, _, body = await wire.answer()
+        assert (status, orjson.loads(body)["object"]) == (200, "chat.completion")
+        assert await wire.rest() == b""
+    assert refused("PIPELINE_TOO_LONG") == before + 1
+
+
+@pytest.mark.parametrize("behind", [b"", HEALTH, b"\x00"], ids=["nothing", "a request", "garbage"])
+async def test_a_client_that_leaves_is_noticed_whatever_it_sent_after_its_request(
+    behind: bytes,
+) -> None:
+    reached, gateway = asyncio.Event(), ScriptedGateway()
+
+    async def until() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    gateway.script = waiting(until, [], [])
+    async with served(gateway) as (url, _):
+        async with wired(url) as wire:
+            await wire.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY + behind])
+            await reached.wait()
+        await gateway.cancelled.wait()
+
+
+async def test_an_answer_that_came_before_its_request_was_read_stays_the_only_one() -> None:
+    async with served(max_body_bytes=1000) as (url, _), wired(url) as wire:
+        await wire.send(
+            [b"POST /unknown HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"]
+        )
+        assert (await wire.answer())[0] == 404
+        await wire.send([b"400\r\n" + b"a" * 1024 + b"\r\n"])
+        assert await wire.rest() == b""
+
+
+async def test_a_connection_too_many_is_told_to_come_again() -> None:
+    async with served(max_connections=2) as (url, _):
+        async with wired(url) as first, wired(url) as second:
+            for wire in (first, second):
+                await wire.send([HEALTH])
+                assert (await wire.answer())[0] == 200
+            async with wired(url) as third:
+                status, headers, _ = await third.answer()
+                assert (status, headers[b"retry-after"]) == (503, b"1")
+                assert await third.rest() == b""
+            await first.send([HEALTH])
+            assert (await first.answer())[0] == 200
+        while True:  # until the sidecar has seen that they left
+            async with wired(url) as again:
+                await again.send([HEALTH])
+                if (await again.answer())[0] == 200:
+                    break
+
+
+@pytest.mark.parametrize(
+    "begin", [pytest.param(HEALTH[:-2], id="head"), pytest.param(CHUNKED + b"0\r\n", id="trailers")]
+)
+async def test_more_headers_than_any_client_sends_are_refused(begin: bytes) -> None:
+    async with served(max_headers=20) as (url, gateway):
+        async with wired(url) as wire:
+            await wire.send([begin, b"A: b\r\n" * 18, b"\r\n"])
+            assert (await wire.answer())[0] in {200, 400}
+        async with wired(url) as wire:
+            await wire.send([begin, b"A: b\r\n" * 22])
+            assert await wire.refusal() == (431, "headers_too_large")
+    assert gateway.requests == []
+
+
+async def test_one_address_cannot_take_all_connections() -> None:
+    async with served(max_connections=4, max_connections_per_address=2) as (url, _):
+        async with wired(url) as first, wired(url, "127.0.0.2") as other:
+            async with wired(url), wired(url) as third:
+                status, headers, body = await third.answer()
+                assert (status, headers[b"retry-after"]) == (503, b"1")
+                assert b"your address already has 2" in body
+            for wire in (first, other):
+                await wire.send([HEALTH])
+                assert (await wire.answer())[0] == 200
+
+            async def is_admitted() -> bool:  # the sidecar has seen that they left
+                async with wired(url) as again:
+                    await again.send([HEALTH])
+                    return (await again.answer())[0] == 200
+
+            await until(is_admitted)
+
+
+def held_bytes() -> float:
+    (family,) = BYTES_IN_FLIGHT.collect()
+    return family.samples[0].value
+
+
+async def test_slow_large_bodies_hold_no_more_than_the_limit_and_small_requests_pass() -> None:
+    limit, piece = 1024 * 1024, b"a" * 65536
+    head = CHAT + b"\r\nContent-Length: 700000\r\n\r\n"
+    before = refused("OVERLOADED")
+    async with served(max_bytes_in_flight=limit) as (url, _), AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(wired(url)) for _ in range(12)]
+        for wire in slow:
+            await wire.send([head, piece, piece])
+        answers = [asyncio.ensure_future(wire.answer()) for wire in slow]
+        done, waiting_ = await asyncio.wait(answers, timeout=None, return_when="FIRST_COMPLETED")
+        while len(done) < 6:  # six bodies of 128 KiB fill three quarters of the limit
+            more, _ = await asyncio.wait(waiting_, return_when="FIRST_COMPLETED")
+            done, waiting_ = done | more, waiting_ - more
+        for one in done:
+            status, headers, body = one.result()
+            assert (status, orjson.loads(body)["error"]["code"]) == (429, "overloaded")
+            assert headers[b"retry-after"] == b"1"
+        assert held_bytes() <= limit
+        async with wired(url) as small:
+            await small.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY])
+            assert (await small.answer())[0] == 200
+        for one in waiting_:
+            one.cancel()
+        await stack.aclose()
+
+        async def all_given_back() -> bool:
+            return held_bytes() == 0
+
+        await until(all_given_back)
+        async with wired(url) as wire:
+            await wire.send([head.replace(b"700000", b"%d" % len(piece)), piece])
+            assert (await wire.answer())[0] == 400
+    assert refused("OVERLOADED") > before
