@@ -41,6 +41,17 @@ backend = "scripted"
 vocabulary_tokens = 500
 reply_tokens = 4
 """
+VLLM = """
+[mesh]
+data_dir = "{data}"
+model_path = "{model}"
+
+[engine]
+backend = "vllm"
+dtype = "float32"
+enforce_eager = true
+max_context_tokens = 2048
+"""
 
 
 @dataclass
@@ -208,17 +219,7 @@ async def test_a_killed_process_restarts_at_its_address(mesh: Up) -> None:
 async def test_an_engine_of_vllm_that_is_killed_takes_its_model_along_and_comes_back(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    config = f"""
-[mesh]
-data_dir = "{tmp_path / "data"}"
-model_path = "{model_dir}"
-
-[engine]
-backend = "vllm"
-dtype = "float32"
-enforce_eager = true
-max_context_tokens = 2048
-"""
+    config = VLLM.format(data=tmp_path / "data", model=model_dir)
     async with running_mesh(tmp_path, config, within_s=570) as mesh:
         engine = psutil.Process(mesh.line["pids"]["engine-0"])
         models = engine.children(recursive=True)
@@ -274,6 +275,32 @@ async def test_nothing_outlives_a_supervisor_that_was_killed(mesh: Up) -> None:
     mesh.process.kill()
     alive = (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
     assert alive == []
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_nothing_outlives_a_supervisor_that_was_killed_while_vllm_loads(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = VLLM.format(data=tmp_path / "data", model=model_dir)
+    async with asyncio.timeout(570), up(tmp_path, config) as process:
+        supervisor = psutil.Process(process.pid)
+
+        def loading() -> list[psutil.Process]:
+            """Returns vLLM's processes, which have no READY line yet."""
+            return [
+                child
+                for service in supervisor.children()
+                if "rollmesh.engine" in service.cmdline()
+                for child in service.children(recursive=True)
+            ]
+
+        await until(loading, 300)
+        family = supervisor.children(recursive=True)
+        supervisor.kill()
+        alive = (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
+        assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 async def test_a_full_disk_under_the_logs_is_said_once_and_ends_nothing(
