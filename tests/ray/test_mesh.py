@@ -27,6 +27,7 @@ from tests.models import make_tokenizer_dir
 from tests.waiting import until
 
 pytestmark = [
+    pytest.mark.long,  # three nodes on one machine, of which one is lost
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
     pytest.mark.timeout(600),
 ]

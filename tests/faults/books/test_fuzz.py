@@ -21,6 +21,7 @@ def figures(found: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {name: found[name] for name in WRONG} | {"kept": "".join(kept)[:4000]}
 
 
+@pytest.mark.long
 async def test_a_few_seconds_of_it_break_nothing(tmp_path: Path) -> None:
     found = await run_fuzz(tmp_path, 8, seed=11)
     assert found["doors"] == "tls"
