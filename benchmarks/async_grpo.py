@@ -7,7 +7,7 @@ initial policies (one per seed, kept in the folder for the next run), the same q
 numbers of steps and trained samples, and a fresh mesh each. The two alternate, and so does which of
 them goes first for a seed. Making policies and starting meshes is not timed. Tools take time, as
 those of real agents do. Everything is then repeated with a calculator that answers at once, so that
-only the CPU cores, the same for both, limit the rate; the names of these figures end in `_quick`.
+only the CPU cores, the same for both, limit the rate. The names of these figures end in `_quick`.
 
 The last line of the output is one JSON object.
 """

@@ -5,8 +5,8 @@
 32 clients take turns of about 3.5 KB. Once 400 turns are answered, everything is killed at once:
 router, engine, collector, gateway and sidecar of the mesh, or the gateway of the peer. Each is then
 restarted on the files it left. In the mesh, an answered turn counts as recovered if the trainer
-receives it and it is trained exactly once, after the sessions are closed; in the peer, if its
-traces contain it. There are three interleaved rounds of each; the figures are medians.
+receives it and it is trained exactly once, after the sessions are closed. In the peer, if its
+traces contain it. There are three interleaved rounds of each. The figures are medians.
 
 The last line of the output is one JSON object.
 """
@@ -98,7 +98,7 @@ async def ours(folder: Path, _model: Model, seed: int) -> Figures:
 
 
 async def peers(folder: Path, model: Model, seed: int) -> Figures:
-    """Runs one round of the peer; returns nothing if it is not installed."""
+    """Runs one round of the peer. Returns nothing if it is not installed."""
     if not PEER.exists():
         print(f"{PEER} is missing: measuring without it; run `make .venv-peer/.ready`")
         return {}

@@ -5,11 +5,11 @@
 96 sessions take turns at the sidecar of a mesh with three scripted engines, half of them streamed.
 Each answer has 67 tokens at 40 tokens a second. Meanwhile one engine after the other is killed with
 SIGKILL at a random moment and started again, 200 times. A turn that was cut is known by its reason,
-MIGRATED; its extra time is what it took beyond the median of the turns without one in the same run.
+MIGRATED. Its extra time is what it took beyond the median of the turns without one in the same run.
 
 Afterwards the sessions are closed and a trainer receives them: every answered turn must be trained
 once. The same load then goes through `vllm-router` 0.1.17 (`sticky_least_loaded`) and `smg` 1.13.0,
-each before three fake engines of the same speed that are killed in the same way; a turn fails if
+each before three fake engines of the same speed that are killed in the same way. A turn fails if
 its answer is an error or ends early. They keep no sessions, so nothing else is counted there.
 
 The last line of the output is one JSON object.
@@ -92,7 +92,7 @@ class Agents:
 
     load: Load
     client: Client | None
-    """Opens and closes the sessions; None where there are none."""
+    """Opens and closes the sessions. None where there are none."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     taken_ms: dict[str, list[float]] = field(default_factory=dict)
     """The times of answered turns, by session."""
@@ -129,7 +129,7 @@ class Agents:
             connection.writer.close()
 
     async def beside(self, engines: Engines, kills: int, stack: AsyncExitStack) -> float:
-        """Takes turns in all sessions while engines are killed; returns the seconds it took."""
+        """Takes turns in all sessions while engines are killed. Returns the seconds it took."""
         started = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for at in range(_SESSIONS):
@@ -197,7 +197,7 @@ async def delivered(client: Client, sessions: int) -> dict[str, list[tuple[int, 
 async def peer(
     folder: Path, name: str, tokens: int
 ) -> AsyncIterator[tuple[int, Engines, AsyncExitStack]]:
-    """Runs another router before engines that can be killed; yields its port."""
+    """Runs another router before engines that can be killed. Yields its port."""
     reply, speed = reply_text(vocabulary()), str(_TOKENS_PER_SECOND)
     with closing(free_ports()) as ports:
         port, *engine_ports = [next(ports) for _ in range(_ENGINES + 1)]

@@ -3,7 +3,7 @@
     make bench-journal
 
 A turn of 700 prompt ids and 300 sampled ones is committed as the gateway commits it: 200 turns one
-after another, and 640 of 32 sessions at a time. Both stores take turns in three rounds; the figures
+after another, and 640 of 32 sessions at a time. Both stores take turns in three rounds. The figures
 are medians. Then, three times each, one of two gateways on one PostgreSQL is killed (SIGKILL) or
 stopped (SIGTERM) and an agent asks every 50 ms until the other one answers, with the default lease.
 
@@ -46,7 +46,7 @@ Figures = dict[str, float]
 
 
 def turn(tree: Tree, at: int) -> list[Node]:
-    """Adds a turn to a tree; returns its nodes."""
+    """Adds a turn to a tree. Returns its nodes."""
     ids = np.arange(_PROMPT, dtype=np.uint32)
     context = make_context(b"", b"{}")
     asked = tree.add_messages(tree.root(context), (Message("user", f"turn {at} " * 100),), ids)
@@ -65,7 +65,7 @@ def turn(tree: Tree, at: int) -> list[Node]:
 
 
 async def commit(store: Journal, session_id: str, count: int) -> list[float]:
-    """Commits turns of one session one after another; returns the time of each, milliseconds."""
+    """Commits turns of one session one after another. Returns the time of each, milliseconds."""
     tree, times = Tree(frozenset({2})), list[float]()
     await store.run(lambda tx: journal.insert_session(tx, SessionSpec(session_id, 0)))
     receipt = AnswerReceipt("chatcmpl-0", "f" * 64, "", 0)

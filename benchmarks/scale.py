@@ -2,7 +2,7 @@
 
     make bench-scale
 
-Three meshes run at the same time, each with a router, a collector and a scripted engine; only one
+Three meshes run at the same time, each with a router, a collector and a scripted engine. Only one
 of them works at any time. The load is that of the base case of `bench-turns`: 64 concurrent
 sessions of 16 turns of 3.5 KB, from connections that are shared out among the sidecars. In every
 round each mesh is measured once, in turns. CPU time is that of all processes of the mesh, and
@@ -10,7 +10,7 @@ includes all work after the last answer, such as delivery to the collector. Figu
 the rounds.
 
 The last line of the output is one JSON object. `cpu_per_turn_4_over_1` is the figure that says what
-spreading over gateways costs; two cores say little about what throughput it gains.
+spreading over gateways costs. Two cores say little about what throughput it gains.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def part_ms(found: Measured, service: str) -> float:
 
 
 async def measure_all(folder: Path, wanted: int, sessions: int) -> dict[str, float]:
-    """Runs the benchmark; returns its figures."""
+    """Runs the benchmark. Returns its figures."""
     make_model(folder)
     shape = Shape()
     rounds: dict[int, list[Measured]] = {count: [] for count in _COUNTS}
@@ -69,7 +69,7 @@ async def measure_all(folder: Path, wanted: int, sessions: int) -> dict[str, flo
 
 
 def summary(rounds: dict[int, list[Measured]]) -> dict[str, float]:
-    """Returns the medians of the rounds; ratios are medians of the rounds' own ratios."""
+    """Returns the medians of the rounds. Ratios are medians of the rounds' own ratios."""
     figures: dict[str, float] = {}
     names: dict[str, Callable[[Measured], float]] = {
         "cpu_ms_per_turn": cpu_ms,

@@ -4,7 +4,7 @@
 
 Groups are started continuously, a few ahead of the trainer, so a slow agent delays nobody. Weights
 are swapped in the middle of generations. A trajectory may thus contain tokens of several versions,
-each with the log-prob it was sampled with; `examples.demo.grpo` explains how they are weighted. The
+each with the log-prob it was sampled with. `examples.demo.grpo` explains how they are weighted. The
 subscription filters groups that have become too old, and counts them.
 """
 
@@ -67,12 +67,12 @@ class Ahead:
     """Limits rollouts: a group starts only when there is room for it ahead of the trainer.
 
     Groups started and not yet trained are at most those of one step plus enough to keep all agents
-    busy; more would only age while they wait. They never exceed `max_lag` steps' worth, so that a
+    busy. More would only age while they wait. They never exceed `max_lag` steps' worth, so that a
     group trained in its turn is not too old.
     """
 
     def __init__(self, plan: Plan, max_lag: int) -> None:
-        """Creates the places; in total no more are used than the plan trains."""
+        """Creates the places. In total no more are used than the plan trains."""
         busy = math.ceil(plan.concurrency / plan.samples)
         ahead = min(plan.groups + busy, min(max_lag, plan.steps) * plan.groups)
         self._left = plan.steps * plan.groups - ahead
@@ -100,7 +100,7 @@ class Ahead:
 async def train(
     addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep, max_lag: int = MAX_LAG
 ) -> AsyncRun:
-    """Trains while agents run; no trained token is more than `max_lag` versions old."""
+    """Trains while agents run. No trained token is more than `max_lag` versions old."""
     run, ahead = AsyncRun(), Ahead(plan, max_lag)
     options = SubscribeOptions(
         filter=collector_pb2.DeliveryFilter(max_policy_lag=max_lag), policy_version=0
@@ -142,7 +142,7 @@ async def train(
 
 
 async def _follow(rolling: Rollout) -> None:
-    """Consumes groups as they finish, so that others can start; reports why agents failed."""
+    """Consumes groups as they finish, so that others can start. Reports why agents failed."""
     async for group in rolling:
         for session in group.sessions:
             if session.error_type:
@@ -155,7 +155,7 @@ async def _take(
     """Returns the next groups, and starts replacements for those that were filtered.
 
     Raises:
-        TimeoutError: Some groups were never completed; the mesh's logs say why.
+        TimeoutError: Some groups were never completed. The mesh's logs say why.
     """
     taken: list[Delivery] = []
     groups.grant(wanted)

@@ -3,7 +3,7 @@
     python -m examples.grpo_sync --steps 30
 
 The policy is made on the fly, the engine is vLLM, and the agent is the demo's. `make demo` runs
-this loop with a screen; `examples.grpo_async` is the asynchronous version.
+this loop with a screen. `examples.grpo_async` is the asynchronous version.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ DELIVERY_S = 600.0
 
 
 def prompts_of(step: int) -> list[str]:
-    """Returns the prompts of a step; a restart gives the same ones."""
+    """Returns the prompts of a step. A restart gives the same ones."""
     dice = random.Random(step)
     return [f"What is {dice.randrange(10)} plus {dice.randrange(10)}?" for _ in range(GROUPS)]
 
@@ -48,7 +48,7 @@ def score(prompt: str, answer: str) -> float:
 
 
 async def agent(prompt: str, session: Session) -> float:
-    """Runs one attempt and returns its reward; any program that speaks chat completions will do."""
+    """Runs one attempt and returns its reward. Any program that speaks chat completions will do."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
         answer = await openai.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": prompt}], max_tokens=32
@@ -86,7 +86,7 @@ class Policy:
         part.replace(self._path)
 
     def step(self, deliveries: list[Delivery]) -> float | None:
-        """Makes one step of GRPO; returns the loss, or None if there is nothing to train on."""
+        """Makes one step of GRPO. Returns the loss, or None if there is nothing to train on."""
         # Failed sessions have no reward, and lost seats have no rows: both are left out.
         rows = rows_of(deliveries, missing_reward="leave_out")
         if not len(rows):

@@ -3,7 +3,7 @@
     python examples/trainer_grpc_only.py HOST:PORT --groups 2
 
 It reads complete groups, prints one JSON line, and acknowledges each group once it is safe. The
-same steps work in any language with gRPC; `protos/rollmesh/v1/collector.proto` is the contract.
+same steps work in any language with gRPC. `protos/rollmesh/v1/collector.proto` is the contract.
 """
 
 import argparse

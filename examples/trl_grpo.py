@@ -48,7 +48,7 @@ class Agents:
         self._tasks = {task.question: task for task in tasks}
 
     async def __call__(self, question: str, session: Session) -> float:
-        """Runs one session; returns its reward."""
+        """Runs one session. Returns its reward."""
         async with AsyncOpenAI(
             base_url=session.base_url, api_key=session.api_key, timeout=60
         ) as client:
@@ -120,7 +120,7 @@ def train(
     groups: int = _GROUPS,
     samples: int = _SAMPLES,
 ) -> Report:
-    """Trains the policy in `folder` / policy; returns the report."""
+    """Trains the policy in `folder` / policy. Returns the report."""
     tasks = make_tasks(groups * steps, seed * 100_000 + 1000)
     rollouts = MeshRollouts(addresses, Agents(tasks), timeout_s=60.0)
     config = GRPOConfig(

@@ -26,7 +26,7 @@ def measured(text: str) -> list[tuple[float, ...]]:
 
 
 def draw(rows: list[tuple[float, ...]], path: Path) -> None:
-    """Writes the curve; the same rows give the same bytes."""
+    """Writes the curve. The same rows give the same bytes."""
     steps, *seeds = zip(*rows, strict=True)
     mpl.rcParams.update({"svg.hashsalt": "rollmesh", "svg.fonttype": "none"})
     figure, axes = pyplot.subplots(figsize=(7, 3))

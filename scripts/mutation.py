@@ -86,7 +86,7 @@ class Core:
         return Path("src/rollmesh") / self.package.name
 
     def stage(self) -> None:
-        """Copies the package, the tests and what they need; keeps what mutmut knows already."""
+        """Copies the package, the tests and what they need. Keeps what mutmut knows already."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in (
             "src",
@@ -143,7 +143,7 @@ class Core:
         return found
 
     def run(self, names: Sequence[str], processes: int) -> None:
-        """Runs the tests on mutants; those that were killed before are not run again.
+        """Runs the tests on mutants. Those that were killed before are not run again.
 
         If pytest's arguments changed, mutmut forgets all results when it starts: what it has not
         checked is run once more. Other work slows tests too: a timeout counts if it is repeated
@@ -186,7 +186,7 @@ class Core:
 
     @contextlib.contextmanager
     def _mutmut(self) -> Iterator[None]:
-        """Enters the folder, where mutmut's functions work; they read its settings once."""
+        """Enters the folder, where mutmut's functions work. They read its settings once."""
         with contextlib.chdir(self.folder):
             reset_config()
             yield
@@ -254,7 +254,7 @@ def cores() -> dict[str, Core]:
 
 
 def main() -> None:
-    """Tests the cores that are named, or all of them; survivors without an argument fail."""
+    """Tests the cores that are named, or all of them. Survivors without an argument fail."""
     known = cores()
     parser = argparse.ArgumentParser(prog="python -m scripts.mutation")
     parser.add_argument("cores", nargs="*", choices=[*known, []], help="default: all")

@@ -36,9 +36,9 @@ SEMICOLON = re.compile(";")
 CONSTRUCTIONS = {"relative": RELATIVE, "pronoun": PRONOUN, "semicolon": SEMICOLON}
 CEILINGS = {
     "docs": {"relative": 0.4, "pronoun": 1.2, "semicolon": 1.6},
-    "docstrings": {"relative": 1.6, "pronoun": 1.3, "semicolon": 8.2},
-    "comments": {"relative": 2.1, "pronoun": 1.8, "semicolon": 3.5},
-    "protos": {"relative": 1.3, "pronoun": 2.9, "semicolon": 3.1},
+    "docstrings": {"relative": 1.6, "pronoun": 1.3, "semicolon": 0.2},
+    "comments": {"relative": 2.1, "pronoun": 1.8, "semicolon": 0.2},
+    "protos": {"relative": 1.3, "pronoun": 2.9, "semicolon": 1.0},
     "test names": {"relative": 6.2, "pronoun": 1.2, "semicolon": 0.0},
 }
 
@@ -47,7 +47,7 @@ Place = tuple[Path, int, str]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints rates, or the places of one construction; returns the exit code."""
+    """Prints rates, or the places of one construction. Returns the exit code."""
     wanted = next((one.removeprefix("--list=") for one in arguments if "--list=" in one), "")
     if wanted:
         kind, _, construction = wanted.partition(":")

@@ -22,7 +22,7 @@ _PAGES = ("README.md", "docs/getting-started.md")
 
 
 class ReleaseError(Exception):
-    """The release cannot be made; the message says why."""
+    """The release cannot be made. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class Release:
         ]
 
     def make(self) -> None:
-        """Writes the files and runs the commands; nothing is committed before both builds work.
+        """Writes the files and runs the commands. Nothing is committed before both builds work.
 
         Raises:
-            subprocess.CalledProcessError: A command fails; the files are as they were.
+            subprocess.CalledProcessError: A command fails. The files are as they were.
         """
         before = {path: path.read_text("utf-8") for path in self.files()}
         for path, text in self.files().items():
@@ -114,7 +114,7 @@ class Release:
 
 
 def main(argv: Sequence[str], root: Path = ROOT) -> int:
-    """Makes a release, or prints what would be done; returns the exit code."""
+    """Makes a release, or prints what would be done. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="release", description=__doc__)
     parser.add_argument("version", help="X.Y.Z")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be done")

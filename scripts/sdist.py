@@ -27,7 +27,7 @@ _TIMEOUT_S, _PIECE = 60, 1 << 20
 
 
 class SdistError(Exception):
-    """The folder cannot be taken; the message says why."""
+    """The folder cannot be taken. The message says why."""
 
 
 class _Links(HTMLParser):
@@ -54,7 +54,7 @@ def pinned(lock: str) -> tuple[str, str, set[str]]:
 
 
 def unpack(archive: IO[bytes], folder: str, target: Path) -> int:
-    """Writes the files of one folder of an sdist; returns how many there are.
+    """Writes the files of one folder of an sdist. Returns how many there are.
 
     Raises:
         SdistError: There are none.
@@ -75,7 +75,7 @@ def unpack(archive: IO[bytes], folder: str, target: Path) -> int:
 
 
 def take(lock: Path, folder: str, target: Path) -> int:
-    """Downloads the sdist that a lock pins and takes its folder; returns how many files it has.
+    """Downloads the sdist that a lock pins and takes its folder. Returns how many files it has.
 
     Raises:
         SdistError: The index does not have it, its digest is another one, or it has no such files.
@@ -119,7 +119,7 @@ def _links(page: requests.Response) -> Iterator[str]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Returns what pip is configured with; its help names the index where nothing else does."""
+    """Returns what pip is configured with. Its help names the index where nothing else does."""
     settings: dict[str, str] = {}
     shown = _INDEX.search(_pip("install", "--help"))
     if shown is not None:

@@ -12,7 +12,7 @@ from rollmesh.client import Client, Session
 from tests.waiting import until
 
 RETRIES = 20
-"""Of an agent whose sidecar is lost; anything else is waited for by the sidecar."""
+"""Of an agent whose sidecar is lost. Anything else is waited for by the sidecar."""
 RULES = [("first", "The answer is 42."), ("next", "I am not sure. " * 4)]
 """What scripted engines answer them."""
 
@@ -53,7 +53,7 @@ async def deliver(client: Client, agents: list[Agent]) -> Audit:
 
 @asynccontextmanager
 async def agents_go_on(client: Client, count: int) -> AsyncIterator[list[Agent]]:
-    """Agents ask while the block runs, and once after it; then each answer was trained once."""
+    """Agents ask while the block runs, and once after it. Then each answer was trained once."""
     agents = [Agent(await client.open_session(client.session_request())) for _ in range(count)]
     may_end = False
     ended: list[int] = []

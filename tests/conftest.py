@@ -26,7 +26,7 @@ settings.register_profile(
     "mutation", settings.get_profile("default"), phases=_UNSHRUNK, max_examples=20
 )
 settings.load_profile("default")
-# A shell's `&` has Ctrl-C ignored, by children too; tests send it to theirs.
+# A shell's `&` has Ctrl-C ignored, by children too. Tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What needs torch or Ray, which the environment of `make test-fast` has not.

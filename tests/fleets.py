@@ -114,7 +114,7 @@ class Fleet:
 async def gateway_fleet(
     folder: Path, model: Path, rules: Sequence[tuple[str, str]], lease_ms: int
 ) -> AsyncIterator[Fleet]:
-    """Runs gateway-0 and gateway-1, and what they need; `rules` as for `scripted_mesh`."""
+    """Runs gateway-0 and gateway-1, and what they need. `rules` as for `scripted_mesh`."""
     write_script(folder / "script.json", Tokenizer(model), rules)
     async with postgres_database() as database, AsyncExitStack() as stack:
         mesh = Mesh(folder, model, stack)

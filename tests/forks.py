@@ -82,7 +82,7 @@ class Forked:
         return self._ended.result() if self._ended.done() else None
 
     async def wait(self) -> int:
-        """Returns the exit code; the number of the signal, negative, if one ended it."""
+        """Returns the exit code. The number of the signal, negative, if one ended it."""
         code = await asyncio.shield(self._ended)
         assert code is not None
         return code

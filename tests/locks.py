@@ -44,7 +44,7 @@ class Locks:
 async def reason_of_call(
     channel: grpc.aio.Channel, name: str, method: MethodDescriptor, request: bytes = b""
 ) -> str:
-    """Calls a method with one empty request; returns the reason of its error, empty without one."""
+    """Calls a method with one empty request. Returns the reason of its error, empty without one."""
     kind = (
         f"{'stream' if method.client_streaming else 'unary'}_"
         f"{'stream' if method.server_streaming else 'unary'}"

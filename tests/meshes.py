@@ -28,7 +28,7 @@ class Mesh:
     processes: dict[str, ServiceProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     locks: Locks | None = None
-    """The tokens of its services; None lets everybody in."""
+    """The tokens of its services. None lets everybody in."""
 
     @property
     def addresses(self) -> MeshAddresses:
@@ -37,7 +37,7 @@ class Mesh:
         return MeshAddresses(token_file=token_file, **{name: self.address(name) for name in names})
 
     def address(self, service: str) -> str:
-        """Where a service is, from before its first start; no other program is given the port."""
+        """Where a service is, from before its first start. No other program is given the port."""
         if service not in self.ports:
             holder = self.stack.enter_context(reserved_port())
             self.ports[service] = int(holder.getsockname()[1])
@@ -54,7 +54,7 @@ class Mesh:
         )
 
     def agent(self, base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
-        """The published client; closed with the mesh."""
+        """The published client. Closed with the mesh."""
         settings = {"max_retries": 0, "timeout": 120, **settings}
         agent = AsyncOpenAI(base_url=base_url, api_key=api_key, **settings)
         self.stack.push_async_callback(agent.close)
@@ -119,7 +119,7 @@ async def scripted_mesh(
     locks: Locks | None = None,
     **engine: Any,
 ) -> AsyncIterator[Mesh]:
-    """Runs a mesh; `rules` are pairs of the end of a prompt and the reply to it, as text.
+    """Runs a mesh. `rules` are pairs of the end of a prompt and the reply to it, as text.
 
     `first` has the flags of services' first processes, `engine` those of the engine's. With
     `locks` every service is locked.
@@ -138,7 +138,7 @@ async def scripted_mesh(
 
 
 async def delivered(client: Client, session: Session) -> SessionResult:
-    """What the collector delivers of a session; others may come before it."""
+    """What the collector delivers of a session. Others may come before it."""
     consumer = f"reader-of-{session.session_id}"
     async with client.subscribe(consumer, unit="session") as deliveries, asyncio.timeout(120):
         async for delivery in deliveries:
@@ -176,14 +176,14 @@ def write_script(
 ) -> None:
     """Writes a script: what the user (or tool) said last, and the reply to it.
 
-    `turn` is what the template prints between the two, and what ends the reply; both are added.
+    `turn` is what the template prints between the two, and what ends the reply. Both are added.
     """
     ending, end = turn
     path.write_text(
         json.dumps(
             [
                 {
-                    # The last turn as the template ends it; ids, because scripts know no text.
+                    # The last turn as the template ends it. Ids, because scripts know no text.
                     "after": tokenizer.encode(f"{said}{ending}").tolist(),
                     "reply": tokenizer.encode(f"{reply}{end}").tolist(),
                 }

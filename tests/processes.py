@@ -61,7 +61,7 @@ class ServiceProcess:
         self.port, self.metrics_port = ready["port"], ready["metrics_port"]
 
     async def metrics(self) -> set[str]:
-        """Names of its metrics, those without a sample included; likewise."""
+        """Names of its metrics, those without a sample included. Likewise."""
         text = await asyncio.to_thread(self._exposed)
         return set(re.findall(r"^# TYPE (rollmesh_\w+)", text, re.MULTILINE))
 
@@ -71,7 +71,7 @@ class ServiceProcess:
             return str(answer.read().decode())
 
     async def samples(self, prefix: str = "rollmesh_") -> dict[str, float]:
-        """What it counts, as Prometheus reads it; it was started with `metrics_port`."""
+        """What it counts, as Prometheus reads it. It was started with `metrics_port`."""
         lines = (await asyncio.to_thread(self._exposed)).splitlines()
         pairs = (line.rpartition(" ") for line in lines if line.startswith(prefix))
         return {name: float(value) for name, _, value in pairs}
@@ -87,7 +87,7 @@ class ServiceProcess:
         await self.exit_code()
 
     def freeze(self) -> None:
-        """Stops the process and its children where they are; their connections stay open."""
+        """Stops the process and its children where they are. Their connections stay open."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -95,7 +95,7 @@ class ServiceProcess:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     async def terminate(self) -> int:
-        """SIGTERM; returns the exit code."""
+        """SIGTERM. Returns the exit code."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         return await self.exit_code()
@@ -104,11 +104,11 @@ class ServiceProcess:
 async def run_to_end(
     *command: str | Path, cwd: Path, env: dict[str, str] | None, limit_s: float
 ) -> tuple[str, str]:
-    """Runs a program and its children; returns its standard output and standard error.
+    """Runs a program and its children. Returns its standard output and standard error.
 
     Raises:
         AssertionError: It failed.
-        TimeoutError: It took too long; it is killed.
+        TimeoutError: It took too long. It is killed.
     """
     code, output, errors = await _run(*command, cwd=cwd, env=env, limit_s=limit_s)
     assert code == 0, f"{command} failed:\n{output}\n{errors}"
@@ -116,7 +116,7 @@ async def run_to_end(
 
 
 async def run_refused(service: str, **flags: object) -> tuple[int, str]:
-    """Runs a service that does not start; returns its exit code and what it wrote to stderr."""
+    """Runs a service that does not start. Returns its exit code and what it wrote to stderr."""
     command = (sys.executable, "-m", f"rollmesh.{service}", *_as_arguments(flags))
     code, _, errors = await _run(*command, cwd=None, env=None, limit_s=_START_S)
     return code, errors
@@ -146,7 +146,7 @@ def _as_arguments(flags: Mapping[str, object]) -> list[str]:
 def reserved_port() -> socket.socket:
     """Holds a free port of this machine until it is closed.
 
-    Who sets SO_REUSEADDR, as servers do, may listen there; nobody else is given it meanwhile, and
+    Who sets SO_REUSEADDR, as servers do, may listen there. Nobody else is given it meanwhile, and
     a client that asks there between two servers is refused and does not meet itself.
     """
     holder = socket.socket()
@@ -158,7 +158,7 @@ def reserved_port() -> socket.socket:
 def running(
     service: str, folder: Path, **flags: object
 ) -> AbstractAsyncContextManager[ServiceProcess]:
-    """Runs a service until the block ends; flags by their Python names.
+    """Runs a service until the block ends. Flags by their Python names.
 
     It takes a free port, and an engine or a collector serves alone, unless a flag says otherwise.
     """
@@ -170,7 +170,7 @@ def running(
 async def running_by_default(
     service: str, folder: Path, **flags: object
 ) -> AsyncIterator[ServiceProcess]:
-    """Runs a service until the block ends; what no flag says is as its settings have it."""
+    """Runs a service until the block ends. What no flag says is as its settings have it."""
     async with started(service, folder, **flags) as process:
         await process.wait_ready()
         yield process
@@ -178,7 +178,7 @@ async def running_by_default(
 
 @asynccontextmanager
 async def started(service: str, folder: Path, **flags: object) -> AsyncIterator[ServiceProcess]:
-    """Runs a service until the block ends; whether it is ever ready is for the block to see."""
+    """Runs a service until the block ends. Whether it is ever ready is for the block to see."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{service}.log"
     arguments = _as_arguments(flags)

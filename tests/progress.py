@@ -72,7 +72,7 @@ class _Progress:
 
 
 def _cpu_s() -> float:
-    """Of this process and all that it has waited for; the fork server waits for what it forked."""
+    """Of this process and all that it has waited for. The fork server waits for what it forked."""
     times = [psutil.Process().cpu_times()]
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)  # noqa: SLF001 - no other name
     if server is not None:

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
-# By the start of a test's path; the first that fits. Groups begin in this order: the longest first.
+# By the start of a test's path. The first that fits. Groups begin in this order: the longest first.
 # Tests with vLLM run one after another, for its memory and its threads; so do those with Ray.
 _GROUPS = (
     ("tests/engine/vllm/test_parallel.py", "parallel"),  # minutes, beside what learns
@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - not installed in every environment
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc] # the checkers skip xdist
-        """A module's tests share a worker and the module's fixtures; so do those of a group."""
+        """A module's tests share a worker and the module's fixtures. So do those of a group."""
 
         def _split_scope(self, nodeid: str) -> str:
             return _place(nodeid)[1]

@@ -49,7 +49,7 @@ class Fleet:
         return ids
 
     def openai(self, session: Session) -> AsyncOpenAI:
-        """The published client; closed with the mesh."""
+        """The published client. Closed with the mesh."""
         agent = AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=0)
         self.stack.push_async_callback(agent.close)
         return agent

@@ -17,7 +17,7 @@ async def until(look: Callable[[], Awaitable[Found]], limit_s: float = ...) -> F
 @overload
 async def until(look: Callable[[], Found], limit_s: float = ...) -> Found: ...
 async def until(look: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
-    """Looks again and again, with a pause between; returns the first result that is true.
+    """Looks again and again, with a pause between. Returns the first result that is true.
 
     Raises:
         TimeoutError: No result was true in time.
@@ -36,7 +36,7 @@ async def within(limit_s: float, what: Callable[[], str]) -> AsyncIterator[None]
     """Ends the block after a time.
 
     Raises:
-        TimeoutError: It took too long; the message has what it waited for, as it was then.
+        TimeoutError: It took too long. The message has what it waited for, as it was then.
     """
     limit = asyncio.timeout(limit_s)
     try:

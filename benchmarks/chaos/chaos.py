@@ -5,13 +5,13 @@
 A mesh of 3 scripted engines, 2 gateways, 2 routers and 2 collectors, with its journals and its
 store in one PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a trainer that
 acknowledges and pushes weights. Meanwhile processes are killed and stopped, links between any two
-of them break, fall silent or slow down, and disks are full; clients that are stopped are slow
+of them break, fall silent or slow down, and disks are full. Clients that are stopped are slow
 readers, and some agents read slowly by habit. Which events happen in which order follows from the
 seed, which is printed.
 
 Afterwards everything is started again, and the books are checked: every answered turn must be in
 exactly one delivered trajectory, with exactly the tokens that the agent received, sampled with
-versions that had been pushed by then; no lease is held; and agents got errors only while a gateway,
+versions that had been pushed by then. No lease is held, and agents got errors only while a gateway,
 a sidecar or the database was away.
 
 The last line of the output is one JSON object.
@@ -39,7 +39,7 @@ from benchmarks.soak.usage import Usage, worst_growth_mb
 
 _SECONDS = 1800
 _AT_ONCE = 3
-"""Events that last at the same time; further ones begin when one of these ends."""
+"""Events that last at the same time. Further ones begin when one of these ends."""
 _LATENCY_S = (0.005, 0.25)
 _AFTER_OUTAGE_S = 10.0
 """How long after an outage an agent may still get an error of it, seconds."""
@@ -62,7 +62,7 @@ class Chaos:
     dice: random.Random
     counts: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
-    """Processes that ended by themselves; they were started again."""
+    """Processes that ended by themselves. They were started again."""
     usage: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
     """By process and life."""
     _locks: defaultdict[str, asyncio.Lock] = field(
@@ -74,7 +74,7 @@ class Chaos:
         """Lets all events happen, and returns when the last one is over.
 
         Raises:
-            ExceptionGroup: Something that should have ended did not; it says what.
+            ExceptionGroup: Something that should have ended did not. It says what.
         """
         places = asyncio.Semaphore(_AT_ONCE)
         async with asyncio.TaskGroup() as watching:
@@ -179,7 +179,7 @@ class Chaos:
 async def run_chaos(
     folder: Path, seconds: float, seed: int, *, locked: bool = False
 ) -> dict[str, Any]:
-    """Runs the mesh, and lets everything happen; returns the figures.
+    """Runs the mesh, and lets everything happen. Returns the figures.
 
     Raises:
         TimeoutError: Something was not delivered in time afterwards.
@@ -227,7 +227,7 @@ async def run_chaos(
 
 
 def main() -> int:
-    """Prints the figures; returns 1 if the books are not in order."""
+    """Prints the figures. Returns 1 if the books are not in order."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="length of the events")
     parser.add_argument("--seed", type=int, default=None, help="of the events; random if not given")

@@ -31,7 +31,7 @@ class Disk:
 
 @contextmanager
 def mounted(folder: Path, megabytes: int) -> Iterator[Disk | None]:
-    """Mounts a disk of this size at a folder until the block ends; yields None if it may not."""
+    """Mounts a disk of this size at a folder until the block ends. Yields None if it may not."""
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={megabytes}m,mode=1777"
     command = (*_MOUNT, options, "rollmesh-chaos", str(folder))

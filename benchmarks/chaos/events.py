@@ -13,7 +13,7 @@ _GAP_S = 1.0
 
 
 class Kind(StrEnum):
-    """What happens; the value is the key of its number in the results."""
+    """What happens. The value is the key of its number in the results."""
 
     KILL = "kills"
     """SIGKILL, and a restart after the duration."""
@@ -56,11 +56,11 @@ _LASTING = {
     Kind.DELAY: (1.0, 12.0),
     Kind.FILL: (0.5, 5.0),
 }
-"""Shortest and longest duration, seconds; every order of magnitude is as likely."""
+"""Shortest and longest duration, seconds. Every order of magnitude is as likely."""
 
 
 def plan_events(seed: int, seconds: float, targets: Mapping[Kind, Sequence[str]]) -> list[Event]:
-    """Returns the events of a run, in their order; none lasts beyond its end.
+    """Returns the events of a run, in their order. None lasts beyond its end.
 
     Each kind happens in every round, and each target of a kind before any does again, so that a
     short run has some of everything.
@@ -68,7 +68,7 @@ def plan_events(seed: int, seconds: float, targets: Mapping[Kind, Sequence[str]]
     Args:
         seed: The same seed gives the same events.
         seconds: Length of the run.
-        targets: What each kind may happen to; a kind without targets does not happen.
+        targets: What each kind may happen to. A kind without targets does not happen.
     """
     dice = random.Random(seed)
     kinds = _rounds(

@@ -48,7 +48,7 @@ class Mesh:
 
     @property
     def links(self) -> Mapping[str, Proxy]:
-        """The links, by `client>server`; no client: all of them."""
+        """The links, by `client>server`. No client: all of them."""
         return self.wiring.links
 
     @property
@@ -78,7 +78,7 @@ class Mesh:
         return Matrix(self.folder, json.dumps(self.addresses()))
 
     def addresses(self, routers: str = "", sidecar: int = 0) -> dict[str, str]:
-        """Returns what a client needs to know; without links to routers, their own addresses."""
+        """Returns what a client needs to know. Without links to routers, their own addresses."""
         direct = ",".join(spec.address for spec in self.wiring.of("router"))
         agents = self.wiring.of("sidecar")[sidecar].address
         return {**self.shown, "router": routers or direct, "sidecar": agents}

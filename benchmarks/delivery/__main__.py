@@ -61,7 +61,7 @@ class Worker:
     folder: Path
 
     async def begin(self, plan: Figures) -> None:
-        """Sends a plan; returns once it is running."""
+        """Sends a plan. Returns once it is running."""
         self.say(json.dumps(plan))
         await read_line(self.process, "STARTED", self.folder)
 
@@ -90,7 +90,7 @@ class Line:
     trainer: Worker
 
     async def run(self, shape: Shape, prefix: str, **plans: Any) -> tuple[Figures, Figures]:
-        """Hands over rows and trains on them; returns the results of both ends."""
+        """Hands over rows and trains on them. Returns the results of both ends."""
         plan = {"collector": self.address, "shape": shape._asdict(), "prefix": prefix}
         wanted: Figures = {"batch": min(_BATCH, shape.rows), "credits": _CREDITS}
         wanted |= {"collector": self.address, "rows": shape.rows, **plans}
@@ -114,7 +114,7 @@ class Line:
         return self._named(figures | self._peaks(sent, got))
 
     async def held(self) -> dict[str, float]:
-        """Stores rows for a trainer that takes none; returns the memory growth by process, MB."""
+        """Stores rows for a trainer that takes none. Returns the memory growth by process, MB."""
         await self.run(_HELD, "unheld")  # warm-up: memory that any such load leaves behind
         plan = {"collector": self.address, "shape": _HELD._asdict(), "prefix": "held"}
         wanted = {"collector": self.address, "batch": _BATCH, "hold": True}

@@ -36,7 +36,7 @@ Records = Iterator[session_pb2.SessionRecord]
 async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     """Hands over closed sessions with the gateway's own outbox, from a separate journal.
 
-    As many sessions as a gateway holds at most are in the journal before the clock starts; the rest
+    As many sessions as a gateway holds at most are in the journal before the clock starts. The rest
     are closed while it runs. With `every_s`, sessions are closed one at a time at this interval.
     """
     records: Records = sessions(Shape(**plan["shape"]), plan["prefix"])

@@ -1,4 +1,4 @@
-"""The TransferQueue side of the delivery benchmark; runs in the trainers' environment.
+"""The TransferQueue side of the delivery benchmark. Runs in the trainers' environment.
 
     .venv-trainers/bin/python -m benchmarks.delivery.queue
 

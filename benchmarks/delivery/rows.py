@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     tokens: int
     """Tokens per row."""
     group: int = 8
-    """Sessions per group; 1: no groups."""
+    """Sessions per group. 1: no groups."""
 
     @property
     def megabytes(self) -> float:
@@ -28,11 +28,11 @@ class Shape(NamedTuple):
 
 
 def sessions(shape: Shape, prefix: str) -> Iterator[session_pb2.SessionRecord]:
-    """Yields one-trajectory sessions; a prompt is half a turn, and half of each turn is sampled.
+    """Yields one-trajectory sessions. A prompt is half a turn, and half of each turn is sampled.
 
     Args:
         shape: Number and length of the rows.
-        prefix: Prefix of the session ids; must be unique per call.
+        prefix: Prefix of the session ids. Must be unique per call.
     """
     rng = np.random.default_rng(0)
     bounds = _bounds(shape.tokens)
@@ -59,7 +59,7 @@ def sessions(shape: Shape, prefix: str) -> Iterator[session_pb2.SessionRecord]:
 
 
 def _bounds(tokens: int) -> list[tuple[int, int]]:
-    """Splits a row into runs; every second one is sampled."""
+    """Splits a row into runs. Every second one is sampled."""
     runs = max(tokens // (_TURN_TOKENS // 2), 2) // 2 * 2
     edges = np.linspace(0, tokens, runs + 1).astype(int).tolist()
     return list(pairwise(edges))

@@ -123,7 +123,7 @@ class Attack:
         return RpcAttack(rng, self._methods, self._callers, messages, valid, self.findings)
 
     async def _knocks(self, rng: random.Random, session: Session, pool: list[str]) -> None:
-        """Makes calls that must be refused; the session must then be as it was."""
+        """Makes calls that must be refused. The session must then be as it was."""
         attack = self._attack(rng, session, pool)
 
         async def knock() -> None:
@@ -172,7 +172,7 @@ class Attack:
             await stub.WakeUpEngines(router_pb2.WakeUpEnginesRequest(model=MODEL), **shown)
 
     async def _probe(self) -> None:
-        """Asks every service whether it answers; one that stands still is a hang."""
+        """Asks every service whether it answers. One that stands still is a hang."""
         await asyncio.gather(*(self._asked(name) for name in _SERVICES), self._asked_sidecar())
 
     async def _asked(self, name: str) -> None:

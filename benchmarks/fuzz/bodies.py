@@ -147,7 +147,7 @@ _ODD: Sequence[Any] = (
 
 
 class Bodies:
-    """Changes bodies; the same seed and pool give the same ones."""
+    """Changes bodies. The same seed and pool give the same ones."""
 
     def __init__(self, rng: random.Random, pool: Sequence[str]) -> None:
         """Takes the source of choices, and texts of this run."""
@@ -165,7 +165,7 @@ class Bodies:
         return values.changed_bytes(rng, data, data) if rng.random() < 0.1 else data
 
     def changed(self, value: Any) -> bytes:
-        """Returns a JSON text of a value with a few changes; changes the value."""
+        """Returns a JSON text of a value with a few changes. Changes the value."""
         for _ in range(self._rng.choice((0, 1, 1, 1, 2, 3, 8))):
             value = self._changed(value, 0)
         return self._encoded(value)

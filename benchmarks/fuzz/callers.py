@@ -31,7 +31,7 @@ class Caller:
 
     name: str
     roles: frozenset[Role] | None
-    """Roles that the mesh should see; None if it asks for none."""
+    """Roles that the mesh should see. None if it asks for none."""
     identity: Identity
     metadata: _Metadata = ()
     is_met: bool = True
@@ -42,7 +42,7 @@ class Caller:
         return self.roles is None or (self.is_met and may_call(method, self.roles))
 
     def violation(self, method: str, outcome: str) -> str:
-        """Returns how an outcome contradicts the table of roles; empty if it does not.
+        """Returns how an outcome contradicts the table of roles. Empty if it does not.
 
         Args:
             method: Full name of the method.
@@ -95,7 +95,7 @@ class Callers:
         return self._own(Role.TRAINER)
 
     def known(self, rng: random.Random) -> Caller:
-        """Returns a caller with the token of a role; roles that may call more come more often."""
+        """Returns a caller with the token of a role. Roles that may call more come more often."""
         if self._doors is Doors.OPEN:
             return self.trainer()
         weights = [sum(role in allowed for allowed in TABLE.values()) for role in Role]

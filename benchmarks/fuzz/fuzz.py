@@ -1,10 +1,10 @@
-"""`make fuzz`: mutated messages and bodies against a whole mesh; ends with one JSON object.
+"""`make fuzz`: mutated messages and bodies against a whole mesh. Ends with one JSON object.
 
 A scripted mesh runs in real processes. Well-behaved agents and a trainer work on it, and attackers
-beside them send generated and mutated messages to every RPC and bodies to every route; another
+beside them send generated and mutated messages to every RPC and bodies to every route. Another
 process feeds the decoders directly, guided by coverage where atheris is installed. At the end
 all is delivered, and the agents' answers are compared with the trainer's deliveries, as in
-`make kills`. `--seconds` bounds the time; a seed gives the same choices again.
+`make kills`. `--seconds` bounds the time. A seed gives the same choices again.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Fuzz:
         return Lane("agents", lambda *_: command, self._folder / f"{module}-{number}.log", seed)
 
     async def run(self) -> dict[str, Any]:
-        """Runs it; returns the figures."""
+        """Runs it. Returns the figures."""
         lanes = [*self._matrix.lanes, *self._attackers]
         try:
             for lane in lanes:
@@ -152,7 +152,7 @@ class Fuzz:
 
 
 async def run_fuzz(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Fuzzes for this many seconds; returns the figures.
+    """Fuzzes for this many seconds. Returns the figures.
 
     Raises:
         TimeoutError: Something was not delivered in time after the attackers had ended.
@@ -161,7 +161,7 @@ async def run_fuzz(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any
 
 
 def main() -> int:
-    """Prints the figures; returns 1 if anything crashed, hung, was untyped or lost."""
+    """Prints the figures. Returns 1 if anything crashed, hung, was untyped or lost."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--seed", type=int, default=0)

@@ -26,14 +26,14 @@ _KINDS = {
 
 
 class Messages:
-    """Makes and changes messages; the same seed and pool give the same ones."""
+    """Makes and changes messages. The same seed and pool give the same ones."""
 
     def __init__(self, rng: random.Random, pool: Sequence[str], forbidden: frozenset[str]) -> None:
         """Takes the source of choices.
 
         Args:
             rng: The source of choices.
-            pool: Texts of this run, such as ids of its own sessions; it may grow.
+            pool: Texts of this run, such as ids of its own sessions. It may grow.
             forbidden: Texts that are never sent, such as the name of the trainer beside.
         """
         self._rng = rng

@@ -34,7 +34,7 @@ class RouteAttack:
             rng: The source of choices.
             address: host:port.
             pool: Texts of this run.
-            tokens: Of the mesh's roles; they open no session.
+            tokens: Of the mesh's roles. They open no session.
             findings: Where the outcome is noted.
         """
         self._rng = rng
@@ -77,7 +77,7 @@ class RouteAttack:
             await self.close()
 
     async def valid(self, key: str) -> bool:
-        """Sends a request that must be served; returns whether it was."""
+        """Sends a request that must be served. Returns whether it was."""
         route = self._rng.choice(list(SEEDS))
         body = json.dumps(self._bodies.valid(route)).encode()
         await self.close()
@@ -123,7 +123,7 @@ class RouteAttack:
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
     async def _send(self, route: str, *parts: bytes, leaves: bool) -> int:
-        """Sends a request; returns the status of its answer, 0 if it was left."""
+        """Sends a request. Returns the status of its answer, 0 if it was left."""
         if self._open is None:
             self._open = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._open
@@ -169,7 +169,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
 
 
 def _problem(status: int, body: bytes) -> str:
-    """Returns what is wrong with an answer; empty if it is typed."""
+    """Returns what is wrong with an answer. Empty if it is typed."""
     text = body.decode(errors="replace")
     if status in _FATAL:
         return f"{status} {text[:500]}"

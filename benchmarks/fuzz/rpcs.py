@@ -1,4 +1,4 @@
-"""Messages to every RPC in any order: valid, changed, other bytes; streams that are left."""
+"""Messages to every RPC in any order: valid, changed, other bytes. Streams that are left."""
 
 import asyncio
 import random
@@ -55,7 +55,7 @@ class RpcAttack:
             methods: What is called, with the name of the service that is asked.
             callers: Their channels.
             messages: Makes the messages.
-            seeds: Valid messages by the name of a method; may change from call to call.
+            seeds: Valid messages by the name of a method. May change from call to call.
             findings: Where the outcome is noted.
         """
         self._rng = rng
@@ -123,7 +123,7 @@ class RpcAttack:
         sent: list[bytes],
         limit_s: float,
     ) -> str:
-        """Makes a call; returns its outcome, which begins with `untyped` if it has no reason."""
+        """Makes a call. Returns its outcome, which begins with `untyped` if it has no reason."""
         rng = self._rng
         kind = "_".join("stream" if one else "unary" for one in streams)
         multi: Any = getattr(self._callers.channel(caller, service), kind)(_path(method))

@@ -2,7 +2,7 @@
 
 It answers as vLLM does with `return_token_ids`: prompt ids, sampled ids and log-probs of the right
 length, and always the same text. Ids are sliced from one precomputed byte string, so prompts of any
-length are cheap; the engine of the mesh does not tokenize either.
+length are cheap. The engine of the mesh does not tokenize either.
 """
 
 import asyncio

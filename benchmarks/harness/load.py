@@ -122,7 +122,7 @@ class Load:
     shape: Shape
     reply: str
     more_ports: tuple[int, ...] = ()
-    """Ports of further servers for the same sessions; connections are opened in turns."""
+    """Ports of further servers for the same sessions. Connections are opened in turns."""
 
     async def run(self, sessions: list[Conversation], concurrent: int, turns: slice) -> None:
         """Runs these turns of all sessions, with a limited number of sessions at a time."""
@@ -191,7 +191,7 @@ def _conversations(plan: dict[str, Any], shape: Shape, words: list[str]) -> list
 
 
 async def measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """Runs a plan; texts are generated before the clock starts.
+    """Runs a plan. Texts are generated before the clock starts.
 
     Returns:
         Seconds, the generator's CPU time in milliseconds, and by session the latencies of its

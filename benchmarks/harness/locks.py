@@ -15,7 +15,7 @@ def lock(
     """Makes certificates and tokens, and gives every service of a mesh file its own certificate.
 
     Args:
-        tables: From `read_mesh`; changed.
+        tables: From `read_mesh`. Changed.
         folder: Where the files are written.
         certificates: Whether there are certificates beside the tokens.
 

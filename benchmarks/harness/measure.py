@@ -62,7 +62,7 @@ async def measure(
         sessions: Number of sessions.
         concurrent: Number of concurrent sessions.
         seed: Seed of their texts.
-        close: Whether to close them, as part of the measured CPU time; otherwise they stay open.
+        close: Whether to close them, as part of the measured CPU time. Otherwise they stay open.
     """
     plan = {
         "host": "127.0.0.1",

@@ -10,6 +10,6 @@ def rss_bytes(pid: int) -> int:
 
 
 def peak_mb(pid: int | str) -> float:
-    """Returns the peak memory of a process so far, MB; "self" is this process."""
+    """Returns the peak memory of a process so far, MB. "self" is this process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6

@@ -57,7 +57,7 @@ class System(Protocol):
     """Process ids, by the names under which CPU time is reported."""
 
     async def open(self, count: int) -> list[tuple[str, str]]:
-        """Opens sessions; returns the path of each up to `/v1`, and its key."""
+        """Opens sessions. Returns the path of each up to `/v1`, and its key."""
         ...
 
     async def close(self) -> None:
@@ -130,7 +130,7 @@ class Model:
     reply: str
     reply_tokens: int
     bytes_per_token: float
-    """Bytes of user text per token; determines the number of ids from the fake engine."""
+    """Bytes of user text per token. Determines the number of ids from the fake engine."""
     tools_17k: int
     """Number of tools whose definitions take 17,000 tokens."""
 
@@ -190,7 +190,7 @@ async def running_mesh(
 
 
 def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a mesh file; JSON writes numbers and text as TOML does."""
+    """Returns a mesh file. JSON writes numbers and text as TOML does."""
     return "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
         for name, table in tables.items()
@@ -202,7 +202,7 @@ async def running_timed_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Process]
     """Runs a mesh whose engine streams at a fixed rate and reports the time of each first token.
 
     Yields:
-        The mesh and its engine; see `timed_engine` for the engine's output.
+        The mesh and its engine. See `timed_engine` for the engine's output.
     """
     tables = read_mesh(folder / "mesh.toml")
     tables["mesh"]["data_dir"] = f"{folder}/timed"
@@ -274,7 +274,7 @@ async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
 
 @asynccontextmanager
 async def running_fake_engine(folder: Path, model: Model) -> AsyncIterator[tuple[Process, int]]:
-    """Runs a fake engine; yields its process and port."""
+    """Runs a fake engine. Yields its process and port."""
     log = folder / "engine.log"
     async with run_process(log, sys.executable, "-m", "benchmarks.harness.fake_engine") as engine:
         assert engine.stdin is not None

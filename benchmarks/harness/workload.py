@@ -34,7 +34,7 @@ class Shape:
 
 
 def vocabulary(count: int = 6000) -> list[str]:
-    """Returns made-up words of two to four syllables; the same for every call."""
+    """Returns made-up words of two to four syllables. The same for every call."""
     rng = random.Random(7)
     return ["".join(rng.choices(_SYLLABLES, k=rng.randint(2, 4))) for _ in range(count)]
 

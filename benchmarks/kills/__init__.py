@@ -1,1 +1,1 @@
-"""SIGKILL at every boundary; afterwards every answered turn must have arrived exactly once."""
+"""SIGKILL at every boundary. Afterwards every answered turn must have arrived exactly once."""

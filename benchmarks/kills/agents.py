@@ -113,7 +113,7 @@ class Agents:
                     await asyncio.sleep(self._random.expovariate(1 / self._habits.pause_s))
 
     async def _turn(self, agent: AsyncOpenAI, messages: list[Any]) -> str | None:
-        """Takes one turn; returns its text, or None if there was no answer or the agent left."""
+        """Takes one turn. Returns its text, or None if there was no answer or the agent left."""
         streamed, slow, left = itertools.accumulate(
             (self._habits.streamed, self._habits.slow, self._habits.left)
         )

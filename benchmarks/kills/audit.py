@@ -54,7 +54,7 @@ class Audit:
 
     @classmethod
     def read(cls, agents: Path, trainer: Path) -> "Audit":
-        """Reads both files; ignores a last line cut off by a kill."""
+        """Reads both files. Ignores a last line cut off by a kill."""
         audit = cls()
         for line in _whole_lines(agents):
             audit._note(*line.split(" "))

@@ -59,7 +59,7 @@ class Lane:
 
     service: str
     command: Callable[[str, int], Sequence[str]]
-    """Returns the arguments for a boundary and the visit at which to stop; "" and 0 for none."""
+    """Returns the arguments for a boundary and the visit at which to stop. "" and 0 for none."""
     log: Path
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
@@ -161,7 +161,7 @@ class Lane:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Sends SIGSTOP, and SIGCONT when the block ends; to nobody if the process has ended."""
+        """Sends SIGSTOP, and SIGCONT when the block ends, to nobody if the process has ended."""
         began, pid = time.monotonic(), self.pid
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGSTOP)
@@ -173,7 +173,7 @@ class Lane:
             self.outages.append(Interval(began, time.monotonic()))
 
     async def stop(self) -> None:
-        """Closes standard input, which ends agents and trainer; kills any other process.
+        """Closes standard input, which ends agents and trainer. Kills any other process.
 
         Raises:
             TimeoutError: The agents or the trainer did not end in time. They are killed.
@@ -194,7 +194,7 @@ class Lane:
         return self.log.read_text(errors="replace")[-_SHOWN_CHARS:]
 
     async def _reached(self) -> bool:
-        """Waits for the boundary; returns whether it was reached in time."""
+        """Waits for the boundary. Returns whether it was reached in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_QUIET_S):
                 return await self._line("FAULT")

@@ -1,4 +1,4 @@
-"""`make kills`: runs the complete kill matrix; the last line of output is one JSON object.
+"""`make kills`: runs the complete kill matrix. The last line of output is one JSON object.
 
 While agents work, at least the given number of kills (an argument, 500 by default) hits gateway,
 collector, router, engines, sidecar, trainer and agents, at each of their boundaries and at random
@@ -189,7 +189,7 @@ def plan(folder: Path, seed: int, doors: Doors = Doors.OPEN) -> Matrix:
 
 
 async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, float]:
-    """Performs the given number of kills; returns the counts.
+    """Performs the given number of kills. Returns the counts.
 
     Raises:
         TimeoutError: Something did not arrive in time after the last kill.
@@ -240,7 +240,7 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
 
 
 async def drain(matrix: Matrix) -> int:
-    """Closes sessions left open by dead agents, waits for delivery; returns leaked leases.
+    """Closes sessions left open by dead agents, waits for delivery. Returns leaked leases.
 
     Raises:
         TimeoutError: A session was not closed or not delivered in time.
@@ -286,7 +286,7 @@ async def _leaked(matrix: Matrix) -> int:
 
 
 def main() -> int:
-    """Prints the counts; returns 1 if anything was lost, doubled, leaked or not tried."""
+    """Prints the counts. Returns 1 if anything was lost, doubled, leaked or not tried."""
     wanted = int(sys.argv[1]) if len(sys.argv) > 1 else _KILLS
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run_matrix(Path(folder), wanted))

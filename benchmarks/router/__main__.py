@@ -15,7 +15,7 @@ from benchmarks.router.simulation import Week
 from benchmarks.router.wire import lease_us
 
 _MARGINS = (0, 8, 1_000)
-"""Sessions above the mean at which an engine counts as overloaded; 1,000 balances nothing."""
+"""Sessions above the mean at which an engine counts as overloaded. 1,000 balances nothing."""
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def lease_costs() -> dict[str, float]:
     """Measures the CPU time of an acquire and its release, microseconds, in interleaved rounds.
 
     With 4 and 64 engines 1,000 sessions are placed, with 1,000 engines 100,000. One turn in ten is
-    the first of its session, which has to be placed; 64 leases are held at a time.
+    the first of its session, which has to be placed. 64 leases are held at a time.
     """
     tables = {size: filled(size, _SESSIONS if size == _SIZES[-1] else 1000) for size in _SIZES}
     seen: dict[int, list[float]] = {size: [] for size in _SIZES}

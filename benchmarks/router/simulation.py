@@ -1,6 +1,6 @@
 """A week of agent sessions on simulated engines, leased by the router's own lease table.
 
-Time is simulated; the decisions are those of `LeaseTable`. An engine shares its speed among its
+Time is simulated. The decisions are those of `LeaseTable`. An engine shares its speed among its
 running generations and keeps the KV cache of the contexts it used last.
 """
 
@@ -99,7 +99,7 @@ class Week:
     """Runs groups of sessions for a time."""
 
     def __init__(self, imbalance_margin: float, days: float) -> None:
-        """Builds the fleet; the same seed gives every margin the same sessions."""
+        """Builds the fleet. The same seed gives every margin the same sessions."""
         self.turns = 0
         self.waits_s: list[float] = []
         self._end_s = days * 86_400

@@ -2,7 +2,7 @@
 
 They send requests that no well-behaved client sends, a few per second, each bounded in size and
 time, to the sidecar's HTTP server and to every RPC of every service. Their responses do not matter
-here; the effect on other clients does. Arguments: the mesh's addresses as JSON, and a seed. The
+here. The effect on other clients does. Arguments: the mesh's addresses as JSON, and a seed. The
 process ends when its standard input does.
 """
 

@@ -1,4 +1,4 @@
-"""`make soak`: twenty minutes of mixed load, hostile requests and kills; ends with one JSON object.
+"""`make soak`: twenty minutes of mixed load, hostile requests and kills. Ends with one JSON object.
 
 The first quarter is a warm-up in which every service is killed. After that, engines, agents and
 trainer keep being killed, while router, gateway, collector and sidecar stay up and are measured. At
@@ -33,7 +33,7 @@ _IDLE_FDS = 16
 
 
 def _with_load(matrix: Matrix, seed: int) -> list[Lane]:
-    """Adds the pacer and the hostile clients to the lanes; returns these two."""
+    """Adds the pacer and the hostile clients to the lanes. Returns these two."""
     folder = matrix.folder
     extra = [
         Lane(
@@ -67,7 +67,7 @@ class Soak:
         self._began = time.monotonic()
 
     async def run(self) -> dict[str, Any]:
-        """Runs the soak; returns the figures."""
+        """Runs the soak. Returns the figures."""
         try:
             for lane in self._matrix.lanes:
                 await lane.start()
@@ -162,7 +162,7 @@ class Soak:
 
 
 async def run_soak(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Runs a soak of this many seconds; returns its figures.
+    """Runs a soak of this many seconds. Returns its figures.
 
     Raises:
         TimeoutError: Something was not delivered in time after the load ended.
@@ -171,7 +171,7 @@ async def run_soak(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any
 
 
 def main() -> int:
-    """Prints the figures; returns 1 if anything was lost, doubled or leaked."""
+    """Prints the figures. Returns 1 if anything was lost, doubled or leaked."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--seed", type=int, default=0)

@@ -33,7 +33,7 @@ class Usage:
 
 
 def worst_growth_mb(usage: Mapping[str, Usage]) -> tuple[str, float]:
-    """Returns the process whose memory grew most, and its growth in megabytes; "" for none."""
+    """Returns the process whose memory grew most, and its growth in megabytes. "" for none."""
     if not usage:
         return "", 0.0
     name = max(usage, key=lambda one: usage[one].rss_growth_mb)

@@ -4,10 +4,10 @@
 
 Sidecar, gateway, router, collector and a scripted engine run as real processes. The peer runs in
 front of an equally fast fake engine, and in the base case so does LiteLLM's proxy, which only
-forwards chat requests. All get the same texts from the same load generator, in interleaved rounds;
-every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
+forwards chat requests. All get the same texts from the same load generator, in interleaved rounds.
+Every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
 case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
-short fixed reply, not streamed; a second mesh, over mutual TLS and with tokens, gets the same. CPU
+short fixed reply, not streamed. A second mesh, over mutual TLS and with tokens, gets the same. CPU
 time is measured with 64 concurrent sessions, and includes all work after the last answer, such as
 delivery to the collector.
 
@@ -63,7 +63,7 @@ class Round(NamedTuple):
 
 
 async def main(count: int) -> int:
-    """Measures this many rounds of every case, or as many as the time allows; prints the results.
+    """Measures this many rounds of every case, or as many as the time allows. Prints the results.
 
     Returns:
         The exit code: 1 if the time did not allow the base case of one round. The last line of
@@ -135,7 +135,7 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
 async def _measure_cases(
     systems: dict[str, System], model: Model, seed: int, rounds: list[cases.Figures]
 ) -> None:
-    """Measures one round of every case, alternating between the systems; appends each."""
+    """Measures one round of every case, alternating between the systems. Appends each."""
     for case in (cases.contexts, cases.tools, cases.stall, cases.long_session):
         for name in _order(systems, seed):
             prefix = "" if name == "ours" else f"{name}_"

@@ -1,6 +1,6 @@
 """Measurements besides turns per second: context, tools, stalls, long sessions, memory, streams.
 
-Each case returns the figures of one round by name; `turns` takes the median of the rounds.
+Each case returns the figures of one round by name. `turns` takes the median of the rounds.
 """
 
 from asyncio.subprocess import Process
@@ -40,7 +40,7 @@ Figures = dict[str, float]
 
 
 async def contexts(name: str, system: System, model: Model, seed: int) -> Figures:
-    """Returns turns per second and CPU time; the context is reached halfway through the turns."""
+    """Returns turns per second and CPU time. The context is reached halfway through the turns."""
     figures: Figures = {}
     for context, concurrent, sessions, turns in CONTEXTS:
         first = int((context - _TURN_TOKENS * turns / 2) * model.bytes_per_token)

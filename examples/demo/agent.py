@@ -23,7 +23,7 @@ class Attempt:
 
 
 async def ask(client: AsyncOpenAI, question: str, tool_s: float = 0.0) -> Attempt:
-    """Asks a question, runs the tools the model calls, each for `tool_s`; returns the attempt."""
+    """Asks a question, runs the tools the model calls, each for `tool_s`. Returns the attempt."""
     attempt = Attempt()
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM_PROMPT},

@@ -14,7 +14,7 @@ _ANSWER = "chatcmpl-"
 
 @dataclass(slots=True)
 class Audit:
-    """Counts over a complete run; drift, lost and duplicated must all be 0."""
+    """Counts over a complete run. Drift, lost and duplicated must all be 0."""
 
     answered: set[str] = field(default_factory=set)
     """Id of each answer an agent received."""

@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trajectory; all arrays have the same length N."""
+    """One trajectory. All arrays have the same length N."""
 
     token_ids: NDArray[np.uint32]
     loss_mask: NDArray[np.bool_]
@@ -53,7 +53,7 @@ class StepReport:
     """Rollout versus trainer before the update, over all masked tokens."""
     grad_norm: float
     groups_used: int
-    """Groups whose rewards differ; other groups have no gradient."""
+    """Groups whose rewards differ. Other groups have no gradient."""
     reference_kl: float
     """Mean divergence from the reference before each update, nats per token."""
 
@@ -74,7 +74,7 @@ class Trainer:
     def __init__(
         self, model_path: Path, *, rate: float, warm_up: int, steps: int, mini_batches: int = 2
     ) -> None:
-        """Loads the policy; the rate rises over `warm_up` updates, then falls to a tenth."""
+        """Loads the policy. The rate rises over `warm_up` updates, then falls to a tenth."""
         self._model = _load(model_path)
         self._reference = _load(model_path).requires_grad_(requires_grad=False)
         self._optimizer = torch.optim.AdamW(
@@ -206,7 +206,7 @@ def _difference(samples: list[_Sample]) -> float:
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:
-    """Returns reward minus group mean [n]; zeros if all rewards are equal.
+    """Returns reward minus group mean [n]. Zeros if all rewards are equal.
 
     It is not divided by the standard deviation, which would amplify a single failure among seven
     successes until the policy forgets what it has learned.

@@ -27,7 +27,7 @@ lease_capacity = 128
 
 @asynccontextmanager
 async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator[MeshAddresses]:
-    """Runs `rollmesh up` with real vLLM; yields the addresses of the services."""
+    """Runs `rollmesh up` with real vLLM. Yields the addresses of the services."""
     config = folder / "mesh.toml"
     config.write_text(_MESH.format(data=folder / "mesh", model=model, context=context))
     with (folder / "up.log").open("wb") as log:

@@ -122,7 +122,7 @@ def _supervise(
     seed: int,
     progress: Callable[[int, int, float], None] | None,
 ) -> float:
-    """Trains on fresh demonstrations; the loss covers only assistant tokens."""
+    """Trains on fresh demonstrations. The loss covers only assistant tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -147,7 +147,7 @@ def _supervise(
 
 
 def _loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross-entropy over unmasked labels; computes logits for those only."""
+    """Returns the mean cross-entropy over unmasked labels. Computes logits for those only."""
     shared = shared_length(ids, labels != -100)
     hidden = hidden_states(model, ids, shared)[:, :-1]
     wanted = labels[:, shared + 1 :]

@@ -10,7 +10,7 @@ def shared_length(ids: torch.Tensor, counted: torch.Tensor) -> int:
 
     Args:
         ids: Token ids [B, L], int64.
-        counted: Ids whose log-prob is needed [B, L], bool; at least one is true.
+        counted: Ids whose log-prob is needed [B, L], bool. At least one is true.
     """
     same = int((ids == ids[0]).all(0).long().cumprod(0).sum())
     first = int(counted.any(0).long().argmax())
@@ -25,7 +25,7 @@ def hidden_states(model: Any, ids: torch.Tensor, shared: int) -> torch.Tensor:
     Args:
         model: A causal language model from transformers.
         ids: Token ids [B, L], int64, padded on the right.
-        shared: Number of leading ids common to all rows; 0 computes every row in full.
+        shared: Number of leading ids common to all rows. 0 computes every row in full.
     """
     hidden: torch.Tensor
     if shared == 0:

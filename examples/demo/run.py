@@ -44,7 +44,7 @@ class Plan:
     rate: float = 4e-4
     warm_up: int = 4
     tool_s: float = 0.0
-    """Mean time of a session's tools, seconds; a calculator is fast, but agents' tools are not."""
+    """Mean time of a session's tools, seconds. A calculator is fast, but agents' tools are not."""
 
     def tasks(self, step: int) -> list[Task]:
         """Returns the questions of a step."""
@@ -95,7 +95,7 @@ Train: TypeAlias = Callable[[MeshAddresses, Path, Plan, OnStep], Awaitable[_Ran]
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Runs the agent; all sessions share one HTTP connection pool."""
+    """Runs the agent. All sessions share one HTTP connection pool."""
 
     openai: AsyncOpenAI
     audit: Audit
@@ -103,7 +103,7 @@ class Agents:
     """Tool time of each further session, seconds."""
 
     async def __call__(self, task: Task, session: Session) -> float:
-        """Runs one session; returns its reward."""
+        """Runs one session. Returns its reward."""
         client = self.openai.with_options(base_url=session.base_url, api_key=session.api_key)
         attempt = await ask(client, task.question, next(self.tool_times))
         self.audit.answered.update(attempt.answer_ids)
@@ -111,7 +111,7 @@ class Agents:
 
 
 def shared_client() -> AsyncOpenAI:
-    """Returns the client whose connections all agents share; each sets its own URL and key."""
+    """Returns the client whose connections all agents share. Each sets its own URL and key."""
     return AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=_REQUEST_TIMEOUT_S)
 
 

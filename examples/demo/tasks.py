@@ -64,7 +64,7 @@ def make_tasks(count: int, seed: int) -> list[Task]:
 
 
 def run_tool(name: str, arguments: str) -> str:
-    """Runs a tool call as an agent would; an invalid call returns an error text."""
+    """Runs a tool call as an agent would. An invalid call returns an error text."""
     try:
         given = json.loads(arguments)
         a, b = int(given["a"]), int(given["b"])

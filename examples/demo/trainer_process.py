@@ -16,12 +16,12 @@ from examples.demo.run import Plan
 
 Weights: TypeAlias = dict[str, NDArray[Any]]
 Step: TypeAlias = Callable[[list[list[Row]]], Awaitable[tuple[StepReport, Weights]]]
-"""Trains on groups; returns the report and the new weights under their checkpoint names."""
+"""Trains on groups. Returns the report and the new weights under their checkpoint names."""
 
 
 @asynccontextmanager
 async def trainer_process(plan: Plan, model: Path, threads: int) -> AsyncIterator[Step]:
-    """Runs a trainer with `threads` torch threads; yields its step once the policy is loaded."""
+    """Runs a trainer with `threads` torch threads. Yields its step once the policy is loaded."""
     loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(1, get_context("spawn"), _load, (plan, model, threads)) as pool:
         await loop.run_in_executor(pool, _loaded)

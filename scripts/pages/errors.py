@@ -42,7 +42,7 @@ def classes() -> dict[str, type[RollmeshError]]:
 
 
 def contract(text: str) -> Mapping[str, list[str]]:
-    """Returns the paragraphs of each reason's comment in errors.proto; the first has no code."""
+    """Returns the paragraphs of each reason's comment in errors.proto. The first has no code."""
     found: dict[str, list[str]] = {}
     for comment, reason in _COMMENTED.findall(text):
         lines = [line.strip().removeprefix("//").strip() for line in comment.splitlines()]

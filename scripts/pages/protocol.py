@@ -2,7 +2,7 @@
 
     python -m scripts.pages.protocol > build/reference/protocol.md
 
-protoc parses the protos; this only walks its descriptors.
+protoc parses the protos. This only walks its descriptors.
 """
 
 import re
@@ -51,7 +51,7 @@ class Commented:
     def comment(self, *path: int) -> str:
         """Returns the comment at a path of field numbers and indexes.
 
-        That of the file is Markdown; all others are in one line.
+        That of the file is Markdown. All others are in one line.
         """
         return self.comments.get(path, "")
 
@@ -60,7 +60,7 @@ def compile_protos(folder: Path = _PROTOS) -> list[Commented]:
     """Returns our proto files, parsed by protoc, in the order of their names.
 
     Raises:
-        ValueError: protoc refuses a file; it has said why.
+        ValueError: protoc refuses a file. It has said why.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.glob("rollmesh/v1/*.proto"))
     known = resources.files("grpc_tools") / "_proto"

@@ -34,6 +34,6 @@ async def agents_mesh(
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def outside() -> AsyncIterator[Outside]:
-    """The only way out that agents are shown; it leads nowhere."""
+    """The only way out that agents are shown. It leads nowhere."""
     async with Outside.listening() as trap:
         yield trap

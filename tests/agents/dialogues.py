@@ -33,7 +33,7 @@ CHAT = [
     (LAST, FAREWELL),
 ]
 
-# Arguments that are not JSON; LangChain mends them when it streams, and runs the tool.
+# Arguments that are not JSON. LangChain mends them when it streams, and runs the tool.
 BROKEN_QUESTION = "And broken?"
 BROKEN = [
     (
@@ -43,7 +43,7 @@ BROKEN = [
     (result("6.0"), "It is 6."),
 ]
 
-# Three commands and the submission; the first one leaves a mark in the agent's folder.
+# Three commands and the submission. The first one leaves a mark in the agent's folder.
 TASK = "Write a greeting."
 _SUBMIT = call('{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}', "bash")
 MINI = [

@@ -41,7 +41,7 @@ class Outside:
 async def run_agent(
     script: str, session: Session, outside: Outside, folder: Path, *arguments: str
 ) -> Any:
-    """Runs a script as an agent, with a base URL and a key; returns its last line of output.
+    """Runs a script as an agent, with a base URL and a key. Returns its last line of output.
 
     Raises:
         AssertionError: Its packages are not installed, it failed, or it tried to leave the machine.

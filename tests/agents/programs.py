@@ -19,7 +19,7 @@ _LOCKS = ROOT / "tests" / "agents"
 
 
 async def installed(name: str, program: str, folder: Path) -> Path:
-    """Installs a program from its lock; returns its path."""
+    """Installs a program from its lock. Returns its path."""
     for file in ("package.json", "package-lock.json"):
         shutil.copy(_LOCKS / name / file, folder / file)
     command = ("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
@@ -37,7 +37,7 @@ async def run_program(
     settings: Mapping[str, str],
     limit_s: float = 300,
 ) -> str:
-    """Runs a program in an empty home; returns what it printed."""
+    """Runs a program in an empty home. Returns what it printed."""
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),

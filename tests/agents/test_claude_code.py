@@ -78,7 +78,7 @@ async def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def run_claude(
     program: Path, session: Session, outside: Outside, home: Path, **more: str
 ) -> str:
-    """Runs Claude Code with a base URL and a key; returns what it printed."""
+    """Runs Claude Code with a base URL and a key. Returns what it printed."""
     settings = {
         "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": session.api_key,

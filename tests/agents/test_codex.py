@@ -106,7 +106,7 @@ CODE = [
 async def run_codex(
     program: Path, session: Session, outside: Outside, home: Path, model: str, limit: int
 ) -> str:
-    """Runs Codex with a configuration of its own; returns what it said last."""
+    """Runs Codex with a configuration of its own. Returns what it said last."""
     config = CONFIG.format(model=model, limit=limit, base_url=session.base_url)
     (home / "config.toml").write_text(config)
     command = (program, "exec", "--skip-git-repo-check", "Please begin.")

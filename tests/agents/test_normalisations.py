@@ -58,13 +58,13 @@ async def mesh(
 
 @dataclass
 class Agent:
-    """Bodies in, answers out; no client between that would tidy them."""
+    """Bodies in, answers out. No client between that would tidy them."""
 
     session: Session
     http: httpx2.AsyncClient
 
     async def post(self, *messages: Any, **more: Any) -> Said:
-        """Posts `more` over a usual body; returns the message of the answer."""
+        """Posts `more` over a usual body. Returns the message of the answer."""
         body = {"model": "policy", "messages": messages, "tools": TOOLS, **more}
         response = await self.http.post(
             f"{self.session.base_url}/chat/completions",
@@ -245,7 +245,7 @@ async def test_an_echo_stays_the_message_that_was_sampled(
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 DONE = user("Go on.")
-# Requests are the first body and the second; `said` stands for the answer to the first.
+# Requests are the first body and the second. `said` stands for the answer to the first.
 SAID = object()
 
 

@@ -111,7 +111,7 @@ def alone(network: Any, processor: ImageProcessor, row: Row) -> torch.Tensor:
 
 
 def together(network: Any, batch: Any, allowed: np.ndarray, ids: np.ndarray) -> torch.Tensor:
-    """Returns the logits of a batch; a token attends where `allowed`, [R, L, L], says so."""
+    """Returns the logits of a batch. A token attends where `allowed`, [R, L, L], says so."""
     mask = torch.where(torch.from_numpy(allowed), 0.0, torch.finfo(torch.float32).min)
     positions = torch.from_numpy(batch.position_ids)
     positions = positions[:, None] if positions.ndim == 2 else positions.transpose(0, 1)

@@ -126,7 +126,7 @@ SERIALISERS = (
 
 
 def record() -> list[dict[str, object]]:
-    """What each prints for each source; nothing where it refuses to read or print it."""
+    """What each prints for each source. Nothing where it refuses to read or print it."""
     return [
         {
             "serialiser": one.name,

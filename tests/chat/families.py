@@ -33,7 +33,7 @@ MISTRAL = package_folder("mistral_common") / "data"
 # Later versions are not in the package: a file as their makers write it, with a small vocabulary.
 _LATER = {"tekken_v11.json": "v11", "tekken_v13.json": "v13"}
 _LATER_TOKENS = ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
-# Texts that are one token in these templates. Control tokens are special; tags are one token
+# Texts that are one token in these templates. Control tokens are special. Tags are one token
 # too, but are kept when text is decoded, as in the models' own tokenizers.
 _CONTROL = re.compile(
     r"<\|[a-z_]+>|<[a-z_]+\|>|<[|\uff5c][^<>{}'\"\s]{1,40}[|\uff5c]>"
@@ -93,7 +93,7 @@ def load(name: str) -> Family:
 
 @cache
 def continuation(name: str) -> Continuation:
-    """A template's continuation; to probe one takes the most time of these tests.
+    """A template's continuation. To probe one takes the most time of these tests.
 
     Raises:
         TemplateRefusedError: It cannot be continued.
@@ -103,7 +103,7 @@ def continuation(name: str) -> Continuation:
 
 
 def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> str | None:
-    """Transformers' own render; None where the template refuses the conversation."""
+    """Transformers' own render. None where the template refuses the conversation."""
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - it is large
         render_jinja_template,
     )
@@ -149,7 +149,7 @@ def plain_message(message: Message, *, in_parts: bool = False) -> dict[str, Any]
 
 
 def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """Writes tokenizer, template and config of a model; returns the template and its variables."""
+    """Writes tokenizer, template and config of a model. Returns the template and its variables."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     more = _MORE_CONTROL.get(name.partition("_")[0], set())
@@ -157,7 +157,7 @@ def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def write_source(source: str, folder: Path, end: str, more: Collection[str] = ()) -> dict[str, str]:
-    """Writes the files of a model whose template and end token are given; returns its variables.
+    """Writes the files of a model whose template and end token are given. Returns its variables.
 
     Args:
         source: The chat template.
@@ -209,7 +209,7 @@ def mistral_names() -> list[str]:
 
 
 def mistral_file(name: str, folder: Path) -> Path:
-    """The file of a tokenizer; one of a later version is made in `folder`."""
+    """The file of a tokenizer. One of a later version is made in `folder`."""
     if name not in _LATER:
         return MISTRAL / name
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer  # noqa: PLC0415 - it is large

@@ -23,7 +23,7 @@ def called(arguments: str, call_id: str = "abcdef123") -> Message:
 
 
 def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
-    """Where an echo meets a tree with sampled answers; their node ids."""
+    """Where an echo meets a tree with sampled answers. Their node ids."""
     tree = Tree(frozenset({7}))
     parent = tree.add_messages(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)

@@ -28,7 +28,7 @@ async def length(prompt: str, session: Session) -> float:
 async def one_sample(
     client: Client, runner: AgentRunner, prompt: str = "p", **settings: Any
 ) -> tuple[RolloutSummary, SampleOutcome]:
-    """Rolls out one prompt once; returns the summary and what became of the sample."""
+    """Rolls out one prompt once. Returns the summary and what became of the sample."""
     seen: list[SampleOutcome] = []
     summary = await rollout(client, [prompt], runner=runner, n=1, on_sample=seen.append, **settings)
     (outcome,) = seen

@@ -24,7 +24,7 @@ def garbage(request: bytes) -> bytes:
 
 
 class Peer(grpc.GenericRpcHandler):
-    """Answers each call by the next of its scripts, request by request; then nothing comes."""
+    """Answers each call by the next of its scripts, request by request. Then nothing comes."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = iter(scripts)
@@ -45,7 +45,7 @@ class Peer(grpc.GenericRpcHandler):
 
 @asynccontextmanager
 async def answering(*scripts: Script) -> AsyncIterator[str]:
-    """Serves a peer until the block ends; yields its address."""
+    """Serves a peer until the block ends. Yields its address."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Peer(*scripts),))
     port = server.add_insecure_port("127.0.0.1:0")

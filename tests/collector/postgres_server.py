@@ -38,7 +38,7 @@ vfork, and gRPC's fork handlers would run in the child of a process that has gRP
 
 
 class PostgresServer:
-    """A server that keeps its port and its data over restarts; it refuses to run as root."""
+    """A server that keeps its port and its data over restarts. It refuses to run as root."""
 
     def __init__(self, parent: Path | None = None, *settings: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rollmesh-postgres-", dir=parent))
@@ -76,7 +76,7 @@ class PostgresServer:
 
     @property
     def pid(self) -> int:
-        """Id of the first process; an OSError if there is none, or it has not written it yet."""
+        """Id of the first process. An OSError if there is none, or it has not written it yet."""
         written = (self._data / "postmaster.pid").read_text().split()
         if not written:
             raise ProcessLookupError("postmaster.pid is empty: the server is starting")
@@ -105,7 +105,7 @@ class PostgresServer:
                 process.send_signal(number)
 
     def sql(self, statement: str) -> str:
-        """Runs a statement; returns what it prints."""
+        """Runs a statement. Returns what it prints."""
         where = ("-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres")
         return self._run("psql", *where, "-v", "ON_ERROR_STOP=1", "-qAtc", statement, data=False)
 
@@ -156,7 +156,7 @@ class Database:
         self.url = f"postgresql://postgres@127.0.0.1:{server.port}/postgres"
 
     def sql(self, statement: str) -> str:
-        """Runs a statement among the tables of a store; returns what it prints."""
+        """Runs a statement among the tables of a store. Returns what it prints."""
         return self.server.sql(f"SET search_path TO rollmesh, rollmesh_gateway; {statement}")
 
     async def kill(self) -> None:

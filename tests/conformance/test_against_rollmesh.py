@@ -20,7 +20,7 @@ RULES = [
 ]
 CONTEXT = 2048
 NO_OCCASION = {"retry-after", "thinking", "served"}
-"""The mesh is never busy, and the model does not think; one protocol need not be served."""
+"""The mesh is never busy, and the model does not think. One protocol need not be served."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

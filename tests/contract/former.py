@@ -67,7 +67,7 @@ class Former:
         return int(self.enum(f"{PACKAGE}.{enum}").values_by_name[value].number)
 
     def method(self, path: str) -> Any:
-        """Returns the descriptor of `/rollmesh.v1.Service/Method`; None if it is newer."""
+        """Returns the descriptor of `/rollmesh.v1.Service/Method`. None if it is newer."""
         service, _, name = path.strip("/").partition("/")
         return self.service(service).methods_by_name.get(name) if service in self.services else None
 

@@ -65,7 +65,7 @@ class FormerCode:
 
 
 def former_code(folder: Path) -> FormerCode:
-    """Unpacks the earlier commit; the test is skipped where the history does not reach it."""
+    """Unpacks the earlier commit. The test is skipped where the history does not reach it."""
     commit = COMMIT or _git("log", "-1", "--format=%H", "--", _BASELINE).decode().strip()
     if not COMMIT and _git("rev-parse", "--is-shallow-repository").strip() == b"true":
         pytest.skip("a shallow clone does not know the commit of the contract's baseline")

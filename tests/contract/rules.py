@@ -1,6 +1,6 @@
 """The rules that every proto file of rollmesh keeps, over its text and its descriptors.
 
-`buf lint` looks at names and comments too; these hold where only Python is at hand, and say what
+`buf lint` looks at names and comments too. These hold where only Python is at hand, and say what
 buf has no rule for: units, `optional` where zero means something, errors only as status.
 """
 

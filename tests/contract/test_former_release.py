@@ -207,7 +207,7 @@ async def test_a_gateway_registers_leases_generates_and_hands_a_session_over(mes
 
 
 async def answer_of(leases: Any, lease_id: str) -> Any:
-    """Returns the answer to a request for a lease; a gateway ignores what it does not know."""
+    """Returns the answer to a request for a lease. A gateway ignores what it does not know."""
     while True:
         answer = await leases.read()
         assert answer is not grpc.aio.EOF

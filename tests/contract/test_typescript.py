@@ -30,7 +30,7 @@ REPLIES = [("What is 6 plus 7?", "It is 13."), ("And now?", "Still 13.")]
 
 
 async def run(folder: Path, *command: str) -> str:
-    """Runs a command to its end; returns what it printed."""
+    """Runs a command to its end. Returns what it printed."""
     process = await asyncio.create_subprocess_exec(
         *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -55,7 +55,7 @@ async def registry_answers(folder: Path) -> bool:
 
 
 def built_program(tmp_path: Path) -> Path:
-    """Copies the program; what is built of it stays out of the tree."""
+    """Copies the program. What is built of it stays out of the tree."""
     folder = tmp_path / "typescript"
     names = ("package.json", "package-lock.json", "tsconfig.json", "main.ts")
     folder.mkdir()

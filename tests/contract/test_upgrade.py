@@ -40,7 +40,7 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 
 async def train(mesh: Mesh, version: int, former: FormerCode | None) -> dict[str, Any]:
-    """Runs the trainer's program; returns what it wrote."""
+    """Runs the trainer's program. Returns what it wrote."""
     addresses = {name: mesh.address(name) for name in SERVICES if name != "engine"}
     output, _ = await run_to_end(
         *(sys.executable, PROGRAM, json.dumps(addresses), str(version)),

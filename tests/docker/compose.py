@@ -19,7 +19,7 @@ from tests.paths import ROOT
 _SERVICES = ("router-1", "router-2", "collector", "gateway", "sidecar", "sidecar-host", "engine")
 _HEALTHY_S = 900.0
 _LABEL = "com.docker.compose"
-# What a user's environment may say otherwise; 0 takes a free port.
+# What a user's environment may say otherwise. 0 takes a free port.
 _SETTINGS = {
     "COMPOSE_PROFILES": "",
     "COMPOSE_FILE": "docker-compose.yml",
@@ -37,7 +37,7 @@ TLS_FILE = "docker/tls.yml"
 
 
 def docker_problem() -> str:
-    """Why containers cannot be run here; empty where they can."""
+    """Why containers cannot be run here. Empty where they can."""
     if shutil.which("docker") is None:
         return "there is no docker command"
     if subprocess.run(["docker", "info"], check=False, capture_output=True).returncode:
@@ -60,13 +60,13 @@ class Project:
     command: list[str] = field(default_factory=_compose_command)
     settings: dict[str, str] = field(default_factory=lambda: dict(_SETTINGS))
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SERVICES, 1))
-    """How many containers of each service there are; those with several are scaled."""
+    """How many containers of each service there are. Those with several are scaled."""
 
     folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
-    """What is copied out of containers; removed with the project."""
+    """What is copied out of containers. Removed with the project."""
 
     def compose(self, *arguments: str) -> str:
-        """Runs a compose command; returns what it printed."""
+        """Runs a compose command. Returns what it printed."""
         done = subprocess.run(
             [*self.command, "--project-name", self.name, *arguments],
             check=False,
@@ -154,7 +154,7 @@ class Project:
             events.stdout.close()
 
     def addresses(self) -> MeshAddresses:
-        """Where this machine reaches the mesh; other ports after every start."""
+        """Where this machine reaches the mesh. Other ports after every start."""
         routers = (self.compose("port", name, "7100").strip() for name in ("router-1", "router-2"))
         return MeshAddresses(router=",".join(routers), **self._shown("trainer"))
 
@@ -178,7 +178,7 @@ class Project:
         return path
 
     def stop(self) -> dict[str, set[int]]:
-        """Stops all containers as a user would; returns the exit codes of each service."""
+        """Stops all containers as a user would. Returns the exit codes of each service."""
         self.compose("stop")
         return {
             service: {self._exit_code(one) for one in self.containers(service)}
@@ -196,7 +196,7 @@ def running_project() -> AbstractContextManager[Project]:
 
 
 def scaled_project(model: Path, counts: dict[str, int]) -> AbstractContextManager[Project]:
-    """Runs a project on PostgreSQL with scripted engines; the model's folder has their script."""
+    """Runs a project on PostgreSQL with scripted engines. The model's folder has their script."""
     _build("postgres", POSTGRES_IMAGE)
     return scripted_project(
         model,
@@ -208,7 +208,7 @@ def scaled_project(model: Path, counts: dict[str, int]) -> AbstractContextManage
 
 
 def secure_project(model: Path, sidecar_port: int) -> AbstractContextManager[Project]:
-    """Runs a project over mutual TLS with Prometheus; Grafana's image may be out of reach."""
+    """Runs a project over mutual TLS with Prometheus. Grafana's image may be out of reach."""
     _build("prometheus", PROMETHEUS_IMAGE)
     return scripted_project(
         model,
@@ -227,7 +227,7 @@ def secure_project(model: Path, sidecar_port: int) -> AbstractContextManager[Pro
 def scripted_project(
     model: Path, counts: dict[str, int], *, files: Sequence[str] = (), **settings: str
 ) -> AbstractContextManager[Project]:
-    """Runs a project with scripted engines; the model's folder has their script."""
+    """Runs a project with scripted engines. The model's folder has their script."""
     all_files = "docker-compose.yml", str(Path(__file__).parent / "scripted.yml"), *files
     given = {"COMPOSE_FILE": ":".join(all_files), "MODEL": str(model), **settings}
     return _running(
@@ -257,7 +257,7 @@ def gpu_project() -> AbstractContextManager[Project]:
 
 @contextmanager
 def _running(project: Project) -> Iterator[Project]:
-    """Runs a project; its containers and volumes are gone afterwards, whatever happened."""
+    """Runs a project. Its containers and volumes are gone afterwards, whatever happened."""
     try:
         project.up()
         yield project

@@ -22,7 +22,7 @@ from tests.docker.compose import Project
 # The first test builds images and waits for the policy and for vLLM.
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 _SAMPLES, _MAX_TURNS = 8, 3
-# The policy uses the tool two times in three; what it likes best is to use it.
+# The policy uses the tool two times in three. What it likes best is to use it.
 _GREEDY = {"temperature": 0.0}
 
 
@@ -134,7 +134,7 @@ async def test_a_trainer_with_the_stubs_alone_gets_the_next_group(project: Proje
 SMALL = ("router-1", "collector", "gateway", "sidecar")
 MOST_BYTES = 250_000_000
 BASE_BYTES = 126_000_000
-"""Of python:3.11-slim; a stand-in for it may be larger."""
+"""Of python:3.11-slim. A stand-in for it may be larger."""
 
 
 @pytest.mark.parametrize("service", SMALL)
@@ -174,7 +174,7 @@ def inspected(name: str) -> dict[str, Any]:
 
 
 def inside(container: str, command: str) -> str:
-    """Runs a shell command in a container; returns what it printed."""
+    """Runs a shell command in a container. Returns what it printed."""
     return subprocess.check_output(["docker", "exec", container, "sh", "-c", command], text=True)
 
 

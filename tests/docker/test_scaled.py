@@ -22,7 +22,7 @@ COUNTS = {"engine": 2, "gateway": 3, "collector": 2, "sidecar": 2}
 SESSIONS = 9
 _PAUSES = 10
 RETRIES = 20
-"""Of an agent whose sidecar is lost; anything else is waited for by the sidecar."""
+"""Of an agent whose sidecar is lost. Anything else is waited for by the sidecar."""
 
 
 def docker(*words: str) -> None:
@@ -40,7 +40,7 @@ def scaled(docker_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 async def replicas(project: Project) -> list[router_pb2.Replica]:
-    """Whom a router knows; the one that answers first."""
+    """Whom a router knows. The one that answers first."""
     addresses = project.addresses()
     for address in addresses.router.split(","):
         async with open_channel(address, identity=Identity(addresses)) as channel:
@@ -51,7 +51,7 @@ async def replicas(project: Project) -> list[router_pb2.Replica]:
 
 
 def freeze(container: str) -> None:
-    """Pauses a container; runc gives up on one whose processes are busy in the kernel."""
+    """Pauses a container. The runtime gives up on one whose processes are busy in the kernel."""
     command = ["docker", "pause", container]
     said = [b"" for _ in range(_PAUSES)]
     for at in range(_PAUSES):

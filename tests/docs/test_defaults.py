@@ -31,7 +31,7 @@ if sys.argv[1:]:
 
 @cache
 def own_network() -> tuple[str, ...]:
-    """Returns how Python is run in a network of its own; empty if this machine cannot."""
+    """Returns how Python is run in a network of its own. Empty if this machine cannot."""
     command = (*OWN_NETWORK, sys.executable, "-c", LOOPBACK_UP)
     try:
         done = subprocess.run(command, capture_output=True, timeout=60, check=False)
@@ -51,7 +51,7 @@ def is_free(port: int) -> bool:
 
 
 def answered(folder: Path, **environ: str) -> str:
-    """Runs the services in a folder; returns how many tokens an agent was answered."""
+    """Runs the services in a folder. Returns how many tokens an agent was answered."""
     command = own_network()
     if not command and (taken := [port for port in PORTS if not is_free(port)]):
         pytest.skip(f"ports {taken} are taken, and this machine gives no network of its own")

@@ -1,4 +1,4 @@
-"""Pages that are generated are current; `make docs-generate` makes them again."""
+"""Pages that are generated are current. `make docs-generate` makes them again."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ ADDRESSES = MeshAddresses(router="-", gateway="-", collector="-", sidecar="-")
 
 
 class Model:
-    """What a trainer trains; the scripted engine takes any weights."""
+    """What a trainer trains. The scripted engine takes any weights."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"weight": np.zeros(4, np.float32)}

@@ -67,7 +67,7 @@ class Tracer:
 
 @asynccontextmanager
 async def one_process(folder: Path, model: Path) -> AsyncIterator[Client]:
-    """Runs router, collector, engines, gateway and sidecar on this loop; yields a client."""
+    """Runs router, collector, engines, gateway and sidecar on this loop. Yields a client."""
     async with LiveMesh(folder, model, random.Random(0), faults=0) as mesh:
         async with sidecar_of(SidecarConfig(gateway=mesh.address)) as sidecar:
             addresses = MeshAddresses(

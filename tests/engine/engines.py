@@ -62,7 +62,7 @@ class Engine:
         self._next = 0
 
     def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamGenerateRequest:
-        """Requests a number of tokens, in messages of at most `chunk`; 0 requests one answer."""
+        """Requests a number of tokens, in messages of at most `chunk`. 0 requests one answer."""
         self._next += 1
         sampling = fields.pop("sampling", {})
         given: dict[str, Any] = {

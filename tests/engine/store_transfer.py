@@ -58,7 +58,7 @@ class StoreEngine(NCCLWeightTransferEngine):  # type: ignore[misc]  # mypy has n
 
 
 class StoreTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
-    """The trainer's side; it can break off."""
+    """The trainer's side. It can break off."""
 
     breaks_at: int | None = None
 

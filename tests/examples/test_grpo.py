@@ -23,7 +23,7 @@ def policy(model_dir: Path) -> Any:
 
 
 def _group(policy: Any, age: _Age, rewards: tuple[float, ...] = _REWARDS) -> list[Row]:
-    """Returns rows of one prompt; `age` turns log-probs of now into those of the rollout."""
+    """Returns rows of one prompt. `age` turns log-probs of now into those of the rollout."""
     dice = np.random.default_rng(0)
     size = policy.config.vocab_size
     prompt = dice.integers(0, size, _PROMPT)

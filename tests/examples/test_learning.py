@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy that both begin with; it takes minutes."""
+    """The policy that both begin with. It takes minutes."""
     path = tmp_path_factory.mktemp("first") / "policy"
     program = (
         "import sys, pathlib; from examples.demo.policy import make_policy; "
@@ -38,7 +38,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _run(example: str, folder: Path, policy: Path) -> tuple[dict[str, float], str]:
-    """Runs an example; returns its result and its output."""
+    """Runs an example. Returns its result and its output."""
     command: list[str | Path] = ["-m", f"examples.{example}", "--steps", str(_STEPS)]
     command += ["--folder", folder, "--policy", policy]
     output, said = await run_to_end(

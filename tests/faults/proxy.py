@@ -73,7 +73,7 @@ class Proxy:
             self._writers -= ends - self._silenced
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connects to the server; None if it is away."""
+        """Connects to the server. None if it is away."""
         host, _, port = self._server.rpartition(":")
         with suppress(OSError):
             return await asyncio.open_connection(host, int(port))

@@ -15,7 +15,7 @@ _READ_BYTES = 65_536
 
 
 class SlowAgent:
-    """One streamed chat completion; what is not read stays at the sidecar."""
+    """One streamed chat completion. What is not read stays at the sidecar."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -44,7 +44,7 @@ class SlowAgent:
 
 @asynccontextmanager
 async def slow_agent(base_url: str, key: str, **body: Any) -> AsyncIterator[SlowAgent]:
-    """Asks for a streamed answer; the connection is closed, read or not, with the block."""
+    """Asks for a streamed answer. The connection is closed, read or not, with the block."""
     url = urlsplit(base_url)
     data = json.dumps({"model": "policy", "stream": True, **body}).encode()
     head = (

@@ -52,7 +52,7 @@ async def standing(stub: Any, consumer: str, *, calls: int = 1) -> collector_pb2
 
 
 async def filled(stub: Any, consumer: str) -> int:
-    """Waits until a consumer that does not read gets no more; returns how much is leased to it."""
+    """Waits until a consumer that does not read gets no more. Returns how much is leased to it."""
     leased = 0
     async with asyncio.timeout(TIMEOUT_S):
         while not leased or leased != (await standing(stub, consumer, calls=20)).leased:
@@ -102,7 +102,7 @@ async def test_what_a_stream_does_not_read_goes_to_another_of_its_consumer(stub:
 
 
 async def reads_all(stream: Stream, *, leave: bool = False) -> None:
-    """Reads until it had every unit; acknowledges them, unless they are left to run out."""
+    """Reads until it had every unit. Acknowledges them, unless they are left to run out."""
     left = set(UNITS)
     while left:
         response = await stream.read()
@@ -113,7 +113,7 @@ async def reads_all(stream: Stream, *, leave: bool = False) -> None:
 
 
 async def reads_on(stream: Stream, until: str) -> set[str]:
-    """Reads and acknowledges everything until one unit is acknowledged; returns what came."""
+    """Reads and acknowledges everything until one unit is acknowledged. Returns what came."""
     ids: set[str] = set()
     while True:
         response = await stream.read()
@@ -183,7 +183,7 @@ async def version_of(consumer: str, stub: Any) -> int:
 
 
 async def acknowledges(stream: Stream, names: Sequence[str], each: int) -> None:
-    """Acknowledges a few at a time; a version after each shows how far that was read."""
+    """Acknowledges a few at a time. A version after each shows how far that was read."""
     for at in range(0, len(names), each):
         await stream.acknowledge(*names[at : at + each])
         await stream.send(version=collector_pb2.ReportPolicyVersion(policy_version=at // each))

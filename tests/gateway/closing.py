@@ -41,7 +41,7 @@ def write_closed(
     *,
     with_head: bool = True,
 ) -> None:
-    """Writes a session, and its close; `size` is what its record is said to have.
+    """Writes a session, and its close. `size` is what its record is said to have.
 
     Without a head the record is written when it is sent, as after a close that took too long.
     """

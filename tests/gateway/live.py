@@ -72,7 +72,7 @@ def ids_of(message: engine_pb2.StreamGenerateResponse) -> list[int]:
 
 
 class RememberingBackend(ScriptedBackend):
-    """The scripted model; by chance it dies, is aborted, or gets other weights in the middle."""
+    """The scripted model. By chance it dies, is aborted, or gets other weights in the middle."""
 
     def __init__(
         self, config: EngineConfig, dice: random.Random, faults: float, cuts: list[Cut]
@@ -175,7 +175,7 @@ class LiveGateway(GatewayService):
 
 @asynccontextmanager
 async def served(service: Service, config: ServerConfig) -> AsyncIterator[str]:
-    """Serves until the block ends; yields the address."""
+    """Serves until the block ends. Yields the address."""
     stop = asyncio.Event()
     ready: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
@@ -202,7 +202,7 @@ def lasting_port() -> int:
 
 
 class LiveMesh:
-    """A mesh of services in this process; the gateway can be replaced."""
+    """A mesh of services in this process. The gateway can be replaced."""
 
     def __init__(
         self,

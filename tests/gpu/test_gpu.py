@@ -1,6 +1,6 @@
 """What only a GPU can show: real transfers, workers on several GPUs, sleep.
 
-`make test-gpu` runs these; elsewhere they are skipped. The model is made on the spot.
+`make test-gpu` runs these. Elsewhere they are skipped. The model is made on the spot.
 """
 
 import asyncio

@@ -68,7 +68,7 @@ class Cluster:
                     group.create_task(self._ready(maker, self._name(maker, number)))
 
     async def run(self, name: str, template: Manifest) -> Pod:
-        """Starts a pod that nothing makes; it has no probes."""
+        """Starts a pod that nothing makes. It has no probes."""
         return await self._add(name, name, template)
 
     async def roll(self, maker: str) -> None:
@@ -191,7 +191,7 @@ class Cluster:
 async def cluster(
     objects: list[Manifest], folder: Path, secrets: dict[tuple[str, str], str]
 ) -> AsyncIterator[Cluster]:
-    """A cluster without pods; those that it has at the end are killed."""
+    """A cluster without pods. Those that it has at the end are killed."""
     with network(folder) as made:
         found = Cluster(objects, made, folder, secrets)
         found.claims.mkdir()

@@ -17,7 +17,7 @@ _FILES = {
     "rollmesh-engine-gpu": ("services/engine/Dockerfile", "gpu"),
     "rollmesh-policy": ("services/engine/Dockerfile", "policy"),
 }
-"""File and stage of each image; without a stage the last one."""
+"""File and stage of each image. Without a stage the last one."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A small kubelet: starts the containers of a pod on this machine as its manifest says.
 
 A container has a file system of its own that cannot be written, with its volumes where they are
-mounted; the user, groups and rights of its manifest; process ids, a host name and a network of its
+mounted. The user, groups and rights of its manifest. Process ids, a host name and a network of its
 own. Instead of images it has this machine's programs, our code and the tests' environment, which
-stand for `/venv` and `/app`; entry points and environments are those of the Dockerfiles.
+stand for `/venv` and `/app`. Entry points and environments are those of the Dockerfiles.
 """
 
 import asyncio
@@ -117,11 +117,11 @@ class Pod:
         self.ready = True
 
     async def probed(self, kind: str) -> bool:
-        """Asks one of its probes once; returns whether it succeeds."""
+        """Asks one of its probes once. Returns whether it succeeds."""
         return await self.execute(self.container[kind]["exec"]["command"]) == 0
 
     async def execute(self, command: Sequence[str]) -> int:
-        """Runs a command in its container; returns its exit code."""
+        """Runs a command in its container. Returns its exit code."""
         if (first := self._first()) is None:
             return -1
         pid = first.pid
@@ -194,7 +194,7 @@ class Pod:
         await self._watching
 
     async def _run(self) -> None:
-        """Runs the containers; one that ends by itself is started again."""
+        """Runs the containers. One that ends by itself is started again."""
         for one in self.spec.get("initContainers", []):
             await self._repeat(one, until_done=True)
         await self._repeat(self.container, until_done=False)
@@ -226,7 +226,7 @@ class Pod:
         return await process.wait()
 
     def _first(self) -> psutil.Process | None:
-        """The first process of the container, as this machine sees it; None if it has none."""
+        """The first process of the container, as this machine sees it. None if it has none."""
         with suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 return next(iter(psutil.Process(self._process.pid).children()), None)
@@ -300,7 +300,7 @@ def make_pod(
     claims: Path,
     secrets: dict[tuple[str, str], str],
 ) -> Pod:
-    """Makes a pod and its volumes; nothing runs yet.
+    """Makes a pod and its volumes. Nothing runs yet.
 
     Args:
         name: Its name.

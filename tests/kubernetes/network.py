@@ -13,7 +13,7 @@ _MOST_NETWORKS = 250
 
 
 def run(*command: str) -> str:
-    """Runs a program; returns what it prints."""
+    """Runs a program. Returns what it prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -43,7 +43,7 @@ class Network:
         run("ip", "link", "set", self._name, "up")
 
     def add(self) -> tuple[str, str]:
-        """Makes the network namespace of a pod; returns its name and its address."""
+        """Makes the network namespace of a pod. Returns its name and its address."""
         name, address = f"{self._name}-{next(self._numbers)}", str(next(self._addresses))
         self._made.add(name)
         run("ip", "netns", "add", name)
@@ -94,7 +94,7 @@ class Network:
         return address
 
     def publish(self, names: Sequence[tuple[str, str]]) -> None:
-        """Gives names to addresses, as the cluster's DNS does; pods have the file mounted."""
+        """Gives names to addresses, as the cluster's DNS does. Pods have the file mounted."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in names)]
         self.hosts_file.write_text("\n".join(lines) + "\n")
 
@@ -104,7 +104,7 @@ class Network:
 
 
 def _free_name() -> tuple[int, str]:
-    """Makes the namespace of a network that no other process has; returns its number and name."""
+    """Makes the namespace of a network that no other process has. Returns its number and name."""
     for number in range(1, _MOST_NETWORKS):
         name = f"rollmesh{number}"
         with suppress(OSError):

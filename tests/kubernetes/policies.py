@@ -26,7 +26,7 @@ def allowed(policies: list[Manifest], caller: Peer, server: Peer, port: int) -> 
 def _one_way(
     policies: list[Manifest], subject: Peer, other: Peer, port: int, direction: str
 ) -> bool:
-    """What policies say of the one end that they select; what none selects is free."""
+    """What policies say of the one end that they select. What none selects is free."""
     here = [one for one in policies if direction in one["spec"]["policyTypes"]]
     selecting = [
         one

@@ -29,7 +29,7 @@ components: [{components}]
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """Runs a program of the environment; returns what it prints on standard output."""
+    """Runs a program of the environment. Returns what it prints on standard output."""
     assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-kube/.ready`"
     command = [str(ENVIRONMENT / "bin" / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -36,7 +36,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
 HABITS = Habits(agents=6, most_turns=6, pause_s=0.15, left=0.1)
-"""Of the agents; the rest of a mesh is that of the overlay for CPUs with some more pods."""
+"""Of the agents. The rest of a mesh is that of the overlay for CPUs with some more pods."""
 FURTHER = """
 configMapGenerator:
   - {name: rollmesh, behavior: merge, files: [mesh.toml]}
@@ -169,7 +169,7 @@ async def books(mesh: Mesh) -> Audit:
 
 
 async def reward_of_a_session(mesh: Mesh) -> float | None:
-    """Closes a session without a reward; returns what the scorer gave it."""
+    """Closes a session without a reward. Returns what the scorer gave it."""
     async with Client(MeshAddresses(**mesh.addresses())) as client:
         async with client.session(metadata={"passed": "yes"}) as session:
             sidecar = mesh.cluster.pods["rollmesh-sidecar"][0].address

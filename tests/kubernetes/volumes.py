@@ -50,7 +50,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], mode: int, group: int)
 def make_volume(
     source: Manifest, folder: Path, group: int, objects: list[Manifest], claims: Path
 ) -> Path:
-    """Makes the folder of a volume; returns it.
+    """Makes the folder of a volume. Returns it.
 
     Args:
         source: The volume of the pod's spec.

@@ -65,7 +65,7 @@ async def only(mesh: Mesh) -> AsyncIterator[Client]:
 
 
 async def ask(mesh: Mesh, session: Session, *said: str) -> Any:
-    """Asks with the last of what was said; the others are the conversation before it."""
+    """Asks with the last of what was said. The others are the conversation before it."""
     roles = ("user", "assistant")
     messages: list[Any] = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
     agent = mesh.openai(session)
@@ -274,7 +274,7 @@ async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_op
 
 
 async def streamed_ids(agent: Any, *, n: int = 1, **fields: Any) -> list[str]:
-    """Ids of the answers of a stream by choice; every chunk carries the first one's."""
+    """Ids of the answers of a stream by choice. Every chunk carries the first one's."""
     messages: list[Any] = [{"role": "user", "content": "plain"}]
     ids: dict[int, str] = {}
     shared = set()

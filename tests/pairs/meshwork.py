@@ -90,7 +90,7 @@ class Meshwork:
         await self.client.push_weights(tensors, version)
 
     async def rotate(self, role: str, servers: Sequence[str]) -> None:
-        """Changes the token of a role; the one before the last is not accepted any more."""
+        """Changes the token of a role. The one before the last is not accepted any more."""
         new = secrets.token_urlsafe(32)
         file, accepted = self.locks.token_file(role), self.locks.folder / "accepted" / role
         last = accepted.read_text().splitlines()[-1]
@@ -164,7 +164,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 async def ended(call: Awaitable[Any]) -> str:
-    """Waits for a call; returns "" or the reason of its typed error.
+    """Waits for a call. Returns "" or the reason of its typed error.
 
     Raises:
         TimeoutError: It did not end in its time.

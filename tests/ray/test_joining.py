@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 async def drive(cluster: Cluster, program: str, *words: str, **settings: Any) -> str:
-    """Runs another driver; returns what it wrote."""
+    """Runs another driver. Returns what it wrote."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, *words),
         stdout=asyncio.subprocess.PIPE,

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 SESSIONS = 6
-# A node whose raylet is gone is dead after five seconds; one that is only slow is not.
+# A node whose raylet is gone is dead after five seconds. One that is only slow is not.
 HEALTH: dict[str, Any] = {
     "health_check_period_ms": 1_000,
     "health_check_timeout_ms": 10_000,

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 @pytest.fixture
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[str, Path]]:
-    """One node that asks for a token; yields its address and the file of the token."""
+    """One node that asks for a token. Yields its address and the file of the token."""
     token = tmp_path_factory.mktemp("token") / "auth_token"
     token.write_text(secrets.token_hex(32))
     with closing(free_ports()) as ports:

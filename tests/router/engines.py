@@ -17,7 +17,7 @@ Answers: TypeAlias = AsyncIterator[engine_pb2.StreamGenerateResponse]
 
 
 def reason_of(result: router_pb2.EngineResult) -> str:
-    """The reason of an engine's error; empty where it did what was asked."""
+    """The reason of an engine's error. Empty where it did what was asked."""
     return from_status(result.status).reason if result.status.code else ""
 
 
@@ -43,7 +43,7 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         self.controls: list[tuple[str, str]] = []
         """The control calls that it got: the name of each and its request id."""
         self.hangs = asyncio.Event()
-        """Set while it answers; cleared, updates and control calls get no answer."""
+        """Set while it answers. Cleared, updates and control calls get no answer."""
         self.hangs.set()
 
     async def Generations(  # type: ignore[override]  # it writes to the context

@@ -1,4 +1,4 @@
-"""Control calls: every engine of a model does what is asked, and has a result; others do not."""
+"""Control calls: every engine of a model does what is asked, and has a result. Others do not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -42,7 +42,7 @@ def failing(error: Exception) -> Script:
 
 @dataclass
 class ScriptedService:
-    """Has one method of each kind; all of them answer with the script's bytes."""
+    """Has one method of each kind. All of them answer with the script's bytes."""
 
     script: Script = echo
     name: str = NAME
@@ -113,7 +113,7 @@ class ScriptedService:
 async def served(
     service: ScriptedService, **settings: Any
 ) -> AsyncIterator[tuple[grpc.aio.Channel, Bound]]:
-    """Serves a service until the block ends; yields a channel to it and its ports."""
+    """Serves a service until the block ends. Yields a channel to it and its ports."""
     config = ServerConfig(**{"grace_ms": 1000, **settings})
     bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
@@ -136,7 +136,7 @@ def begin(
     name: str = NAME,
     **call: Any,
 ) -> Any:
-    """Calls the method of a kind with one request; returns the running call."""
+    """Calls the method of a kind with one request. Returns the running call."""
     method: Any = getattr(channel, kind)(f"/{name}/{kind}")
     requests = [request] if kind.startswith("stream") else request
     return method(requests, **{"timeout": _WAIT_S, **call})
@@ -150,7 +150,7 @@ async def ask(
     name: str = NAME,
     **call: Any,
 ) -> bytes:
-    """Calls the method of a kind with one request; returns the last answer."""
+    """Calls the method of a kind with one request. Returns the last answer."""
     running = begin(channel, request, kind=kind, name=name, **call)
     if kind.endswith("unary"):
         return bytes(await running)

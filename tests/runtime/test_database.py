@@ -202,7 +202,7 @@ async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and mode of the files of a store; the lock file means nothing by itself."""
+    """Content and mode of the files of a store. The lock file means nothing by itself."""
     return {
         path.name: (path.read_bytes(), path.stat().st_mode)
         for path in folder.iterdir()

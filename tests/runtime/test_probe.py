@@ -25,7 +25,7 @@ NO_PROXY = {"http_proxy": "http://127.0.0.1:1", "grpc_proxy": "http://127.0.0.1:
 
 
 async def probed(*flags: str, **variables: object) -> tuple[int, str]:
-    """Runs the probe as a container does; returns its exit code and what it wrote to stderr."""
+    """Runs the probe as a container does. Returns its exit code and what it wrote to stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollmesh.runtime.probe", *flags,
         env=NO_PROXY | {name: str(value) for name, value in variables.items()},

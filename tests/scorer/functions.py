@@ -30,7 +30,7 @@ def behaves(record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
 
 
 def _hang_with_child(path: Path) -> None:
-    """Says through a named pipe that it began; the pipe ends when it and its child are gone."""
+    """Says through a named pipe that it began. The pipe ends when it and its child are gone."""
     with path.open("w") as pipe:
         path.unlink()
         with subprocess.Popen(["sleep", "600"], pass_fds=[pipe.fileno()]):

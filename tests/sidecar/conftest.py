@@ -23,7 +23,7 @@ async def base_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
-    """The published SDK, pointed at a session's path; no retries unless a test asks."""
+    """The published SDK, pointed at a session's path. No retries unless a test asks."""
     async with AsyncOpenAI(
         base_url=f"{base_url}/sessions/{KEY}/v1", api_key="static", max_retries=0
     ) as client:

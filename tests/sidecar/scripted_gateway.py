@@ -128,7 +128,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.found: dict[str, gateway_pb2.FindSessionResponse] = {}
         """What it says of a request id."""
         self.finds = asyncio.Event()
-        """Set while it says so; cleared, it is silent."""
+        """Set while it says so. Cleared, it is silent."""
         self.finds.set()
 
     async def FindSession(
@@ -261,7 +261,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
 @asynccontextmanager
 async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIterator[str]:
-    """Serves a gateway on a free port; yields its address."""
+    """Serves a gateway on a free port. Yields its address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[RpcInterceptor()])
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -274,7 +274,7 @@ async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIte
 
 @asynccontextmanager
 async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
-    """Runs a sidecar's app on a free port; yields its `http://host:port`."""
+    """Runs a sidecar's app on a free port. Yields its `http://host:port`."""
     directory = GatewayDirectory(config.router, config.gateway)
     async with asyncio.timeout(60), aclosing(directory):
         async with serving_agents(replace(config, port=0), directory, joins=False) as port:

@@ -85,7 +85,7 @@ def test_an_advertised_url_that_is_none_of_http_is_refused(advertise: str) -> No
 
 @asynccontextmanager
 async def connect_proxy(target: str) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A proxy that takes CONNECT and leads everywhere to one address; yields what it was asked."""
+    """A proxy that takes CONNECT and leads everywhere to one address. Yields what it was asked."""
     asked: list[bytes] = []
     host, _, port = target.rpartition(":")
 

@@ -158,7 +158,7 @@ async def test_too_much_in_memory(ask: Ask, sdk: Any) -> None:
 
 @every_protocol
 async def test_a_connection_too_many(ask: Ask, sdk: Any) -> None:
-    """The path is not known yet, so the body is OpenAI's; both SDKs go by the status."""
+    """The path is not known yet, so the body is OpenAI's. Both SDKs go by the status."""
     async with served(max_connections=1) as (url, clients), httpx2.AsyncClient(timeout=60) as first:
         assert (await first.get(f"{url}/healthz")).status_code == 200
         with pytest.raises(sdk.InternalServerError) as caught:

@@ -33,7 +33,7 @@ async def code_of(wire: Wire) -> tuple[int, str]:
 
 
 async def large_turn(url: str, head: bytes = CHAT) -> int:
-    """Sends a body of a megabyte; returns the status."""
+    """Sends a body of a megabyte. Returns the status."""
     content = b"x" * MIB
     body = orjson.dumps({"messages": [{"role": "user", "content": content.decode()}]})
     async with wired(url) as wire:

@@ -33,7 +33,7 @@ class Wire:
     writer: asyncio.StreamWriter
 
     async def send(self, parts: Iterable[bytes]) -> int:
-        """Sends what the sidecar takes; returns how many bytes that were."""
+        """Sends what the sidecar takes. Returns how many bytes that were."""
         sent = 0
         try:
             for part in parts:

@@ -16,7 +16,7 @@ _SCRIPT_S = 500.0
 
 
 async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:
-    """Runs a script with one JSON argument; returns its last line of output.
+    """Runs a script with one JSON argument. Returns its last line of output.
 
     Raises:
         AssertionError: Its packages are not installed, or it failed.
@@ -27,7 +27,7 @@ async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:
 
 
 async def run_with(python: str | Path, script: str, folder: Path, /, **arguments: Any) -> Any:
-    """Runs a script with an interpreter; see `run_script`."""
+    """Runs a script with an interpreter. See `run_script`."""
     settings = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),

@@ -1,4 +1,4 @@
-"""verl's own buffer over a TransferQueue; runs in the trainers' environment."""
+"""verl's own buffer over a TransferQueue. Runs in the trainers' environment."""
 
 from typing import Any
 

@@ -74,7 +74,7 @@ async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran
 
 
 def arguments(**settings: Any) -> Any:
-    """The published trainer's own arguments; importing them takes seconds."""
+    """The published trainer's own arguments. Importing them takes seconds."""
     return importlib.import_module("trl").GRPOConfig(use_cpu=True, bf16=False, **settings)
 
 

@@ -17,7 +17,7 @@ from tests.trainers.processes import run_script
 _SAMPLES = 3
 _SUPERSEDED = _SAMPLES + 1  # of the broken agent, which is tried again, and of the flaky one
 _SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1  # of four prompts and one of the validation set
-_TRAINED = 3 * _SAMPLES  # of four prompts; one is broken
+_TRAINED = 3 * _SAMPLES  # of four prompts. One is broken
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 

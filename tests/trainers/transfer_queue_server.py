@@ -1,4 +1,4 @@
-"""A real TransferQueue; runs in the trainers' environment."""
+"""A real TransferQueue. Runs in the trainers' environment."""
 
 import tempfile
 from collections.abc import Iterator

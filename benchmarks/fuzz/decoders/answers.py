@@ -1,4 +1,4 @@
-"""Targets: what the gateway reads of sampled text; how it is cut into pieces changes nothing."""
+"""Targets: what the gateway reads of sampled text. How it is cut into pieces changes nothing."""
 
 import json
 import zlib

@@ -32,7 +32,7 @@ class Feeder:
             yield from ((at, data) for data in inputs)
 
     def feed(self, at: int, data: bytes) -> None:
-        """Feeds a target; only its typed errors are right."""
+        """Feeds a target. Only its typed errors are right."""
         target = self.targets[at]
         self._findings.sent()
         self._findings.counts["decoder_inputs"] += 1

@@ -2,7 +2,7 @@
 
 Arguments: the file for the inputs behind findings, the file for the counts, and a seed. Further
 ones choose: `--guidance none` makes inputs without a look at coverage, `bytes` changes bytes only,
-`both` changes bytes and fields by turns, after a minute of the first; `--only` takes the targets
+`both` changes bytes and fields by turns, after a minute of the first. `--only` takes the targets
 whose names contain a text. It ends when standard input does, or after `--seconds`. Coverage is
 counted for `rollmesh`.
 """
@@ -46,7 +46,7 @@ class Guided:
         self.is_over = threading.Event()
 
     def run(self, data: bytes) -> None:
-        """Feeds one input; ends the process when it is over."""
+        """Feeds one input. Ends the process when it is over."""
         if self.is_over.is_set():
             self._counts.write_text(json.dumps(self._findings.counts))
             sys.stdout.flush()

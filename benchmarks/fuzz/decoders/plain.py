@@ -1,4 +1,4 @@
-"""Feeds the decoders in a separate process, until standard input ends; coverage guides nothing.
+"""Feeds the decoders in a separate process, until standard input ends. Coverage guides nothing.
 
 Arguments: the file for the inputs behind findings, the file for the counts, and a seed.
 """

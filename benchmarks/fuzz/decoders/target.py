@@ -28,7 +28,7 @@ class Target:
 
     name: str
     run: Callable[[bytes], object]
-    """Feeds it; raises one of `errors` if it refuses the input."""
+    """Feeds it. Raises one of `errors` if it refuses the input."""
     seeds: Callable[[], Sequence[bytes]]
     """Returns inputs that it takes."""
     change: Change
@@ -92,7 +92,7 @@ def framed(parts: Sequence[bytes]) -> bytes:
 
 
 def frames(data: bytes) -> list[bytes]:
-    """Returns the inputs that one consists of; the last may be cut."""
+    """Returns the inputs that one consists of. The last may be cut."""
     parts, at = list[bytes](), 0
     while at + 2 <= len(data):
         (size,) = struct.unpack_from("<H", data, at)
@@ -105,7 +105,7 @@ def one_frame(*changes: Change) -> Change:
     """Returns what changes one of several inputs, or their order.
 
     Args:
-        changes: Of each input; the last one is that of all further ones.
+        changes: Of each input. The last one is that of all further ones.
     """
 
     def change(rng: random.Random, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
 
-`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `pack_trees` lays out
-complete trees; `to_torch` and `to_tensordict` convert batches, `image_tensors` has what the model
+`rows_of` reads sessions. `pad`, `pack`, `ragged` and `split` lay them out. `pack_trees` lays out
+complete trees. `to_torch` and `to_tensordict` convert batches, `image_tensors` has what the model
 needs for their images. Nothing is truncated: a trajectory
 that does not fit is refused, or left out and counted.
 

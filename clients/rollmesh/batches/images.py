@@ -29,7 +29,7 @@ class ImageInputs:
     """int64 [3, N] if the model has multi-dimensional positions: temporal, height, width. Otherwise
     int64 [N]."""
     token_types: NDArray[np.int64]
-    """int64 [N]: 1 for a token that stands for an image, otherwise 0; transformers' name for it is
+    """int64 [N]: 1 for a token that stands for an image, otherwise 0. Transformers' name for it is
     `mm_token_type_ids`."""
 
 
@@ -71,7 +71,7 @@ class ImageProcessor:
         return self.inputs_of(row.session, row.trajectory)
 
     def inputs_of(self, session: SessionResult, trajectory: Trajectory) -> ImageInputs:
-        """Returns the inputs of a trajectory of a session; raises as `inputs` does."""
+        """Returns the inputs of a trajectory of a session. Raises as `inputs` does."""
         count, images = len(trajectory.token_ids), trajectory.images
         tensors = self._processed(session, images)
         grids = self._grids(tensors, images, f"trajectory {trajectory.trajectory_id}")
@@ -81,7 +81,7 @@ class ImageProcessor:
         return ImageInputs(tensors, positions, _token_types(count, images))
 
     def inputs_of_tree(self, session: SessionResult, tree: TrajectoryTree) -> ImageInputs:
-        """Returns the inputs of a session's tree, each image once; raises as `inputs` does.
+        """Returns the inputs of a session's tree, each image once. Raises as `inputs` does.
 
         Positions count along each token's own path.
         """
@@ -110,7 +110,7 @@ class ImageProcessor:
         images: Sequence[trajectory_pb2.TrajectoryImage],
         name: str,
     ) -> list[tuple[int, int]]:
-        """Returns the rows and columns of tokens of each image; none if the model has no grids."""
+        """Returns the rows and columns of tokens of each image. None if the model has no grids."""
         if _GRID not in tensors:
             return []
         merge = int(self._processor.merge_size)
@@ -126,10 +126,10 @@ class ImageProcessor:
 
 
 def row_inputs(rows: Sequence[Row], processor: ImageProcessor | None) -> tuple[ImageInputs, ...]:
-    """Returns the inputs of each row; none without a processor.
+    """Returns the inputs of each row. None without a processor.
 
     Raises:
-        InvalidFieldError: A row has images and there is no processor; or as `inputs`.
+        InvalidFieldError: A row has images and there is no processor, or as `inputs`.
     """
     for row in rows:
         refuse_images(
@@ -144,7 +144,7 @@ def refuse_images(
     """Refuses images without a processor: positions may depend on their sizes.
 
     Raises:
-        InvalidFieldError: There are images and no processor; names what has them.
+        InvalidFieldError: There are images and no processor. Names what has them.
     """
     if images and processor is None:
         raise InvalidFieldError(
@@ -160,7 +160,7 @@ def grid_positions(
     """Returns positions of three dimensions, as Qwen-VL models count them.
 
     A token of text has the same position in all three. The tokens of an image share one temporal
-    position and count rows and columns from there; the next token follows the largest of them.
+    position and count rows and columns from there. The next token follows the largest of them.
 
     Args:
         count: Number of tokens N.

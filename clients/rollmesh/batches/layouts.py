@@ -28,21 +28,21 @@ class Batch:
     """B trajectories in R rows of L tokens."""
 
     token_ids: NDArray[np.int64]
-    """int64 [R, L]; the padding id at padding."""
+    """int64 [R, L]. The padding id at padding."""
     attention_mask: NDArray[np.bool_]
     """bool [R, L]: whether there is a token."""
     segment_ids: NDArray[np.int32]
-    """int32 [R, L]: number of the trajectory in the row, from 1; 0 at padding. A token may attend
+    """int32 [R, L]: number of the trajectory in the row, from 1. 0 at padding. A token may attend
     to earlier tokens with the same number."""
     position_ids: NDArray[np.int64]
-    """int64 [R, L]: from 0 in each trajectory; 0 at padding. int64 [R, 3, L] if a processor was
+    """int64 [R, L]: from 0 in each trajectory. 0 at padding. int64 [R, 3, L] if a processor was
     given whose model has multi-dimensional positions."""
     loss_mask: NDArray[np.bool_]
     """bool [R, L]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [R, L]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    """float32 [R, L]: under the policy that sampled the token. 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [R, L]: version that sampled the token; -1 if it was not sampled."""
+    """int64 [R, L]: version that sampled the token. -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [R, L]: see `Row.rewards`."""
     row_index: NDArray[np.int64]
@@ -54,7 +54,7 @@ class Batch:
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`; none without a processor."""
+    """What the model needs for the images of each of `trajectories`. None without a processor."""
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Splits any [R, L, ...] into one [N, ...] for each of `trajectories`, in their order."""
@@ -62,7 +62,7 @@ class Batch:
         return [values[row, start : start + tokens] for row, start, tokens in cells]
 
     def cu_seqlens(self, row: int) -> NDArray[np.int32]:
-        """Returns the start of each trajectory of a row, and the end of the last; int32 [S + 1]."""
+        """Returns the start of each trajectory of a row, and the end of the last. Int32 [S + 1]."""
         ids = self.segment_ids[row]
         return np.searchsorted(ids[ids > 0], np.arange(1, ids.max() + 2)).astype(np.int32)
 
@@ -81,14 +81,14 @@ def pad(
     Args:
         rows: Rows to train on.
         side: Side of the padding.
-        length: Tokens per row (L); None uses the longest trajectory.
+        length: Tokens per row (L). None uses the longest trajectory.
         pad_id: Token id of the padding.
         too_long: Handling of trajectories with more than `length` tokens.
         processor: Of the model, if it takes images.
 
     Raises:
-        TrajectoryTooLongError: With "refuse"; names the trajectory.
-        InvalidFieldError: A trajectory has images and there is no processor; or as
+        TrajectoryTooLongError: With "refuse". Names the trajectory.
+        InvalidFieldError: A trajectory has images and there is no processor, or as
             `ImageProcessor.inputs`.
     """
     fitting, left_out = fit(rows, length, too_long)
@@ -116,7 +116,7 @@ def pack(
         processor: Of the model, if it takes images.
 
     Raises:
-        TrajectoryTooLongError: With "refuse"; names the trajectory.
+        TrajectoryTooLongError: With "refuse". Names the trajectory.
         InvalidFieldError: As with `pad`.
     """
     fitting, left_out = fit(rows, length, too_long)
@@ -139,7 +139,7 @@ def fit(
     """Returns the rows of at most `length` tokens, and all trajectories that are left out.
 
     Raises:
-        TrajectoryTooLongError: With "refuse"; names the trajectory.
+        TrajectoryTooLongError: With "refuse". Names the trajectory.
     """
     fitting: list[Row] = []
     left_out = list(rows.left_out)
@@ -169,7 +169,7 @@ def lay_out(
         places: Index of each in a column.
         shape: Shape of the columns.
         pad_id: Token id of the padding.
-        inputs: Those of the images of each row, which have its positions; or none at all.
+        inputs: Those of the images of each row, which have its positions, or none at all.
     """
     axes = inputs[0].position_ids.shape[:-1] if inputs else ()
     token_ids = np.full(shape, pad_id, np.int64)

@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 
 
 class TrajectoryTooLongError(RollmeshError):
-    """A trajectory has more tokens than a row may hold; nothing is cut.
+    """A trajectory has more tokens than a row may hold. Nothing is cut.
 
     Use longer rows, or leave it out (`too_long="leave_out"`).
     """
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def group_id(self) -> str:
-        """Id of the group; id of the session if it has no group."""
+        """Id of the group. Id of the session if it has no group."""
         return self.session.group[1]
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ def rows_of(
         untrained: Handling of trajectories without trained tokens (auxiliary calls).
 
     Raises:
-        MissingRewardError: With "refuse"; names the trajectory.
+        MissingRewardError: With "refuse". Names the trajectory.
         InvalidFieldError: A session was exported as a tree, not as trajectories.
     """
     rows: list[Row] = []
@@ -190,7 +190,7 @@ def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[Session
 
 
 def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float32] | None:
-    """Returns float32 [N]; None if there is no reward at all."""
+    """Returns float32 [N]. None if there is no reward at all."""
     rewards = np.zeros(len(trajectory.token_ids), np.float32)
     is_rewarded = False
     for segment in trajectory.path.segments:
@@ -210,14 +210,14 @@ def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryColumns:
-    """One value per trajectory; B trajectories."""
+    """One value per trajectory. B trajectories."""
 
     trajectory_ids: tuple[str, ...]
     session_ids: tuple[str, ...]
     group_ids: tuple[str, ...]
     lineages: tuple[str, ...]
     reasons: tuple[tuple[str, ...], ...]
-    """Fidelity reasons of each; ("EXACT",) if there are none."""
+    """Fidelity reasons of each. ("EXACT",) if there are none."""
     group_index: NDArray[np.int64]
     """int64 [B]: number of the group, from 0 in order of appearance."""
     session_index: NDArray[np.int64]
@@ -261,12 +261,12 @@ def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
 
 @dataclass(frozen=True, slots=True)
 class TreeColumns:
-    """One value per tree; B trees, each from a different session."""
+    """One value per tree. B trees, each from a different session."""
 
     session_ids: tuple[str, ...]
     group_ids: tuple[str, ...]
     reasons: tuple[tuple[str, ...], ...]
-    """Fidelity reasons of each; ("EXACT",) if there are none."""
+    """Fidelity reasons of each. ("EXACT",) if there are none."""
     group_index: NDArray[np.int64]
     """int64 [B]: number of the group, from 0 in order of appearance."""
     session_index: NDArray[np.int64]

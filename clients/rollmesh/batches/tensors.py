@@ -1,4 +1,4 @@
-"""Converts batches to torch tensors and TensorDicts; both packages are imported on demand."""
+"""Converts batches to torch tensors and TensorDicts. Both packages are imported on demand."""
 
 import importlib
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ from rollmesh.batches.tree_batches import TreeBatch
 
 @dataclass(frozen=True, slots=True)
 class SplitBatch:
-    """B trajectories; P columns before the first sampled token, R columns from it on."""
+    """B trajectories. P columns before the first sampled token, R columns from it on."""
 
     prompt_ids: NDArray[np.int64]
     """int64 [B, P], padded on the left."""
@@ -40,14 +40,14 @@ class SplitBatch:
     response_mask: NDArray[np.bool_]
     """bool [B, R]: whether there is a token."""
     position_ids: NDArray[np.int64]
-    """int64 [B, P + R]: over prompt and response together; 0 at padding. int64 [B, 3, P + R] if a
+    """int64 [B, P + R]: over prompt and response together. 0 at padding. int64 [B, 3, P + R] if a
     processor was given whose model has multi-dimensional positions."""
     loss_mask: NDArray[np.bool_]
     """bool [B, R]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [B, R]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    """float32 [B, R]: under the policy that sampled the token. 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [B, R]: version that sampled the token; -1 if it was not sampled."""
+    """int64 [B, R]: version that sampled the token. -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [B, R]: see `Row.rewards`."""
     trajectories: TrajectoryColumns
@@ -55,7 +55,7 @@ class SplitBatch:
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`; none without a processor."""
+    """What the model needs for the images of each of `trajectories`. None without a processor."""
 
 
 def split(
@@ -71,14 +71,14 @@ def split(
 
     Args:
         rows: Rows to train on.
-        prompt_length: P; None uses the longest prompt.
-        response_length: R; None uses the longest response.
+        prompt_length: P. None uses the longest prompt.
+        response_length: R. None uses the longest response.
         pad_id: Token id of the padding.
         too_long: Handling of trajectories with a part that does not fit.
         processor: Of the model, if it takes images.
 
     Raises:
-        TrajectoryTooLongError: With "refuse"; names the trajectory and the part.
+        TrajectoryTooLongError: With "refuse". Names the trajectory and the part.
         InvalidFieldError: As with `pad`.
     """
     fitting: list[Row] = []
@@ -145,19 +145,19 @@ class RaggedBatch:
     loss_mask: NDArray[np.bool_]
     """bool [T]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    """float32 [T]: under the policy that sampled the token. 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [T]: version that sampled the token; -1 if it was not sampled."""
+    """int64 [T]: version that sampled the token. -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [T]: see `Row.rewards`."""
     offsets: NDArray[np.int64]
-    """int64 [B + 1]: start of each trajectory, then T; the `cu_seqlens` of the batch."""
+    """int64 [B + 1]: start of each trajectory, then T. The `cu_seqlens` of the batch."""
     trajectories: TrajectoryColumns
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`; none without a processor."""
+    """What the model needs for the images of each of `trajectories`. None without a processor."""
 
 
 def ragged(rows: Rows, *, processor: ImageProcessor | None = None) -> RaggedBatch:
@@ -190,12 +190,12 @@ def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
     """Returns the arrays of a batch, per token and per trajectory, as tensors with the same names.
 
     Per-token tensors of a `RaggedBatch` are nested tensors with the jagged layout: [B, j], where j
-    is the length of each trajectory; multi-dimensional positions are [B, 3, j]. The inputs for
+    is the length of each trajectory. Multi-dimensional positions are [B, 3, j]. The inputs for
     images are apart: see `image_tensors`.
 
     Args:
         batch: A batch of any layout.
-        device: Device of the tensors; None leaves them on the CPU, where they share the arrays'
+        device: Device of the tensors. None leaves them on the CPU, where they share the arrays'
             memory.
 
     Raises:
@@ -223,8 +223,8 @@ def image_tensors(batch: Layout) -> dict[str, Any]:
         batch: A batch that was laid out with an `ImageProcessor`.
 
     Returns:
-        torch tensors by the names of the model's arguments (`pixel_values`, `image_grid_thw`, ...);
-        empty if the batch has no images.
+        torch tensors by the names of the model's arguments (`pixel_values`, `image_grid_thw`, ...).
+        Empty if the batch has no images.
 
     Raises:
         PackageMissingError: torch is not installed.

@@ -39,18 +39,18 @@ class TreeBatch:
     loss_mask: NDArray[np.bool_]
     """bool [T]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: under the policy that sampled the token; 0.0 if it was not sampled."""
+    """float32 [T]: under the policy that sampled the token. 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [T]: version that sampled the token; -1 if it was not sampled."""
+    """int64 [T]: version that sampled the token. -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [T]: the reward of each trained turn at the last token of its node. The session's
-    reward belongs to no single token; it is in `trees.reward`."""
+    reward belongs to no single token. It is in `trees.reward`."""
     advantages: NDArray[np.float32]
-    """float32 [T]: zeros, for the trainer to fill; see `spread`."""
+    """float32 [T]: zeros, for the trainer to fill. See `spread`."""
     parents: NDArray[np.int64]
-    """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    """int64 [M]: index of each node's parent, below its own. -1 for a root."""
     turn_rewards: NDArray[np.float32]
-    """float32 [M]: reward of each node's turn alone; NaN if none was given."""
+    """float32 [M]: reward of each node's turn alone. NaN if none was given."""
     node_offsets: NDArray[np.int64]
     """int64 [M + 1]: start of each node's tokens, then T."""
     tree_offsets: NDArray[np.int64]
@@ -60,7 +60,7 @@ class TreeBatch:
     left_out: tuple[LeftOut, ...]
     """Sessions that are not in the batch, by id."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trees`; none without a processor."""
+    """What the model needs for the images of each of `trees`. None without a processor."""
 
     def paths(self) -> list[NDArray[np.int64]]:
         """Returns the tokens from a root to each leaf, tree by tree, oldest leaf first.
@@ -83,7 +83,7 @@ class TreeBatch:
             values: float [B], one per tree.
 
         Returns:
-            float32 [T]; 0.0 at tokens that are not trained.
+            float32 [T]. 0.0 at tokens that are not trained.
         """
         per_token = np.repeat(values, np.diff(self.tree_offsets))
         return np.where(self.loss_mask, per_token, 0).astype(np.float32)
@@ -92,8 +92,8 @@ class TreeBatch:
         """Returns which tokens each token attends to: itself and earlier tokens on its path.
 
         Returns:
-            bool [T, T]; rows are queries, columns are keys. The mask is dense (T times T bytes);
-            kernels with block masks need only `node_index` and `parents`.
+            bool [T, T]. Rows are queries, columns are keys. The mask is dense (T times T bytes).
+            Kernels with block masks need only `node_index` and `parents`.
         """
         return path_mask(self.parents, self.node_index)
 
@@ -124,9 +124,9 @@ def pack_trees(
         processor: Of the model, if it takes images.
 
     Raises:
-        MissingRewardError: With "refuse"; names the session.
+        MissingRewardError: With "refuse". Names the session.
         InvalidFieldError: A session was not exported as a tree, or has images and there is no
-            processor; or as `ImageProcessor.inputs`.
+            processor, or as `ImageProcessor.inputs`.
     """
     kept: list[tuple[SessionResult, TrajectoryTree]] = []
     left_out: list[LeftOut] = []

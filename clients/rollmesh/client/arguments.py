@@ -1,4 +1,4 @@
-"""Turns arguments into messages; errors name the argument."""
+"""Turns arguments into messages. Errors name the argument."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -70,7 +70,7 @@ def purpose_of(purpose: object) -> session_pb2.SessionPurpose.ValueType:
 
 
 def policy_of(name: object) -> sampling_pb2.SamplingPolicy.ValueType | None:
-    """Returns the value of a `SamplingPolicy`; None for None, which is the gateway's own.
+    """Returns the value of a `SamplingPolicy`. None for None, which is the gateway's own.
 
     Raises:
         InvalidFieldError: There is no such policy.
@@ -88,10 +88,10 @@ def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:
 
 
 def filled(kind: type[_Message], /, **values: Any) -> _Message:
-    """Returns a message with these values; fields that are None stay unset.
+    """Returns a message with these values. Fields that are None stay unset.
 
     Raises:
-        InvalidFieldError: A field cannot hold its value; the error names the field.
+        InvalidFieldError: A field cannot hold its value. The error names the field.
     """
     try:
         return kind(**values)

@@ -36,4 +36,4 @@ class ServerCalls(Connections):
 
 
 class Client(SessionCalls, DeliveryCalls, WeightCalls, EngineCalls, ServerCalls):
-    """One mesh: its sessions, deliveries, weights and engines; use it as a context."""
+    """One mesh: its sessions, deliveries, weights and engines. Use it as a context."""

@@ -44,7 +44,7 @@ GatewayMethod: TypeAlias = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAddresses(CallerConfig):
-    """Where a mesh is reached, and the files that open it; `rollmesh up` prints them.
+    """Where a mesh is reached, and the files that open it. `rollmesh up` prints them.
 
     A file that is not given is the one that the environment names: `ROLLMESH_TOKEN_FILE` is that of
     `token_file`, and so on.
@@ -54,11 +54,11 @@ class MeshAddresses(CallerConfig):
     """host:port of the router, or several separated by commas: the preferred one first. Routers
     know all others, so no other address is needed."""
     gateway: str = ""
-    """host:port of the gateway, if there is only one; the router is then not asked."""
+    """host:port of the gateway, if there is only one. The router is then not asked."""
     collector: str = ""
-    """host:port of the collector, or several, separated by commas; the router is then not asked."""
+    """host:port of the collector, or several, separated by commas. The router is then not asked."""
     sidecar: str = ""
-    """host:port or URL of the OpenAI-compatible HTTP that agents call; the router is then not
+    """host:port or URL of the OpenAI-compatible HTTP that agents call. The router is then not
     asked."""
 
     @classmethod
@@ -81,10 +81,10 @@ class _Doubt(NamedTuple):
 
 
 class Connections:
-    """Connects to each service of a mesh when it is first used; a context."""
+    """Connects to each service of a mesh when it is first used. A context."""
 
     def __init__(self, addresses: MeshAddresses) -> None:
-        """Takes the addresses; connects when first used.
+        """Takes the addresses. Connects when first used.
 
         Raises:
             ConfigError: A file that opens the mesh cannot be read, or others may read it.
@@ -177,7 +177,7 @@ class Connections:
 
         Args:
             request: Has a request id.
-            is_repeat: Whether an earlier process may have opened it; all gateways are asked first.
+            is_repeat: Whether an earlier process may have opened it. All gateways are asked first.
 
         Raises:
             SessionClosedError: The request id opened a session that is closed.
@@ -209,7 +209,7 @@ class Connections:
         return opened
 
     async def _found(self, request_id: str) -> str:
-        """Returns the journal of the session that a request id opened; empty if it opened none."""
+        """Returns the journal of the session that a request id opened. Empty if it opened none."""
         found = await retried(lambda _: self._gateways.find(request_id), CALL_S)
         if found is not None and found.closed:
             raise SessionClosedError(
@@ -222,7 +222,7 @@ class Connections:
     async def _ask_gateway(
         self, gateway: Reached, method: GatewayMethod, request: Any, timeout_s: float
     ) -> Any:
-        """Makes one call at a gateway; if it was lost, it is looked for again."""
+        """Makes one call at a gateway. If it was lost, it is looked for again."""
         call = method(gateway.stub)(
             request,
             timeout=timeout_s,

@@ -21,16 +21,16 @@ PAUSE_MODES = {
 
 
 class EngineControlError(RollmeshError):
-    """A control call failed at an engine; `results` has the result of every engine.
+    """A control call failed at an engine. `results` has the result of every engine.
 
-    Read the results; the engines that are not among the failures did what was asked.
+    Read the results. The engines that are not among the failures did what was asked.
     """
 
     code = "INTERNAL"
     reason = "ENGINE_CONTROL_FAILED"
 
     def __init__(self, results: Sequence[router_pb2.EngineResult]) -> None:
-        """Takes the results; the message names the engines that failed and why."""
+        """Takes the results. The message names the engines that failed and why."""
         failed = [result for result in results if result.status.code]
         super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
         self.results = list(results)
@@ -48,14 +48,14 @@ class EngineCalls(Connections):
 
     Every method returns one result per engine and raises `EngineControlError` if an engine failed.
     If the router is lost in the middle, it is repeated, at another router or at the same one when
-    it is back, for a minute; no engine does anything twice. `model` may be empty if the mesh has
+    it is back, for a minute. No engine does anything twice. `model` may be empty if the mesh has
     only one.
     """
 
     async def pause_engines(
         self, mode: PauseModeName = "keep", model: str = ""
     ) -> list[router_pb2.EngineResult]:
-        """Pauses sampling; turns of sessions wait until the engines resume.
+        """Pauses sampling. Turns of sessions wait until the engines resume.
 
         Args:
             mode: What happens to running generations: "keep" continues them later, "abort" ends
@@ -73,7 +73,7 @@ class EngineCalls(Connections):
         return await self._controlled(lambda router: router.ResumeEngines, request)
 
     async def sleep_engines(self, level: int = 1, model: str = "") -> list[router_pb2.EngineResult]:
-        """Frees accelerator memory; turns of sessions wait until engines wake up.
+        """Frees accelerator memory. Turns of sessions wait until engines wake up.
 
         Args:
             level: 1 keeps the weights in host memory, 2 drops them.
@@ -90,12 +90,12 @@ class EngineCalls(Connections):
         return await self._controlled(lambda router: router.WakeUpEngines, request)
 
     async def reset_prefix_caches(self, model: str = "") -> list[router_pb2.EngineResult]:
-        """Empties the prefix caches; an engine whose running generations use its own fails."""
+        """Empties the prefix caches. An engine whose running generations use its own fails."""
         request = router_pb2.ResetPrefixCachesRequest(model=model, request_id=uuid.uuid4().hex)
         return await self._controlled(lambda router: router.ResetPrefixCaches, request)
 
     async def abort_generations(self, model: str = "") -> list[router_pb2.EngineResult]:
-        """Aborts all running generations; turns of sessions continue or begin again."""
+        """Aborts all running generations. Turns of sessions continue or begin again."""
         request = router_pb2.AbortGenerationsRequest(
             all=True, model=model, request_id=uuid.uuid4().hex
         )

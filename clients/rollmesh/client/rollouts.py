@@ -79,11 +79,11 @@ class Group:
     sample: Any
     """The runner's first argument."""
     group_id: str = ""
-    """Id of the group, unique in the run; if empty, the rollout chooses one."""
+    """Id of the group, unique in the run. If empty, the rollout chooses one."""
     n: int | None = None
     """Number of sessions in the group."""
     runner: str | AgentRunner | None = None
-    """Runs the agent; overrides the sample's `agent_name`."""
+    """Runs the agent. Overrides the sample's `agent_name`."""
     sampling: Mapping[str, Any] | None = None
     """Sampling parameters of all turns, by the names of `SamplingParams`."""
     metadata: Mapping[str, str] | None = None
@@ -103,11 +103,11 @@ class SampleOutcome:
     reward: float | None = None
     """Reward of the whole session."""
     result: Any = None
-    """The runner's return value; None unless the session completed."""
+    """The runner's return value. None unless the session completed."""
     error: str = ""
     """Text of the error, up to 4,000 characters."""
     error_type: str = ""
-    """Class of the error; empty if there was none."""
+    """Class of the error. Empty if there was none."""
     attempts: int = 1
     seconds: float = 0.0
     """Time from opening to closing the last session."""
@@ -125,7 +125,7 @@ class GroupOutcome:
     sessions: tuple[SampleOutcome, ...]
     """One for each seat, in order of sample_index."""
     run_id: str = ""
-    """Id of the run, as in `Delivery.run_id`; empty for a group whose id the rollout chose."""
+    """Id of the run, as in `Delivery.run_id`. Empty for a group whose id the rollout chose."""
 
 
 def needed_of(needed: Needed, size: int) -> int:
@@ -164,7 +164,7 @@ class GroupState:
         return self.size - lost < self.needed
 
     def add(self, outcome: SampleOutcome) -> GroupOutcome | None:
-        """Adds the outcome of a seat; returns the outcome of the group with its last one.
+        """Adds the outcome of a seat. Returns the outcome of the group with its last one.
 
         Raises:
             ValueError: The seat does not exist, or has ended already.
@@ -191,7 +191,7 @@ class Episode:
     result: Any
     """The runner's return value."""
     transcript: Transcript
-    """The conversation; `transcript.last` is its last turn."""
+    """The conversation. `transcript.last` is its last turn."""
 
 
 Score: TypeAlias = float | Rewards | None
@@ -216,7 +216,7 @@ class RewardCalls:
         """Returns the score of an episode.
 
         Raises:
-            RewardTimeLimitError: The function exceeded the limit. Its thread cannot be stopped; it
+            RewardTimeLimitError: The function exceeded the limit. Its thread cannot be stopped. It
                 keeps running, and counts towards the maximum, until the function returns.
             Exception: The function raised it.
         """
@@ -252,10 +252,10 @@ class RewardCalls:
                 value, give_it = kept, scored.set_exception  # type: ignore[assignment]
             with contextlib.suppress(
                 RuntimeError
-            ):  # the loop has been closed; nobody awaits the result
+            ):  # the loop has been closed. Nobody awaits the result
                 loop.call_soon_threadsafe(give, give_it, value)
 
-        # The interpreter joins the threads of a pool at exit; one that hangs would block it.
+        # The interpreter joins the threads of a pool at exit. One that hangs would block it.
         try:
             threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
         except BaseException:  # the machine has no more threads
@@ -293,7 +293,7 @@ async def supervised(
     grace_s: float,
     stop: asyncio.Future[None],
 ) -> _Result:
-    """Returns the result of an agent; stops it at its time limit or when `stop` is done.
+    """Returns the result of an agent. Stops it at its time limit or when `stop` is done.
 
     Args:
         agent: The agent's coroutine.
@@ -384,9 +384,9 @@ class Retries:
     tries: int = 1
     """Maximum number of attempts, the first included."""
     delay_s: float = 2.0
-    """Longest wait before the second attempt, seconds; doubled before each further one."""
+    """Longest wait before the second attempt, seconds. Doubled before each further one."""
     time_limits: bool = False
-    """Whether to retry agents that exceeded `timeout_s`; this favours short answers."""
+    """Whether to retry agents that exceeded `timeout_s`. This favours short answers."""
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -428,15 +428,15 @@ class RolloutSettings:
     delivered with the outcome of each session.
     """
     reward: RewardFunction | None = None
-    """Scores a finished agent; None: the runner returns the rewards."""
+    """Scores a finished agent. None: the runner returns the rewards."""
     reward_timeout_ms: int | None = None
     """Time for `Client.set_rewards` after the collector has stored a completed session,
-    milliseconds; the session is held back until then. None: it is delivered with the rewards that
+    milliseconds. The session is held back until then. None: it is delivered with the rewards that
     it was closed with."""
     reward_threads: int = 8
     """Maximum number of concurrent calls of a reward function that is not asynchronous."""
     model: str = ""
-    """Name of the model that answers; may be empty if the mesh has only one."""
+    """Name of the model that answers. May be empty if the mesh has only one."""
     sampling: Mapping[str, Any] | None = None
     """Sampling parameters of all turns, by the names of `SamplingParams`."""
     sampling_policy: SamplingPolicy | None = None
@@ -445,7 +445,7 @@ class RolloutSettings:
     metadata: Callable[[Any], Mapping[str, str]] | None = None
     """Returns the metadata of a sample's sessions, which the trainer receives."""
     group_id: Callable[[Any], str] | None = None
-    """Returns the id of a sample's group, which must be unique in the run; None: random ids."""
+    """Returns the id of a sample's group, which must be unique in the run. None: random ids."""
     run_id: str | None = None
     """Id of the run: groups of two runs are two groups, also with one id. Give it to continue a run
     after a restart. None: a random one for this rollout, if you chose the ids of its groups."""
@@ -465,15 +465,15 @@ class RolloutSettings:
     those of failed attempts, are acknowledged at once. None: the trainer subscribes itself.
     """
     consumer: str = ""
-    """Name at the collector for `on_session`; one for each trainer."""
+    """Name at the collector for `on_session`. One for each trainer."""
     progress: bool | None = None
-    """Whether to show progress on standard error; None: if it is a terminal."""
+    """Whether to show progress on standard error. None: if it is a terminal."""
 
     def __post_init__(self) -> None:
         """Checks the settings.
 
         Raises:
-            InvalidFieldError: A setting is invalid; the error names it.
+            InvalidFieldError: A setting is invalid. The error names it.
         """
         for name in ("n", "concurrency", "reward_threads"):
             if getattr(self, name) < 1:
@@ -525,7 +525,7 @@ class Attempts:
     def __init__(
         self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
     ) -> None:
-        """Takes the rollout's settings; `arrivals` is None without `on_session`."""
+        """Takes the rollout's settings. `arrivals` is None without `on_session`."""
         self._client = client
         self._settings = settings
         self._arrivals = arrivals
@@ -537,7 +537,7 @@ class Attempts:
         )
 
     async def run(self, seat: Seat) -> SampleOutcome:
-        """Runs a seat to its end and returns the outcome; errors of the agent are part of it."""
+        """Runs a seat to its end and returns the outcome. Errors of the agent are part of it."""
         attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
         request = self._request(seat, attempt)
         while True:
@@ -592,7 +592,7 @@ class Attempts:
     async def _attempt(
         self, seat: Seat, session: Session, attempt: int, started_ms: int
     ) -> SampleOutcome | None:
-        """Runs an agent in a session and closes it; returns None if it must be retried.
+        """Runs an agent in a session and closes it. Returns None if it must be retried.
 
         Raises:
             RollmeshError: The close was not confirmed.
@@ -611,7 +611,7 @@ class Attempts:
         except InvalidFieldError as error:
             if session.closed:
                 raise
-            # A reward names a turn or trajectory that does not exist; the session is still open.
+            # A reward names a turn or trajectory that does not exist. The session is still open.
             return await self._failed(seat, session, attempt, error, ended)
 
     async def _completed(
@@ -643,7 +643,7 @@ class Attempts:
         return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
 
     async def _work(self, seat: Seat, session: Session) -> Any:
-        """Runs and scores the agent; returns the runner's result."""
+        """Runs and scores the agent. Returns the runner's result."""
         sample = seat.group.sample
         if seat.stop.done():
             raise AgentStoppedError("stopped because its group failed")
@@ -675,7 +675,7 @@ class Attempts:
         error: Exception,
         ended: Callable[..., SampleOutcome],
     ) -> SampleOutcome | None:
-        """Closes the session of a failed attempt; returns None if it must be retried."""
+        """Closes the session of a failed attempt. Returns None if it must be retried."""
         again = self._retries.after(error, attempt) and not seat.stop.done()
         stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
         outcome: Outcome = "ABORTED" if stopped else "FAILED"
@@ -716,7 +716,7 @@ class Attempts:
         )
 
     async def _open(self, seat: Seat, request: gateway_pb2.CreateSessionRequest) -> Session:
-        """Opens a session; if the rollout is cancelled meanwhile, closes it again."""
+        """Opens a session. If the rollout is cancelled meanwhile, closes it again."""
         opened: list[Session] = []
 
         async def opening() -> None:
@@ -743,7 +743,7 @@ class Attempts:
         await shielded(closing, self._limits.close_s)
 
     async def _abort(self, session: Session) -> None:
-        """Closes a session after a cancellation; on failure, the gateway's idle limit closes it."""
+        """Closes a session after a cancellation. On failure, the gateway's idle limit closes it."""
 
         async def closing() -> None:
             try:
@@ -765,7 +765,7 @@ def _outcome(
     result: Any = None,
     error: Exception | None = None,
 ) -> SampleOutcome:
-    """Returns the outcome of a seat; it has no session if opening or closing it failed."""
+    """Returns the outcome of a seat. It has no session if opening or closing it failed."""
     return SampleOutcome(
         group_id=seat.group.group_id,
         sample_index=seat.index,
@@ -815,7 +815,7 @@ class Durations:
         self._buckets[round(math.log(max(seconds, 1e-3), _STEP))] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Returns a quantile, accurate to 5 %; None if the histogram is empty."""
+        """Returns a quantile, accurate to 5 %. None if the histogram is empty."""
         left = share * self._buckets.total()
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
@@ -833,9 +833,9 @@ class RolloutSummary:
     groups: Counter[str] = field(default_factory=Counter)
     """Groups: succeeded, failed."""
     errors: Counter[str] = field(default_factory=Counter)
-    """Places by class of the error; "other" beyond 64 classes."""
+    """Places by class of the error. "other" beyond 64 classes."""
     texts: Counter[str] = field(default_factory=Counter)
-    """Seats by the text of the error, for the first 16 distinct texts; a text is cut after 500
+    """Seats by the text of the error, for the first 16 distinct texts. A text is cut after 500
     characters."""
     lost: int = 0
     """Seats without a session that counts: none could be opened, or its close was not confirmed."""
@@ -907,8 +907,8 @@ def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
     """Yields a function that shows a summary on standard error.
 
     Args:
-        total: Number of seats; None if unknown.
-        wanted: Whether to show anything; None: if standard error is a terminal.
+        total: Number of seats. None if unknown.
+        wanted: Whether to show anything. None: if standard error is a terminal.
     """
     is_terminal = sys.stderr.isatty()
     if not (is_terminal if wanted is None else wanted):
@@ -968,7 +968,7 @@ def _bar(total: int | None) -> Iterator[Show]:
 
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
-"""Samples for the runners, or `Group`s; each becomes one group."""
+"""Samples for the runners, or `Group`s. Each becomes one group."""
 _Keywords = ParamSpec("_Keywords")
 
 
@@ -978,7 +978,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
     def __init__(
         self, attempts: Attempts, samples: Samples, settings: RolloutSettings, show: Show
     ) -> None:
-        """Takes the samples; `feed` starts them."""
+        """Takes the samples. `feed` starts them."""
         self.summary = RolloutSummary()
         """Summary of the seats and groups that have ended."""
         self._samples = samples
@@ -997,7 +997,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
         """Waits for the next group to end.
 
         Raises:
-            Exception: The iterable of samples raised it; raised after the last group.
+            Exception: The iterable of samples raised it. Raised after the last group.
         """
         group = await self._ended.get()
         if group is not None:
@@ -1040,7 +1040,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
                 await asyncio.gather(*(self._attempts.abandon(seat, reason) for seat in left))
 
     def _begin(self, given: Any) -> GroupState:
-        """Returns the group of a sample; its own settings override those of the rollout."""
+        """Returns the group of a sample. Its own settings override those of the rollout."""
         settings = self._settings
         group = given if isinstance(given, Group) else Group(sample=given)
         sample, n = group.sample, settings.n if group.n is None else group.n
@@ -1168,7 +1168,7 @@ async def _rolling(
                     running.cancel()
             except (
                 ExceptionGroup
-            ) as group:  # of `on_sample`; an error of the block takes precedence
+            ) as group:  # of `on_sample`. An error of the block takes precedence
                 error = error or group.exceptions[0]
             finally:
                 await shielded(running.abandon(settings.limits.close_s), settings.limits.close_s)
@@ -1195,7 +1195,7 @@ def _deliveries(
 
 
 def _total(samples: Samples, n: int) -> int | None:
-    """Returns the number of seats, for the progress bar; None if it is not known."""
+    """Returns the number of seats, for the progress bar. None if it is not known."""
     if isinstance(samples, (list, tuple)):
         return sum((isinstance(one, Group) and one.n) or n for one in samples)
     return len(samples) * n if isinstance(samples, Sized) else None

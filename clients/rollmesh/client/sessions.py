@@ -51,7 +51,7 @@ _ANSWER = "chatcmpl-"
 
 @dataclass(slots=True)
 class Rewards:
-    """The rewards of one session; omitted ones are not set.
+    """The rewards of one session. Omitted ones are not set.
 
     The session's reward applies to all its trajectories without one of their own.
     """
@@ -157,7 +157,7 @@ class Session:
     api_key: str = field(repr=False)
     """Bearer token of this session only."""
     base_url: str = field(repr=False)
-    """The agent's base URL. It contains the key, so it works with any API key or none; keep it as
+    """The agent's base URL. It contains the key, so it works with any API key or none. Keep it as
     secret as the key."""
     model: str = ""
     """Name of the model that answers, which agents send in their requests."""
@@ -165,11 +165,11 @@ class Session:
     """Set before the session is closed."""
     closed: bool = False
     request_id: str = field(default="", repr=False)
-    """Request id under which it was opened; a trainer's token and this return its key."""
+    """Request id under which it was opened. A trainer's token and this return its key."""
 
     @property
     def keyless_url(self) -> str:
-        """The base URL with the id instead of the key; the agent must send `api_key`."""
+        """The base URL with the id instead of the key. The agent must send `api_key`."""
         return self.base_url.replace(self.api_key, self.session_id)
 
     @property
@@ -234,7 +234,7 @@ class Transcript:
 
     @property
     def last(self) -> TranscriptTurn | None:
-        """The last turn that is not auxiliary; None if there is none."""
+        """The last turn that is not auxiliary. None if there is none."""
         return next((turn for turn in reversed(self.turns) if turn.lineage != "AUXILIARY"), None)
 
     def messages(self, turn: TranscriptTurn | None = None) -> list[dict[str, Any]]:
@@ -294,13 +294,13 @@ class SessionCalls(Connections):
         reward_timeout_ms: int | None = None,
         run_id: str = "",
     ) -> AsyncIterator[Session]:
-        """Holds a session open; leaving closes it with `session.rewards`.
+        """Holds a session open. Leaving closes it with `session.rewards`.
 
         After an exception it is closed as FAILED, after a cancellation as ABORTED.
 
         Args:
-            model: Name of the model that answers; may be empty if the mesh has only one.
-            group_id: Shared by the sessions of one prompt; empty: a group of one.
+            model: Name of the model that answers. May be empty if the mesh has only one.
+            group_id: Shared by the sessions of one prompt. Empty: a group of one.
             sample_index: Index in the group.
             group_size: Number of sessions in the group.
             sampling: Sampling parameters of all turns, by the names of `SamplingParams`.
@@ -312,7 +312,7 @@ class SessionCalls(Connections):
             purpose: The use of its tokens: "train", "eval" or "other". Consumers get sessions to
                 train on, unless their filter says more.
             request_id: Makes the call repeatable, by a trainer that was restarted too: while the
-                session is open, it is returned; once it is closed, `SessionClosedError` is raised
+                session is open, it is returned. Once it is closed, `SessionClosedError` is raised
                 as long as its gateway remembers that.
             reward_timeout_ms: As of `close_session`, if the block ends without an error.
             run_id: The run of the group: with another one, the `group_id` names another group.
@@ -360,7 +360,7 @@ class SessionCalls(Connections):
         request_id: str = "",
         run_id: str = "",
     ) -> gateway_pb2.CreateSessionRequest:
-        """Returns the request for a session; the arguments are those of `session`.
+        """Returns the request for a session. The arguments are those of `session`.
 
         Raises:
             InvalidFieldError: An argument is invalid.
@@ -381,10 +381,10 @@ class SessionCalls(Connections):
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
-        """Opens a session, retrying while the gateway is full; the caller closes it.
+        """Opens a session, retrying while the gateway is full. The caller closes it.
 
         A request id that an earlier process gave returns the session that it opened, at whichever
-        gateway that is; see `session`.
+        gateway that is. See `session`.
         """
         is_repeat = bool(request.request_id)
         if not is_repeat:  # retries must not open another session
@@ -409,7 +409,7 @@ class SessionCalls(Connections):
         superseded: bool = False,
         reward_timeout_ms: int | None = None,
     ) -> list[str]:
-        """Closes a session with its rewards; returns the ids of its trajectories.
+        """Closes a session with its rewards. Returns the ids of its trajectories.
 
         If an operator ended the session's key, the session gets its next one first.
 
@@ -423,7 +423,7 @@ class SessionCalls(Connections):
 
         Raises:
             InvalidFieldError: A reward names an unknown turn or trajectory, or another argument is
-                invalid; the session stays open.
+                invalid. The session stays open.
             RollmeshError: The gateway refuses, or is unavailable for too long.
         """
         request = filled(
@@ -440,7 +440,7 @@ class SessionCalls(Connections):
         return list(response.trajectory_ids)
 
     async def revoke_key(self, session: Session) -> None:
-        """Ends the key of an open session; the session gets the next key and another base URL.
+        """Ends the key of an open session. The session gets the next key and another base URL.
 
         An agent that has only the old ones gets 401 from now on. Its running turns are not ended.
 
@@ -461,7 +461,7 @@ class SessionCalls(Connections):
         """Gives an open session its current key and base URL, after somebody ended the old ones.
 
         Raises:
-            InvalidFieldError: The session has no request id; it was not opened by a client.
+            InvalidFieldError: The session has no request id. It was not opened by a client.
             SessionClosedError: The session is closed.
             RollmeshError: The gateway refuses, or is unavailable for too long.
         """
@@ -484,7 +484,7 @@ class SessionCalls(Connections):
         _rekey(session, opened.session_key)
 
     async def _with_key(self, session: Session, method: GatewayMethod, request: Any) -> Any:
-        """Makes a call with a session's key; if that was ended, with the next one."""
+        """Makes a call with a session's key. If that was ended, with the next one."""
         request.session_key = session.api_key
         try:
             return await self._at_gateway(session.session_id, method, request)
@@ -524,7 +524,7 @@ class TokenColumns(NamedTuple):
     loss_mask: Mask
     """bool [N]."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]; -1 for tokens that were not sampled."""
+    """int64 [N]. -1 for tokens that were not sampled."""
 
 
 def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenColumns:
@@ -541,7 +541,7 @@ def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 
 
 def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
-    """Returns the names of reasons; `UNKNOWN_99` for a value that only a newer mesh knows."""
+    """Returns the names of reasons. `UNKNOWN_99` for a value that only a newer mesh knows."""
     return tuple(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)
 
 
@@ -568,7 +568,7 @@ def read_images(
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTree:
-    """A conversation tree of M nodes and N tokens; a forest if the tools changed.
+    """A conversation tree of M nodes and N tokens. A forest if the tools changed.
 
     The tokens of a node are contiguous and follow those of its parent. A token attends only to its
     own path: `position_ids` count along it, and `attention_mask` hides everything else.
@@ -577,25 +577,25 @@ class TrajectoryTree:
     token_ids: TokenIds
     """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
     logprobs: Logprobs
-    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
+    """float32 [N]: under the sampling policy. 0.0 for tokens that were not sampled."""
     loss_mask: Mask
     """bool [N]: true if the token is trained."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
+    """int64 [N]: version that sampled the token. -1 for tokens that were not sampled."""
     position_ids: NDArray[np.int64]
     """int64 [N]: number of tokens before it on its path."""
     node_index: NDArray[np.int64]
     """int64 [N]: node of the token, 0 to M - 1."""
     parents: NDArray[np.int64]
-    """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    """int64 [M]: index of each node's parent, below its own. -1 for a root."""
     turn_rewards: NDArray[np.float64]
-    """float64 [M]: reward of each node's turn; NaN if it has none."""
+    """float64 [M]: reward of each node's turn. NaN if it has none."""
     nodes: tuple[trajectory_pb2.TrajectoryNode, ...]
     """Message, lineage, reasons, engine and prompt CRC of each of the M nodes."""
     reasons: tuple[str, ...]
-    """Fidelity reasons of the tree; ("EXACT",) if there are none."""
+    """Fidelity reasons of the tree. ("EXACT",) if there are none."""
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
-    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    """Its images by ascending start, and the tokens that stand for each. The files are in the
     session's `images`."""
 
     @classmethod
@@ -621,7 +621,7 @@ class TrajectoryTree:
             raise InvalidFieldError(
                 "tree.nodes", "lists a child before its parent; the collector's answer is damaged"
             )
-        ends = np.zeros(len(parents) + 1, np.int64)  # of the paths; the last is that of no parent
+        ends = np.zeros(len(parents) + 1, np.int64)  # of the paths. The last is that of no parent
         for at, parent in enumerate(parents):
             ends[at] = ends[parent] + sizes[at]
         offsets = ends[:-1] - bounds[1:]
@@ -657,15 +657,15 @@ class TrajectoryTree:
         return np.concatenate([np.empty(0, np.int64), *runs[::-1]])
 
     def paths(self) -> list[NDArray[np.int64]]:
-        """Returns `path` of every leaf; these are the trajectories of `export="leaves"`."""
+        """Returns `path` of every leaf. These are the trajectories of `export="leaves"`."""
         return [self.path(int(leaf)) for leaf in self.leaves()]
 
     def attention_mask(self) -> NDArray[np.bool_]:
         """Returns which tokens each token attends to: itself and those before it on its path.
 
         Returns:
-            bool [N, N], row: the attending token, column: the visible ones. Dense, N * N bytes;
-            kernels with block masks need only `node_index` and `parents`.
+            bool [N, N], row: the attending token, column: the visible ones. Dense, N * N bytes.
+            Kernels with block masks need only `node_index` and `parents`.
         """
         return path_mask(self.parents, self.node_index)
 
@@ -674,7 +674,7 @@ def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDAr
     """Returns which tokens each token attends to: itself and those before it on its path.
 
     Args:
-        parents: int64 [M], each below its child's own index; -1 for a root.
+        parents: int64 [M], each below its child's own index. -1 for a root.
         node_index: int64 [N], ascending: the node of each token.
 
     Returns:
@@ -697,17 +697,17 @@ _TRAIN = session_pb2.SESSION_PURPOSE_TRAIN
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One root-to-leaf token sequence; all arrays have length N."""
+    """One root-to-leaf token sequence. All arrays have length N."""
 
     trajectory_id: str
     token_ids: TokenIds
     """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
     logprobs: Logprobs
-    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
+    """float32 [N]: under the sampling policy. 0.0 for tokens that were not sampled."""
     loss_mask: Mask
     """bool [N]: true if the token is trained in this trajectory."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
+    """int64 [N]: version that sampled the token. -1 for tokens that were not sampled."""
     prompt_tokens: int
     """Number of ids before the first sampled one."""
     turns: int
@@ -715,14 +715,14 @@ class Trajectory:
     lineage: str
     """Origin of the branch: MAIN, SIBLING, BRANCH, ROOT, ..."""
     reasons: tuple[str, ...]
-    """Fidelity reasons; ("EXACT",) if there are none."""
+    """Fidelity reasons. ("EXACT",) if there are none."""
     path: trajectory_pb2.Trajectory = field(repr=False)
     """A message that holds only the segments. A tuple of messages would be hundreds of objects per
     trajectory for the garbage collector to traverse."""
     reward: float | None
-    """The trajectory's own reward; None: the session's applies."""
+    """The trajectory's own reward. None: the session's applies."""
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
-    """Its images by ascending start, and the tokens that stand for each; the files are in the
+    """Its images by ascending start, and the tokens that stand for each. The files are in the
     session's `images`."""
 
     @property
@@ -782,14 +782,14 @@ class SessionResult:
     purpose: str = "TRAIN"
     """TRAIN, EVAL or OTHER."""
     abandoned: str = ""
-    """Why no session took this seat of the group; then there are no trajectories. Empty for a
+    """Why no session took this seat of the group. Then there are no trajectories. Empty for a
     session."""
     run_id: str = ""
     """Id of the run: a group is the sessions with one `run_id` and one `group_id`."""
 
     @property
     def group(self) -> tuple[str, str]:
-        """The ids of its run and its group; without a group, its own id."""
+        """The ids of its run and its group. Without a group, its own id."""
         return self.run_id, self.group_id or self.session_id
 
     @classmethod
@@ -816,7 +816,7 @@ class SessionResult:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A session or a group; acknowledge it when the trainer has stored it."""
+    """A session or a group. Acknowledge it when the trainer has stored it."""
 
     delivery_id: str
     """The same on every redelivery."""
@@ -831,7 +831,7 @@ class Delivery:
 
     @property
     def group_id(self) -> str:
-        """Id of the group; empty for a session without one."""
+        """Id of the group. Empty for a session without one."""
         return self.sessions[0].group_id
 
     @property

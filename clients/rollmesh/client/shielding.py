@@ -12,11 +12,11 @@ _Result = TypeVar("_Result")
 
 
 async def shielded(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    """Runs work to its end; a cancellation is delayed until then, by at most `timeout_s` seconds.
+    """Runs work to its end. A cancellation is delayed until then, by at most `timeout_s` seconds.
 
     Raises:
         Exception: The work raised it.
-        CancelledError: The caller was cancelled; the work has finished or was cancelled too.
+        CancelledError: The caller was cancelled. The work has finished or was cancelled too.
     """
     loop = asyncio.get_running_loop()
     task, deadline = loop.create_task(work), None

@@ -19,7 +19,7 @@ from rollmesh.client.deliveries import Subscription as AsyncSubscription
 from rollmesh.client.rollouts import GroupOutcome, RolloutSummary, rollout, rollout_groups
 from rollmesh.client.sessions import Delivery, Session
 
-# An event loop in a thread, for callers without one; Ctrl-C cancels what they wait for.
+# An event loop in a thread, for callers without one. Ctrl-C cancels what they wait for.
 
 _Result = TypeVar("_Result")
 _END_S = 60.0
@@ -45,7 +45,7 @@ class LoopThread:
         """Runs work on the loop and waits for it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C. The work was cancelled and has finished; a second Ctrl-C does
+            KeyboardInterrupt: Ctrl-C. The work was cancelled and has finished. A second Ctrl-C does
                 not wait for it.
         """
         running = _Running(work)
@@ -84,7 +84,7 @@ class LoopThread:
 
     @staticmethod
     def _end(result: Any, error: BaseException) -> None:
-        """Waits for the exit; the caller re-raises the error that caused it."""
+        """Waits for the exit. The caller re-raises the error that caused it."""
         try:
             result()
         except BaseException as raised:
@@ -100,7 +100,7 @@ class LoopThread:
 
 
 class _Running(Generic[_Result]):
-    """Work that can be cancelled before it begins; both methods run on the loop."""
+    """Work that can be cancelled before it begins. Both methods run on the loop."""
 
     def __init__(self, work: Coroutine[Any, Any, _Result]) -> None:
         self._work = work
@@ -122,13 +122,13 @@ class _Running(Generic[_Result]):
 
 @contextmanager
 def _interrupts(cancel: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Makes the first Ctrl-C call `cancel`, as `asyncio.run` does; yields whether there was one.
+    """Makes the first Ctrl-C call `cancel`, as `asyncio.run` does. Yields whether there was one.
 
     A `KeyboardInterrupt` raised at an arbitrary point could leave work running that was about to be
     awaited, or a lock held. The caller's own signal handler stays in place.
 
     Raises:
-        KeyboardInterrupt: There was a Ctrl-C; raised when the block has ended.
+        KeyboardInterrupt: There was a Ctrl-C. Raised when the block has ended.
     """
     count = 0
 
@@ -253,7 +253,7 @@ def _holding(
 
 
 class Subscription(_Blocking):
-    """Deliveries of a consumer; see `rollmesh.client.Subscription`."""
+    """Deliveries of a consumer. See `rollmesh.client.Subscription`."""
 
     def __iter__(self) -> Iterator[Delivery]:
         """Iterates over deliveries without end."""
@@ -266,7 +266,7 @@ class Subscription(_Blocking):
 
 
 class Rollout(_Blocking):
-    """A running rollout: iterates over its groups; see `rollmesh.client.Rollout`."""
+    """A running rollout: iterates over its groups. See `rollmesh.client.Rollout`."""
 
     @property
     def summary(self) -> RolloutSummary:
@@ -291,10 +291,10 @@ def _plain(session: Session, _thread: LoopThread) -> Session:
 
 
 class Client(_Blocking, AbstractContextManager["Client"]):
-    """One mesh, for programs without an event loop; see `rollmesh.client.Client`."""
+    """One mesh, for programs without an event loop. See `rollmesh.client.Client`."""
 
     def __init__(self, addresses: MeshAddresses) -> None:
-        """Takes the addresses and starts the thread; leaving the context ends it."""
+        """Takes the addresses and starts the thread. Leaving the context ends it."""
         super().__init__(AsyncClient(addresses), LoopThread())
 
     def __exit__(

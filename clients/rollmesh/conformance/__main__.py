@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _key(file: Path | None, environ: Mapping[str, str]) -> str:
-    """Returns the key that is sent; empty for none.
+    """Returns the key that is sent. Empty for none.
 
     Raises:
         OSError: The file cannot be read.

@@ -52,4 +52,4 @@ _FAMILIES = (
     OBSERVED,  # looks back at the others
 )
 CHECKS: tuple[Check, ...] = tuple(check for family in _FAMILIES for check in family.checks)
-"""Every check; their names are unique."""
+"""Every check. Their names are unique."""

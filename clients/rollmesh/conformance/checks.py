@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 class NotSeenError(Exception):
-    """A check had no occasion; the message says why."""
+    """A check had no occasion. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)

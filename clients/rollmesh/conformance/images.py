@@ -43,7 +43,7 @@ def seen(answer: Answer) -> dict[str, Any]:
     """Returns the body of an answer to a request with an image.
 
     Raises:
-        NotSeenError: The server refuses the image; its model may take none.
+        NotSeenError: The server refuses the image. Its model may take none.
         FailedError: There is no answer.
     """
     if answer.status in _UNSEEN:

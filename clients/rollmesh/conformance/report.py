@@ -12,7 +12,7 @@ _JUNIT = {Verdict.FAILED: "failure", Verdict.NOT_SEEN: "skipped", Verdict.SKIPPE
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns one line for each check; a failed one says why, and which clients break."""
+    """Returns one line for each check. A failed one says why, and which clients break."""
     width = max((len(one.check.name) for one in results), default=0)
     lines: list[str] = []
     for one in results:
@@ -34,7 +34,7 @@ def _indented(label: str, text: str) -> list[str]:
 
 
 def junit(results: Sequence[Result]) -> bytes:
-    """Returns the results as one JUnit test suite; `classname` is the family of the check."""
+    """Returns the results as one JUnit test suite. `classname` is the family of the check."""
     suite = ET.Element("testsuite", name="rollmesh-conformance", tests=str(len(results)))
     suite.set("failures", str(sum(one.verdict == Verdict.FAILED for one in results)))
     suite.set("errors", "0")

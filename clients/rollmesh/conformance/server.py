@@ -14,7 +14,7 @@ _MOST_SEEN = 10_000
 
 
 class FailedError(Exception):
-    """A requirement does not hold; the message says how the server behaved."""
+    """A requirement does not hold. The message says how the server behaved."""
 
 
 def need(condition: object, problem: str) -> None:
@@ -100,7 +100,7 @@ class Streamed:
     """A streamed answer as far as it was read."""
 
     answer: Answer
-    """Status and headers; the text is that of an answer that is no stream."""
+    """Status and headers. The text is that of an answer that is no stream."""
     events: list[httpx2.ServerSentEvent]
     broken: bool = False
     """Whether the connection ended in the middle."""
@@ -133,7 +133,7 @@ class Server:
     """Has the base URL and the key."""
     model: str
     context_tokens: int | None = None
-    """Context length of the model; None if it is not known."""
+    """Context length of the model. None if it is not known."""
     key: str = ""
     seen: list[tuple[int, httpx2.Headers]] = field(default_factory=list)
     """Status and headers of the answers so far."""
@@ -145,12 +145,12 @@ class Server:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Sends a request; a body of bytes is sent as it is, any other as JSON."""
+        """Sends a request. A body of bytes is sent as it is, any other as JSON."""
         response = await self.client.request(method, path, **_request(body, headers))
         return self._noted(Answer(response.status_code, response.headers, response.text))
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
-        """Posts a request; see `send`."""
+        """Posts a request. See `send`."""
         return await self.send("POST", path, body, headers)
 
     async def stream(
@@ -161,7 +161,7 @@ class Server:
         *,
         at_most: int | None = None,
     ) -> Streamed:
-        """Posts a request and reads its stream; leaves after `at_most` events if that is given."""
+        """Posts a request and reads its stream. Leaves after `at_most` events if that is given."""
         events: list[httpx2.ServerSentEvent] = []
         request = _request(body, headers)
         async with self.client.stream("POST", path, **request) as response:

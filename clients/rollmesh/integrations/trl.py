@@ -5,7 +5,7 @@
     rollouts.attach(trainer)
     trainer.train()
 
-The trainer's prompts become groups of sessions, in which agents run; the delivered sessions are
+The trainer's prompts become groups of sessions, in which agents run. The delivered sessions are
 trained. `attach` makes the trainer push its weights to the mesh before every generation and weigh
 each token by its importance ratio against the sampling policy.
 """
@@ -57,15 +57,15 @@ class MeshRollouts:
 
         Args:
             addresses: Of the mesh.
-            runner: Runs the agent; receives an entry of the data set's `prompt` column.
-            consumer: Consumer name at the collector; one per trainer.
-            model: Name of the model that is trained; may be empty if the mesh has only one.
+            runner: Runs the agent. Receives an entry of the data set's `prompt` column.
+            consumer: Consumer name at the collector. One per trainer.
+            model: Name of the model that is trained. May be empty if the mesh has only one.
             concurrency: Maximum number of concurrent sessions. This and the following are settings
                 of `rollmesh.client.rollout`.
             timeout_s: Time limit of one agent, seconds.
             limits: Other time limits.
             retries: Which failed attempts are retried.
-            reward: Scores a finished agent; None: the runner returns the rewards.
+            reward: Scores a finished agent. None: the runner returns the rewards.
             sampling_policy: What becomes of an agent's own temperature, top_p and the like, which
                 the trainer would not know of: they are ignored, or a 400.
 
@@ -88,14 +88,14 @@ class MeshRollouts:
         chosen("sampling_policy", sampling_policy, dict.fromkeys(("enforce", "refuse")))
         RolloutSettings(**self._settings)
         self.counts: Counter[str] = Counter()
-        """Samples so far: "trained"; "failed" (in the batch without trained tokens or reward);
+        """Samples so far: "trained". "failed" (in the batch without trained tokens or reward).
         "retried" (attempts after the first); "left_out" (further trajectories of a session: TRL
         takes one per prompt)."""
         self.rows: list[Row | None] = []
-        """The rows of the last call, one per prompt; None if the sample failed."""
+        """The rows of the last call, one per prompt. None if the sample failed."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Runs one agent per prompt; called by TRL.
+        """Runs one agent per prompt. Called by TRL.
 
         Returns:
             `prompt_ids`, `completion_ids` (lists of ids), `logprobs` (of the sampling policy; 0.0
@@ -118,7 +118,7 @@ class MeshRollouts:
     def reward(
         self, *, completions: Sequence[Any], mesh_reward: Sequence[float | None], **_: Any
     ) -> list[float | None]:
-        """Returns the rewards of the sessions, None for failed ones; TRL's reward function.
+        """Returns the rewards of the sessions, None for failed ones. TRL's reward function.
 
         Raises:
             InvalidFieldError: The completions are not those of the last rollout.
@@ -170,7 +170,7 @@ class MeshRollouts:
         return found
 
     def _main(self, result: SessionResult) -> Row:
-        """Returns the row of the main trajectory; counts the others."""
+        """Returns the row of the main trajectory. Counts the others."""
         rows = sorted(
             rows_of([result]), key=lambda row: (row.trajectory.lineage != "MAIN", -row.index)
         )

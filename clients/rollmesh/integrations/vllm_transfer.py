@@ -1,7 +1,7 @@
 """vLLM's own trainer side of weight transfers, pointed at the mesh.
 
 vLLM's `WeightTransferTrainerFactory.trainer_init` takes a client with four methods that reach one
-engine; this one reaches all engines of a mesh:
+engine. This one reaches all engines of a mesh:
 
     sync = MeshWeightSync(client, "nccl")
     info = NCCLTrainerInitInfo(address, port, world_size=1 + sync.ranks, rank=0)
@@ -23,7 +23,7 @@ from rollmesh.v1 import router_pb2
 
 
 class MeshWeightSync:
-    """Implements vLLM's `VLLMWeightSyncClient`; may be called from any thread."""
+    """Implements vLLM's `VLLMWeightSyncClient`. May be called from any thread."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class MeshWeightSync:
             backend: Backend that the engines were started with.
             ranks_per_engine: Workers of one engine: tensor times pipeline parallel size.
             mode: What happens to running requests during an update.
-            model: Name of the model; may be empty if the mesh has only one.
+            model: Name of the model. May be empty if the mesh has only one.
         """
         self._client = client
         self._backend = backend
@@ -57,15 +57,15 @@ class MeshWeightSync:
         )
         self._updated = False
         self.policy_version: int | None = None
-        """Version of the next weights; set it before each `send_weights`."""
+        """Version of the next weights. Set it before each `send_weights`."""
 
     @property
     def ranks(self) -> int:
-        """Workers of all engines; the trainer's `world_size` is this number plus its own ranks."""
+        """Workers of all engines. The trainer's `world_size` is this number plus its own ranks."""
         return self._ranks_per_engine * len(self._engines)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Connects all engines; with ranks, each engine's follow those of the previous one."""
+        """Connects all engines. With ranks, each engine's follow those of the previous one."""
         by_engine = {}
         if "rank_offset" in init_info:
             first = int(init_info["rank_offset"])
@@ -88,7 +88,7 @@ class MeshWeightSync:
         self._updated = False
 
     def update_weights(self, update_info: Any) -> None:
-        """Pushes; returns when all engines sample with the new weights.
+        """Pushes. Returns when all engines sample with the new weights.
 
         Raises:
             InvalidFieldError: It is the second update of one push.

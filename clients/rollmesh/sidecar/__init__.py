@@ -6,7 +6,7 @@ Read first: `turn`, `chat`, `gateways`, `app`.
 and `app` the routes. `messages` and `responses` are the other protocols, `body` reads values for
 all three, and `http` bounds connections.
 
-May import `mesh`, `runtime` and `v1`. The names below are for other rooms and for tests; they are
+May import `mesh`, `runtime` and `v1`. The names below are for other rooms and for tests. They are
 loaded on first use, because settings are read where the sidecar's packages are not installed.
 """
 

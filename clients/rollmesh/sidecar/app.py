@@ -66,13 +66,13 @@ ROUTES: Mapping[str, Opens] = {
 }
 """What opens a route, by its method and path. `HEAD` counts as `GET`."""
 _IN_SESSION = "/sessions/{session}"
-"""May precede each path; it has the session's id or key."""
+"""May precede each path. It has the session's id or key."""
 _MESSAGES = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/messages(?:[/?]|$)")
 _PORTS = {"http": 80, "https": 443}
 
 
 def prefixes(path_prefix: str) -> Iterator[str]:
-    """Yields the beginnings of paths; a proxy may strip its own prefix or keep it."""
+    """Yields the beginnings of paths. A proxy may strip its own prefix or keep it."""
     for root in dict.fromkeys(("", path_prefix)):
         yield root
         yield f"{root}{_IN_SESSION}"
@@ -138,7 +138,7 @@ def _entry(name: str) -> dict[str, object]:
 
 
 async def _refuse_path(prefix: str, request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method; the path is not echoed, because it may contain a key."""
+    """Answers an unknown path or method. The path is not echoed, because it may contain a key."""
     allowed = error.headers if isinstance(error, HTTPException) else None
     if not allowed:
         problem = (
@@ -170,14 +170,14 @@ async def serving(
     *,
     joins: bool = True,
 ) -> AsyncIterator[int]:
-    """Serves agents while the block runs; yields the port.
+    """Serves agents while the block runs. Yields the port.
 
-    At the end running requests may finish within the grace; the others end with an error.
+    At the end running requests may finish within the grace. The others end with an error.
 
     Args:
         config: The settings of the sidecar.
         directory: Finds the gateways.
-        identity: Credentials of calls to the router; None means the process's own.
+        identity: Credentials of calls to the router. None means the process's own.
         joins: Whether the sidecar registers with the router, which tells it to the SDK.
 
     Raises:
@@ -224,7 +224,7 @@ class Door(NamedTuple):
     """`host:port`."""
     https: bool
     path_prefix: str
-    """The beginning of paths; may be empty."""
+    """The beginning of paths. May be empty."""
 
 
 def advertised(config: SidecarConfig, port: int) -> Door:

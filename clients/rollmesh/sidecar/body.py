@@ -46,7 +46,7 @@ _REPLACEMENT = "\ufffd".encode()
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body; lone surrogates are read as U+FFFD.
+    """Returns the JSON object of a body. Lone surrogates are read as U+FFFD.
 
     JavaScript cuts a text in the middle of an emoji and escapes the half, which then is in every
     later request of the conversation. A surrogate is no character, so no tokenizer has it.
@@ -103,7 +103,7 @@ def number(value: Any, field: str, least: float, most: float) -> float:
 
 
 def integer(value: Any, field: str, least: int | None) -> int:
-    """Returns an integer of 64 bits; of 31 bits if it has a least value."""
+    """Returns an integer of 64 bits, of 31 bits if it has a least value."""
     if type(value) is not int:
         raise InvalidFieldError(field, "must be an integer")
     if least is not None and not least <= value < 2**31:
@@ -147,7 +147,7 @@ def entries(value: Any, field: str, most: int, what: str) -> list[Any]:
 
 
 def to_json(value: Any, field: str) -> str:
-    """Returns a value as JSON; orjson reads deeper nesting than it writes."""
+    """Returns a value as JSON. The package orjson reads deeper nesting than it writes."""
     try:
         return orjson.dumps(value).decode()
     except TypeError as error:
@@ -224,7 +224,7 @@ class Parameters:
 
 
 def read_model(body: Mapping[str, Any]) -> str:
-    """Returns the model that a request names; empty if it names none."""
+    """Returns the model that a request names. Empty if it names none."""
     name = body.get("model")
     name = "" if name is None else string(name, "model")
     if len(name) > _MAX_MODEL_CHARACTERS:
@@ -240,12 +240,12 @@ _MAX_SCHEMA_BYTES = 64 * 1024
 
 
 def read_format(form: Any, field: str, schema_key: str = "") -> gateway_pb2.JsonFormat | None:
-    """Returns the JSON format of an answer; None if it is text.
+    """Returns the JSON format of an answer. None if it is text.
 
     Args:
-        form: The value of the parameter; may be None.
+        form: The value of the parameter. May be None.
         field: Name of the parameter.
-        schema_key: The member with the schema, its name and strictness; empty if it is the value.
+        schema_key: The member with the schema, its name and strictness. Empty if it is the value.
     """
     if form is None:
         return None
@@ -293,11 +293,11 @@ _MAX_STOPS = 16
 
 
 def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb2.SamplingParams:
-    """Returns the sampling parameters of a body; absent ones default to the session's.
+    """Returns the sampling parameters of a body. Absent ones default to the session's.
 
     Args:
         body: The body.
-        limits: Parameters that limit the length of the answer; the last one wins.
+        limits: Parameters that limit the length of the answer. The last one wins.
     """
     result = sampling_pb2.SamplingParams()
     for name, bounds in SAMPLING_RANGES.items():
@@ -344,7 +344,7 @@ def _biases(biases: Any) -> Iterator[tuple[int, float]]:
 
 
 def read_stop(stop: Any, field: str = "stop") -> list[str]:
-    """Returns stop strings: a string, or a list of them; None is none."""
+    """Returns stop strings: a string, or a list of them. None is none."""
     stops = read_texts([stop] if isinstance(stop, str) else stop, field, "a string or ")
     if len(stops) > _MAX_STOPS:
         raise InvalidFieldError(field, f"has {len(stops)} strings; give at most {_MAX_STOPS}")
@@ -352,7 +352,7 @@ def read_stop(stop: Any, field: str = "stop") -> list[str]:
 
 
 def read_texts(texts: Any, field: str, alternative: str = "") -> list[str]:
-    """Returns a list of non-empty strings; None is empty."""
+    """Returns a list of non-empty strings. None is empty."""
     texts = [] if texts is None else texts
     if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
         raise InvalidFieldError(field, f"must be {alternative}a list of non-empty strings")
@@ -370,13 +370,13 @@ _TEMPLATE_ARGUMENTS = {  # the gateway or transformers passes these to every tem
 def read_template_options(
     options: Any, effort: Any, effort_field: str, documents: Any = None
 ) -> str:
-    """Returns template options as a JSON object; empty if there are none.
+    """Returns template options as a JSON object. Empty if there are none.
 
     Args:
-        options: The `chat_template_kwargs` of the body; may be None.
-        effort: How much the model reasons; may be None.
+        options: The `chat_template_kwargs` of the body. May be None.
+        effort: How much the model reasons. May be None.
         effort_field: Name of its parameter.
-        documents: Documents to answer from; may be None.
+        documents: Documents to answer from. May be None.
     """
     options = {} if options is None else members(options, "chat_template_kwargs")
     if taken := options.keys() & _TEMPLATE_ARGUMENTS:
@@ -409,7 +409,7 @@ TOOL_CHOICES: Mapping[str | None, gateway_pb2.ToolChoice.ValueType] = {
 
 
 def read_tools(tools: Any, field: str = "tools") -> list[Any]:
-    """Returns a list of tools; None is empty."""
+    """Returns a list of tools. None is empty."""
     return [] if tools is None else entries(tools, field, _MAX_TOOLS, "tools")
 
 
@@ -426,7 +426,7 @@ _HTTP = re.compile("https?://", re.ASCII | re.IGNORECASE)
 
 
 def list_messages(messages: Any, before: int = 0) -> list[Any]:
-    """Returns the `messages` of a body; as many `before` them count too."""
+    """Returns the `messages` of a body. As many `before` them count too."""
     if not isinstance(messages, list) or not messages:
         raise InvalidFieldError("messages", "must be a non-empty list")
     if (count := before + len(messages)) > _MAX_MESSAGES:
@@ -437,7 +437,7 @@ def list_messages(messages: Any, before: int = 0) -> list[Any]:
 
 
 def text_parts(text: str | None) -> list[chat_pb2.ContentPart]:
-    """Returns a text as the parts of a message; empty text has none."""
+    """Returns a text as the parts of a message. Empty text has none."""
     return [chat_pb2.ContentPart(text=text)] if text else []
 
 

@@ -237,7 +237,7 @@ def _call(call: Any, field: str) -> chat_pb2.ToolCall:
 
 
 def _tools(tools: Any) -> str:
-    """Returns the tools as JSON; empty if there are none."""
+    """Returns the tools as JSON. Empty if there are none."""
     tools = body.read_tools(tools)
     for at, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") == "custom":
@@ -353,7 +353,7 @@ class ChatTurn(Turn):
         )
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Sets the id of a choice's answer; the first delta begins the choice."""
+        """Sets the id of a choice's answer. The first delta begins the choice."""
         self._answer_ids[index] = begun.answer_id
         if index == 0:
             self._common = {
@@ -369,7 +369,7 @@ class ChatTurn(Turn):
         return self._role(0, {"prompt_token_ids": _unpacked(packed)} if packed else {})
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
-        """Returns the chunk for a delta; the first one of a choice follows its role."""
+        """Returns the chunk for a delta. The first one of a choice follows its role."""
         role = b"" if index in self._roles else self._role(index, {})
         fields: dict[str, Any] = {}
         if delta.content:
@@ -416,7 +416,7 @@ class ChatTurn(Turn):
         return _event({**self._common, **(top or {}), "choices": [choice]})
 
     def _finish_reason(self, done: gateway_pb2.ChatAnswer) -> str:
-        """Returns the finish reason of an answer; calls cut by a limit are still `length`.
+        """Returns the finish reason of an answer. Calls cut by a limit are still `length`.
 
         A call of the tool that the request names ends with `stop`, as in OpenAI's API.
         """
@@ -437,7 +437,7 @@ class ChatTurn(Turn):
         return fields
 
     def _logprobs_of(self, tokens: gateway_pb2.SampledTokens) -> dict[str, Any]:
-        """Returns OpenAI's `logprobs` object; `top_logprobs` are in descending order."""
+        """Returns OpenAI's `logprobs` object. `top_logprobs` are in descending order."""
         rows = self._rows(tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.texts)
         tops = self._rows(tokens.top_ids_u32le, tokens.top_logprobs_f32le, tokens.top_texts)
         width = len(tops) // len(rows) if rows else 0

@@ -16,7 +16,7 @@ class PathPrefix:
     """The beginning of paths: segments that begin with a slash, or nothing."""
 
     def problem(self, value: str) -> str:
-        """Returns the remedy for a value; empty if the value is allowed."""
+        """Returns the remedy for a value. Empty if the value is allowed."""
         is_one = _PREFIX.fullmatch(value) and len(value) <= _MOST_PREFIX_CHARS
         return "" if is_one else "give segments such as /a/b, without a slash at the end"
 
@@ -30,55 +30,55 @@ class SidecarConfig(ListeningConfig):
     """Settings of a sidecar: OpenAI-compatible HTTP in front of the gateways."""
 
     port: Port = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 takes a free one."""
     router: str = LOCAL_ROUTER
-    """host:port of the router, which knows the gateway of every session; or several separated by
+    """host:port of the router, which knows the gateway of every session, or several separated by
     commas."""
     gateway: str = ""
-    """host:port of the gateway, if there is only one; the router is then neither asked nor told of
+    """host:port of the gateway, if there is only one. The router is then neither asked nor told of
     this sidecar."""
     advertise: str = ""
     """host:port at which agents reach this sidecar, or behind a proxy the URL, such as
-    https://agents.example.org/rollmesh; the router tells it to the SDK. Empty means the host and
+    https://agents.example.org/rollmesh. The router tells it to the SDK. Empty means the host and
     the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from which its
     host reaches the router."""
     register: bool = True
     """Tell the router of this sidecar, so that the SDK gives agents its address. Turn it off for
-    one that serves a single sandbox; trainers name it then: `MeshAddresses(sidecar=...)`."""
+    one that serves a single sandbox. Trainers name it then: `MeshAddresses(sidecar=...)`."""
     path_prefix: Annotated[str, PathPrefix()] = ""
     """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
-    it; paths without it are served too."""
+    it. Paths without it are served too."""
     https_certificate_file: str = ""
-    """File with the certificate that agents are shown, and those between it and its CA, PEM; agents
+    """File with the certificate that agents are shown, and those between it and its CA, PEM. Agents
     then connect by HTTPS only. It is read again when it changes. Empty serves plain HTTP."""
     https_key_file: str = ""
     """File with the key of that certificate, PEM. Others must not be able to read it (mode
     0600)."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
     """How to treat a request that names a model that the mesh does not have: `take` answers it with
-    the session's model under that name, as agents' auxiliary calls need; `refuse` answers 404,
+    the session's model under that name, as agents' auxiliary calls need. `refuse` answers 404,
     `model_not_found`. A name of another model of the mesh is always refused."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a turn, milliseconds."""
     takeover_wait_ms: Annotated[int, Bounds(0)] = 15_000
     """Longest wait of a turn for another gateway, milliseconds, if the session's gateway has gone
-    before the answer began; 0 answers 503 at once. Not with `gateway`."""
+    before the answer began. 0 answers 503 at once. Not with `gateway`."""
     keep_alive_ms: Annotated[int, Bounds(1)] = 10_000
     """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024
-    """Largest request body, bytes; a larger one is answered 413."""
+    """Largest request body, bytes. A larger one is answered 413."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
     """Largest request line and headers together (431), and largest trailers, bytes."""
     max_headers: Annotated[int, Bounds(1)] = 256
     """Maximum number of headers of a request, and of its trailers (431)."""
     max_url_bytes: Annotated[int, Bounds(256)] = 8 * 1024
-    """Longest URL, bytes; a longer one is answered 414."""
+    """Longest URL, bytes. A longer one is answered 414."""
     max_pipelined_requests: Annotated[int, Bounds(0)] = 8
     """Maximum number of requests that may wait on one connection for an earlier answer."""
     max_connections: Annotated[int, Bounds(1)] = 8192
-    """Maximum number of connections; further ones are answered 503 with a retry delay."""
+    """Maximum number of connections. Further ones are answered 503 with a retry delay."""
     max_connections_per_address: Annotated[int, Bounds(1)] = 4096
-    """Maximum number of connections from one IPv4 address or one IPv6 network of 64 bits; further
+    """Maximum number of connections from one IPv4 address or one IPv6 network of 64 bits. Further
     ones are answered 503. Agents behind one proxy, or on one host, share an address."""
     head_timeout_ms: Annotated[int, Bounds(1)] = 30_000
     """Timeout for the first byte of a request, and for its line and headers (408), milliseconds."""

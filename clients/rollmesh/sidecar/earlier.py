@@ -17,7 +17,7 @@ from rollmesh.v1 import gateway_pb2
 _LEAST_BYTES, _MOST_BYTES = 8 * 1024, 1024 * 1024
 """Bodies that are kept: a smaller one costs little, a larger one has images."""
 _KEPT_BYTES = 32 * 1024 * 1024
-"""Bodies of all sessions together; the one used least recently goes."""
+"""Bodies of all sessions together. The one used least recently goes."""
 _MESSAGES = re.compile(rb'"messages"\s*:\s*\[')
 _NAME = re.compile(rb'"messages"|\\u00[67]')
 """The name of the list, or an escaped letter, with which it can be written too."""
@@ -58,7 +58,7 @@ class Prefixes:
 
 
 def _rest(last: bytes, data: bytes) -> bytes | None:
-    """Returns a body without the messages of the last body; None if they differ.
+    """Returns a body without the messages of the last body. None if they differ.
 
     The bodies must part where the last one ends its messages. That is so if the last body without
     all between the beginning of its messages and this place is still an object without messages.

@@ -52,7 +52,7 @@ CHAT_PARAMS: Mapping[str, str] = {
 class ModelUnknownError(InvalidFieldError, code="NOT_FOUND", reason="MODEL_NOT_FOUND"):
     """A request names another model than the session's, or an unknown one.
 
-    Ask for the session's model, or open a session of the other one; `/v1/models` lists them.
+    Ask for the session's model, or open a session of the other one. `/v1/models` lists them.
     """
 
 
@@ -73,7 +73,7 @@ class BodyTooLargeError(InvalidFieldError, reason="BODY_TOO_LARGE"):
 class HttpInvalidError(RollmeshError, code="INVALID_ARGUMENT", reason="HTTP_INVALID"):
     """The client did not send a valid HTTP/1.1 request.
 
-    Send HTTP/1.1; the connection was closed.
+    Send HTTP/1.1. The connection was closed.
     """
 
 
@@ -191,7 +191,7 @@ def shown_text(message: str) -> str:
 
 
 def typed(error: Exception) -> RollmeshError:
-    """Returns the first typed error of a group; details of any other error stay in the log."""
+    """Returns the first typed error of a group. Details of any other error stay in the log."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, RollmeshError):

@@ -20,7 +20,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
 class Gateways:
-    """Calls the gateway of each session; every failure is a `RollmeshError`.
+    """Calls the gateway of each session. Every failure is a `RollmeshError`.
 
     If a session's gateway goes away or stands still before its answer began, the gateway that takes
     over is asked again.
@@ -46,7 +46,7 @@ class Gateways:
     async def count_tokens(
         self, request: gateway_pb2.ChatRequest, request_id: str
     ) -> gateway_pb2.CountTokensResponse:
-        """Returns the size of a request's prompt; nothing is sampled."""
+        """Returns the size of a request's prompt. Nothing is sampled."""
         counted = gateway_pb2.CountTokensRequest(chat=request)
         response: gateway_pb2.CountTokensResponse = await self._ask(
             request.session_id, "CountTokens", counted, **self._turn(request_id)
@@ -56,7 +56,7 @@ class Gateways:
     async def stream_chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
-        """Yields the answers as they are generated; closing the iterator cancels the call."""
+        """Yields the answers as they are generated. Closing the iterator cancels the call."""
         takeover = _Takeover(self._takeover_wait_ms)
         has_begun = False
         while True:
@@ -141,7 +141,7 @@ class Gateways:
 
         Args:
             session_id: Id of the session.
-            name: The model that the request names; may be empty.
+            name: The model that the request names. May be empty.
 
         Raises:
             ModelUnknownError: The request names another model.
@@ -208,7 +208,7 @@ class _Takeover:
         self.backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
 
     def is_over(self) -> bool:
-        """Returns whether to give up at this failure; the first one starts the clock."""
+        """Returns whether to give up at this failure. The first one starts the clock."""
         now_ms = clock.monotonic_ms()
         if self._until_ms is None:
             self._until_ms = now_ms + self._wait_ms

@@ -79,7 +79,7 @@ class Places:
         """Number of places that are taken."""
 
     def take(self, address: str) -> str:
-        """Takes a place; returns why there is none, or an empty text.
+        """Takes a place. Returns why there is none, or an empty text.
 
         Args:
             address: The client, from `address_of`.
@@ -136,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A request is in its head until the parser has all headers, then in its body. The parser is fed
     at most `max_header_bytes` without reporting progress, which bounds endless heads, chunk
-    extensions and trailers. One timer serves all deadlines; a request that arrives in a single read
+    extensions and trailers. One timer serves all deadlines. A request that arrives in a single read
     sets no timer.
     """
 
@@ -152,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.url = b""
         self.leave: Callable[[], None] | None = None
-        """Leaves the connection's place; set before it is made if it has one already."""
+        """Leaves the connection's place. Set before it is made if it has one already."""
         self._limits = limits
         self._bounds = limits.bounds
         self._running: RequestResponseCycle | None = None
@@ -239,7 +239,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header; trailers are counted and dropped, so that they do not become headers."""
+        """Takes a header. Trailers are counted and dropped, so that they do not become headers."""
         self._fields += 1
         self._field_bytes += len(name) + len(value) + len(b": \r\n")
         if self._field_bytes > self._bounds.max_header_bytes:
@@ -275,7 +275,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._held.append(held)
         self.scope[HELD_BODY] = held  # type: ignore[literal-required]  # of this server alone
         self._begun = self.loop.time()
-        if self.pipeline:  # keep reading, to notice a disconnect; the pipeline is bounded
+        if self.pipeline:  # keep reading, to notice a disconnect. The pipeline is bounded
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -292,7 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """Ends an answer; its request is not held any longer."""
+        """Ends an answer. Its request is not held any longer."""
         if self._held:  # a lost connection has given them back
             self._held.popleft().give()
         super().on_response_complete()
@@ -383,7 +383,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: RollmeshError) -> None:
         """Answers with an error if the protocol allows it, and reads no more requests.
 
-        A running answer is completed first; then the connection is closed.
+        A running answer is completed first. Then the connection is closed.
         """
         self._refusal = error
         REFUSED.labels(error.reason).inc()
@@ -417,7 +417,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Closes the write side and drops further input: a full close could lose the answer."""
         if self.transport.is_closing():
             return
-        if self.transport.can_write_eof():  # TLS cannot; such a client is reset after a while
+        if self.transport.can_write_eof():  # TLS cannot. Such a client is reset after a while
             self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
@@ -426,7 +426,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Certificate:
-    """The certificate that agents are shown; its files are read again when they change."""
+    """The certificate that agents are shown. Its files are read again when they change."""
 
     def __init__(self, certificate: str, key: str) -> None:
         """Reads the files.
@@ -456,7 +456,7 @@ class Certificate:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until its TLS handshake is done; the protocol of HTTP takes over then.
+    """A connection until its TLS handshake is done. The protocol of HTTP takes over then.
 
     asyncio would shake hands before it says that there is a connection. Here a connection takes its
     place when it is accepted, so a client that never ends its handshake is bounded like any other.

@@ -90,7 +90,7 @@ def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "MessageTurn"
 
 
 def _check_context_management(management: Any) -> None:
-    """Refuses edits of the conversation; Claude Code always asks to clear no thinking."""
+    """Refuses edits of the conversation. Claude Code always asks to clear no thinking."""
     if management is None:
         return
     edits = management.get("edits") if isinstance(management, dict) else management
@@ -148,7 +148,7 @@ def _output_format(values: dict[str, Any]) -> gateway_pb2.JsonFormat | None:
 
 
 def _lineage(system: Any, last: Any) -> trajectory_pb2.Lineage.ValueType:
-    """Returns the lineage that Claude Code states in its texts; UNSPECIFIED if it states none.
+    """Returns the lineage that Claude Code states in its texts. UNSPECIFIED if it states none.
 
     Args:
         system: The system prompt, which has been read.
@@ -175,7 +175,7 @@ def _parts(content: Any, field: str, readers: Mapping[str, _Reader]) -> list[_Pa
     """Returns the parts of a content: a string, or a list of blocks.
 
     Args:
-        content: The content; None is empty.
+        content: The content. None is empty.
         field: Its name.
         readers: Reads a block, by the block's type.
     """
@@ -317,7 +317,7 @@ class _Tools:
         return chat_pb2.ContentPart(text=f"{name} is no longer available.\n")
 
     def _defined(self, name: str) -> _Part:
-        """Returns the definition of a tool; its name if the body does not have it any more."""
+        """Returns the definition of a tool. Its name if the body does not have it any more."""
         tool = self._tools.get(name)
         said = name if tool is None else body.to_json(tool, "tools")
         return chat_pb2.ContentPart(text=f"{said}\n")
@@ -339,7 +339,7 @@ def _changed(block: dict[str, Any], field: str, kinds: tuple[str, ...]) -> dict[
 
 
 def _system(content: Any, field: str, readers: Mapping[str, _Reader]) -> list[chat_pb2.ChatMessage]:
-    """Returns a system prompt as a message; none if it is empty.
+    """Returns a system prompt as a message. None if it is empty.
 
     Claude Code's note to Anthropic's billing has another value for each prompt, and is not meant
     for the model, which never sees it.
@@ -410,7 +410,7 @@ def _said(parts: list[Any]) -> chat_pb2.ChatMessage:
 
 
 def _result(block: dict[str, Any], field: str, tools: _Tools) -> chat_pb2.ChatMessage:
-    """Returns the result of a tool; a failed one without content says that it failed."""
+    """Returns the result of a tool. A failed one without content says that it failed."""
     PARAMETERS.ignore(block, ("type", "tool_use_id", "content", "is_error"))
     parts = body.joined(_parts(block.get("content"), f"{field}.content", tools.in_results))
     if flag(block, "is_error", f"{field}.") and not parts:
@@ -489,11 +489,11 @@ class MessageTurn(Turn):
     _answer_id = ""
     _is_started = False
     _open = ""
-    """The open block: "thinking", "text", "call 0"; empty if none is open."""
+    """The open block: "thinking", "text", "call 0". Empty if none is open."""
     _block = -1
 
     def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
-        """Takes the request; see `Turn`."""
+        """Takes the request. See `Turn`."""
         super().__init__(chat, model, streams=streams)
         self._thought: list[str] = []
         """The pieces of the open block of thinking."""
@@ -590,7 +590,7 @@ class MessageTurn(Turn):
         return before + _event(started)
 
     def _leave(self) -> bytes:
-        """Stops the open block; thinking is signed before that."""
+        """Stops the open block. Thinking is signed before that."""
         if not self._open:
             return b""
         signed = b""
@@ -643,7 +643,7 @@ def _stop_fields(done: gateway_pb2.ChatAnswer) -> dict[str, str | None]:
 
 
 def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    """Returns the token counts; prompt tokens from the KV cache are counted apart, not twice."""
+    """Returns the token counts. Prompt tokens from the KV cache are counted apart, not twice."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
@@ -703,7 +703,7 @@ def _to_http(error: RollmeshError, request_id: str) -> HttpError:
 
 
 def _problem(error: RollmeshError) -> str:
-    """Returns the message of an error; clients know the context's end by Anthropic's words."""
+    """Returns the message of an error. Clients know the context's end by Anthropic's words."""
     numbers = error.metadata
     if error.reason != "CONTEXT_LENGTH_EXCEEDED" or "prompt_tokens" not in numbers:
         name = numbers.get("field", "")

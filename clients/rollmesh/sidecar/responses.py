@@ -217,7 +217,7 @@ class Tools:
     """The tools of one request."""
 
     printed_json: str = ""
-    """The tools that the template prints, in the form of chat completions; empty if none."""
+    """The tools that the template prints, in the form of chat completions. Empty if none."""
     names: Mapping[str, ToolName] = field_of(default_factory=dict)
     """The tools that are not plain functions, by the name that the model uses."""
 
@@ -350,7 +350,7 @@ def _tool_choice(choice: Any, tools: Tools) -> tuple[gateway_pb2.ToolChoice.Valu
 
 
 def custom_input(arguments: str) -> str | None:
-    """Returns the input of a call of a custom tool; None if its arguments are something else."""
+    """Returns the input of a call of a custom tool. None if its arguments are something else."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -373,7 +373,7 @@ _INSTRUCTED = "-i"
 _MAX_CHARS = 256
 _REASONING, _MESSAGE, _CALL = "rs", "msg", "fc"
 _CUSTOM_CALL, _RAW_CUSTOM_CALL = "ctc", "ctr"
-"""A call of a custom tool; the same if its input is the sampled arguments."""
+"""A call of a custom tool. The same if its input is the sampled arguments."""
 _ITEM = re.compile(r"(rs|msg|fc|ctc|ctr)_([0-9a-zA-Z]+-[0-9]+)(?:_[0-9]+)?")
 """Ids of other servers have no such form: they do not say which items are one turn."""
 
@@ -392,7 +392,7 @@ def answer_of_response(given: str, field: str) -> tuple[str, bool]:
 
 
 def item_of(given: object) -> tuple[str, str]:
-    """Returns the kind and the answer id of an item; both are empty for another server's id."""
+    """Returns the kind and the answer id of an item. Both are empty for another server's id."""
     made = None
     if isinstance(given, str) and len(given) <= _MAX_CHARS:
         made = _ITEM.fullmatch(given)
@@ -522,7 +522,7 @@ class _Input:
         )
 
     def _refer(self, item: dict[str, Any], field: str) -> None:
-        """Adds the answer to which an item refers; its further items are in there too."""
+        """Adds the answer to which an item refers. Its further items are in there too."""
         _, answer = item_of(item.get("id"))
         if not answer:
             raise InvalidFieldError(
@@ -536,7 +536,7 @@ class _Input:
         """Returns the assistant's message that an item of an answer belongs to.
 
         Args:
-            answer: The answer; empty if the item does not name it.
+            answer: The answer. Empty if the item does not name it.
             is_new: Whether the item begins a message unless the ids say that it goes on.
         """
         if self._turn is None or (is_new and not (answer and answer == self._answer)):
@@ -621,7 +621,7 @@ class _Segment:
     kind: str
     """_REASONING, _MESSAGE or _CALL."""
     at: int | None
-    """Index of the call, or how many segments of this kind precede it; None if none may."""
+    """Index of the call, or how many segments of this kind precede it. None if none may."""
     call_id: str = ""
     tool: ToolName = _NO_TOOL
     pieces: list[str] = field_of(default_factory=list)
@@ -635,7 +635,7 @@ class _Segment:
 
     @property
     def input(self) -> str:
-        """The input of a call of a custom tool; the arguments as they are if they have none."""
+        """The input of a call of a custom tool. The arguments as they are if they have none."""
         found = custom_input(self.text)
         return self.text if found is None else found
 
@@ -657,10 +657,10 @@ class ResponseTurn(Turn):
     settings = b""
     """The members of the response that the request gives, as JSON without braces."""
     seal_key = ""
-    """Key of the session, which seals reasoning; empty if it has no `encrypted_content`."""
+    """Key of the session, which seals reasoning. Empty if it has no `encrypted_content`."""
 
     def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
-        """Takes the request; see `Turn`."""
+        """Takes the request. See `Turn`."""
         super().__init__(chat, model, streams=streams)
         self._answer: _Answer = gateway_pb2.ChatBegun()
         self._created = clock.unix_ms() // 1000
@@ -805,7 +805,7 @@ class ResponseTurn(Turn):
         return events + self._event("response.output_item.done", output_index=at, item=item)
 
     def _item(self, segment: _Segment, status: str) -> dict[str, Any]:
-        """Returns the item of a segment; a call of a custom tool must be complete."""
+        """Returns the item of a segment. A call of a custom tool must be complete."""
         kind, tool = segment.kind, segment.tool
         if tool.is_custom:
             kind = _RAW_CUSTOM_CALL if custom_input(segment.text) is None else _CUSTOM_CALL
@@ -831,7 +831,7 @@ class ResponseTurn(Turn):
         return item
 
     def _status_of(self, at: int, done: gateway_pb2.ChatAnswer) -> str:
-        """Returns the status of an item; a limit leaves the last one incomplete."""
+        """Returns the status of an item. A limit leaves the last one incomplete."""
         return _status(done) if at == len(self._segments) - 1 else "completed"
 
     def _done_object(self, done: gateway_pb2.ChatAnswer) -> bytes:
@@ -950,7 +950,7 @@ COUNT_INPUT = replace(
 
 
 class StoredResponses:
-    """Answers requests for earlier responses; an error is answered in OpenAI's form."""
+    """Answers requests for earlier responses. An error is answered in OpenAI's form."""
 
     def __init__(self, gateways: Gateways) -> None:
         """Takes the gateways."""
@@ -961,7 +961,7 @@ class StoredResponses:
         return await _answered(request, self._retrieve)
 
     async def delete(self, request: Request) -> Response:
-        """`DELETE /v1/responses/{id}`: it is no longer found; its turn is trained all the same."""
+        """`DELETE /v1/responses/{id}`: it is no longer found. Its turn is trained all the same."""
         return await _answered(request, self._delete)
 
     async def _retrieve(self, request: Request) -> bytes:

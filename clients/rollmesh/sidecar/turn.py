@@ -80,7 +80,7 @@ class Head:
     headers: Mapping[bytes, str]
     """Headers by lower-case name."""
     lineage: trajectory_pb2.Lineage.ValueType
-    """The lineage that the headers state; UNSPECIFIED if they state none."""
+    """The lineage that the headers state. UNSPECIFIED if they state none."""
 
     def mark(self, chat: gateway_pb2.ChatRequest) -> None:
         """Sets the session, the lineage and the retry marks of a request.
@@ -99,8 +99,8 @@ class Head:
 def read_head(scope: Scope) -> Head:
     """Reads the path and the headers of a request.
 
-    The path has the session's key, which works with any placeholder as bearer token; the session's
-    id, which needs the key as bearer token; or neither, if the bearer token names the session.
+    The path has the session's key, which works with any placeholder as bearer token. The session's
+    id, which needs the key as bearer token, or neither, if the bearer token names the session.
     `x-api-key` is read if there is no bearer token.
 
     Raises:
@@ -124,7 +124,7 @@ def read_head(scope: Scope) -> Head:
 
 
 def _key_of(headers: Mapping[bytes, str]) -> str:
-    """Returns the key in the headers; empty for a placeholder, which many agents require."""
+    """Returns the key in the headers. Empty for a placeholder, which many agents require."""
     scheme, _, token = headers.get(b"authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else ""
     given = given or headers.get(b"x-api-key", "")
@@ -161,15 +161,15 @@ class Turn(ABC):
     """One request, as its protocol read it, and how its answer is written.
 
     For a stream the calls of a choice come in the order `begin`, `prompt` (choice 0, if its ids
-    were requested), `delta` (any number), `finish`; then comes one `end`. Choice 0 begins first.
-    Their results are sent at once; an empty result sends nothing.
+    were requested), `delta` (any number), `finish`. Then comes one `end`. Choice 0 begins first.
+    Their results are sent at once. An empty result sends nothing.
     """
 
     def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
         """Takes the parts of the request.
 
         Args:
-            chat: The request to the gateway; the endpoint adds the headers' part.
+            chat: The request to the gateway. The endpoint adds the headers' part.
             model: Model that the request names, empty if it names none. The endpoint replaces it
                 by the name under which the session's model answers.
             streams: Whether the answer is streamed.
@@ -190,7 +190,7 @@ class Turn(ABC):
         """Returns the body of the complete answer, given one answer for each choice."""
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Returns the events that begin a choice; `begun` has the id of its answer."""
+        """Returns the events that begin a choice. `begun` has the id of its answer."""
         del index, begun
         return b""
 
@@ -225,7 +225,7 @@ class Protocol:
     parameters: Parameters
     """Which parameters of the API are served, refused or ignored."""
     read: Callable[[bytes, Head], Turn]
-    """Reads a body; raises an InvalidFieldError that names the parameter."""
+    """Reads a body. Raises an InvalidFieldError that names the parameter."""
     error: Callable[[RollmeshError, str], HttpError]
     """Returns an error as an answer, given the request's id."""
     error_event: bytes
@@ -328,7 +328,7 @@ class Reply:
         await self.whole(http.body, http.status, http.headers)
 
     async def fill_silence(self, pause_ms: int) -> None:
-        """Sends a keep-alive after each silence of `pause_ms`; runs until cancelled."""
+        """Sends a keep-alive after each silence of `pause_ms`. Runs until cancelled."""
         while True:
             await asyncio.sleep(pause_ms / 1000)
             if self._is_silent:
@@ -359,7 +359,7 @@ class TurnEndpoint:
         self._large_bodies = FairSlots(_READ_AT_A_TIME)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a client that leaves cancels the call to the gateway.
+        """Answers one request. A client that leaves cancels the call to the gateway.
 
         The server cancels the requests that are still running when its grace is over.
         """
@@ -405,7 +405,7 @@ class TurnEndpoint:
         return await body.read()
 
     async def _read(self, body: bytes, head: Head) -> Turn:
-        """Reads a request; a large one in a thread, so that it does not block the event loop."""
+        """Reads a request. A large one in a thread, so that it does not block the event loop."""
         if len(body) < _LARGE_BODY_BYTES:
             return self._protocol.read(body, head)
         async with self._large_bodies.slot(head.session_id):
@@ -437,7 +437,7 @@ class TurnEndpoint:
             _log.warning("stream was not read in time", extra=fields(after_s=limit_s))
 
     async def _relay(self, turn: Turn, reply: Reply) -> list[gateway_pb2.ChatAnswer]:
-        """Forwards every event as it arrives; returns the complete answers by choice."""
+        """Forwards every event as it arrives. Returns the complete answers by choice."""
         found: dict[int, gateway_pb2.ChatAnswer] = {}
         begun: set[int] = set()
         early: list[gateway_pb2.StreamChatResponse] = []
@@ -461,7 +461,7 @@ class TurnEndpoint:
 
 
 def _events_of(response: gateway_pb2.StreamChatResponse, turn: Turn, begun: set[int]) -> bytes:
-    """Returns the events of a response; `begun` are the choices that have begun."""
+    """Returns the events of a response. `begun` are the choices that have begun."""
     index = response.choice_index
     event = response.WhichOneof("event")
     if event == "begun":
@@ -481,7 +481,7 @@ def _events_of(response: gateway_pb2.StreamChatResponse, turn: Turn, begun: set[
 
 
 class _Body:
-    """The body of a request, as far as it has been received; the server bounds its size."""
+    """The body of a request, as far as it has been received. The server bounds its size."""
 
     def __init__(self, receive: Receive) -> None:
         self.receive = receive
@@ -490,7 +490,7 @@ class _Body:
         self._parts: list[bytes] = []
 
     async def read(self) -> bytes:
-        """Returns the complete body; a read that is cancelled may be followed by another.
+        """Returns the complete body. A read that is cancelled may be followed by another.
 
         Raises:
             ClientDisconnect: The client left.
@@ -509,7 +509,7 @@ async def _while_present(receive: Receive, work: Coroutine[Any, Any, None]) -> N
     """Does work on a request whose body was read.
 
     Raises:
-        ClientDisconnect: The client left; the work is cancelled.
+        ClientDisconnect: The client left. The work is cancelled.
     """
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)

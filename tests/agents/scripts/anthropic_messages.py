@@ -1,4 +1,4 @@
-"""An agent written against `anthropic` alone; argument: one of the three ways scripts use it."""
+"""An agent written against `anthropic` alone. Argument: one of the three ways scripts use it."""
 
 import json
 import sys

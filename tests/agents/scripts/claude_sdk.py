@@ -1,4 +1,4 @@
-"""The Claude agent SDK with a tool and a hook of its own; arguments: mode, questions."""
+"""The Claude agent SDK with a tool and a hook of its own. Arguments: mode, questions."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ OPTIONS = ClaudeAgentOptions(
 
 
 def take(message: Any) -> str | None:
-    """Notes what is streamed; returns the answer to a question once it is complete."""
+    """Notes what is streamed. Returns the answer to a question once it is complete."""
     if isinstance(message, StreamEvent) and message.event["type"] == "content_block_delta":
         streamed.append(message.event["delta"].get("text", ""))
     if isinstance(message, ResultMessage):

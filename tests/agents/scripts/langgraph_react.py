@@ -1,4 +1,4 @@
-"""LangGraph's ReAct agent on `langchain-openai`; arguments: form, name, questions."""
+"""LangGraph's ReAct agent on `langchain-openai`. Arguments: form, name, questions."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""mini-swe-agent in the folder it is started in; arguments: config, model class, task."""
+"""mini-swe-agent in the folder it is started in. Arguments: config, model class, task."""
 
 import json
 import sys

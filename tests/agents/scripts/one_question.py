@@ -1,4 +1,4 @@
-"""One question to one model; arguments: client (openai, litellm or langchain), model, question."""
+"""One question to one model. Arguments: client (openai, litellm or langchain), model, question."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An agent written against `openai` alone; argument: one of the four ways scripts echo answers."""
+"""An agent written against `openai` alone. Argument: one of the four ways scripts echo answers."""
 
 import json
 import sys

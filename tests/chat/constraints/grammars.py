@@ -107,7 +107,7 @@ class Compiler:
         return bool(matcher.accept_string(text) and matcher.accept_token(self.stop))
 
     def sample(self, tag: str, seed: int, begin: str = "") -> str | None:
-        """Returns a random answer that ends; None where it did not within 2,000 tokens."""
+        """Returns a random answer that ends. None where it did not within 2,000 tokens."""
         matcher, chance = self.matcher(tag), random.Random(seed)
         assert not begin or matcher.accept_string(begin)
         mask = self._xgrammar.allocate_token_bitmask(1, self._size)

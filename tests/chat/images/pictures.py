@@ -11,7 +11,7 @@ from PIL import Image
 def picture(
     width: int = 8, height: int = 8, *, seed: int = 0, kind: str = "PNG", mode: str = "RGB"
 ) -> bytes:
-    """A file of noise; the same arguments give the same bytes."""
+    """A file of noise. The same arguments give the same bytes."""
     bands = len(Image.new(mode, (1, 1)).getbands())
     noise = bytes((at * 7 + seed * 31 + at // 5) % 256 for at in range(width * height * bands))
     file = io.BytesIO()

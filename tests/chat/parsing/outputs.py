@@ -36,7 +36,7 @@ class Output:
     kind: str
     text: str
     meant: list[Call] | None
-    """The calls in it, where it is whole; None where it is spoiled."""
+    """The calls in it, where it is whole. None where it is spoiled."""
 
 
 class Maker:

@@ -16,7 +16,7 @@ class Reading:
     """What a parser makes of an answer."""
 
     content: str
-    """Without surrounding whitespace, which means nothing beside calls; None is no text."""
+    """Without surrounding whitespace, which means nothing beside calls. None is no text."""
     calls: Calls
     """Names, and arguments as JSON values, or as text if they are not JSON."""
     malformed: bool = False

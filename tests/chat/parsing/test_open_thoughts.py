@@ -75,7 +75,7 @@ def streamed(events: list[ParserEvent]) -> tuple[str, str, list[tuple[str, str]]
 def in_every_cut(
     make: Callable[[], Answer], text: str
 ) -> tuple[str, str, list[tuple[str, str]], bool]:
-    """What an answer has; the same whole, in two pieces, and by character."""
+    """What an answer has. The same whole, in two pieces, and by character."""
     found = []
     for pieces in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
         answer = make()

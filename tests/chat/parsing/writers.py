@@ -60,7 +60,7 @@ def _named(key: str) -> Callable[[str, str, int], str]:
 
 
 def _tags(form: str, joint: str) -> Callable[[Arguments], str]:
-    """Arguments as tags; values that are not text as JSON."""
+    """Arguments as tags. Values that are not text as JSON."""
 
     def spell(arguments: Arguments) -> str:
         return joint.join(

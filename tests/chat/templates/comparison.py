@@ -125,7 +125,7 @@ class Turn:
     messages: tuple[Message, ...]
     tools: bool
     sampled: bool
-    """Whether earlier answers are the session's own samples; else the agent wrote them."""
+    """Whether earlier answers are the session's own samples, else the agent wrote them."""
     reason: str = ""
     """Why it was refused."""
 
@@ -167,7 +167,7 @@ class Model:
     def rendered(
         self, messages: Sequence[Message], tools_json: bytes, *, prompt: bool = True
     ) -> list[int] | None:
-        """Transformers' ids of a conversation; None where the template refuses it."""
+        """Transformers' ids of a conversation. None where the template refuses it."""
         key = (tuple(messages), tools_json, prompt)
         if key not in self.renders:
             self.renders[key] = self._rendered(messages, tools_json, prompt=prompt)

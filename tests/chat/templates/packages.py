@@ -1,6 +1,6 @@
 """The chat templates of other packages, each with a tokenizer made for it on the spot.
 
-`make .venv-templates/.ready` fetches the packages; nothing of them is imported.
+`make .venv-templates/.ready` fetches the packages. Nothing of them is imported.
 """
 
 import json
@@ -90,7 +90,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Trl(Package):
-    """The templates of `trl`, which is installed; what is known of them is in `families`."""
+    """The templates of `trl`, which is installed. What is known of them is in `families`."""
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encoded(
     reference: "Reference[Any, Any, Any, Any, Any]", messages: tuple[Message, ...], tools: bytes
 ) -> list[int] | None:
-    """What the package gives; None where it refuses the conversation."""
+    """What the package gives. None where it refuses the conversation."""
     plain: list[dict[str, Any]] = []
     for message in messages:
         entry: dict[str, Any] = {"role": message.role, "content": message.content}

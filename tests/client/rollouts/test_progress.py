@@ -39,7 +39,7 @@ class Terminal:
             monkeypatch.delenv(name, raising=False)
 
     def read(self) -> str:
-        """What was written; ends the terminal."""
+        """What was written. Ends the terminal."""
         self.stream.close()
         parts = []
         while part := _read(self._reading):

@@ -16,7 +16,7 @@ from tests.sidecar.scripted_gateway import ScriptedGateway
 
 @pytest.fixture
 async def gateway() -> ScriptedGateway:
-    """One whose sessions can be shown; nothing was said in them."""
+    """One whose sessions can be shown. Nothing was said in them."""
     gateway = ScriptedGateway()
 
     async def show(request: Any, context: Any) -> gateway_pb2.GetSessionResponse:

@@ -22,7 +22,7 @@ def judged(
 
 
 def session(*rewards: float | None, **fields: Any) -> session_pb2.SessionRecord:
-    """One trajectory for each reward; None takes the session's."""
+    """One trajectory for each reward. None takes the session's."""
     made = record(fields.pop("session_id", "s"))
     made.ClearField("reward")
     if (reward := fields.pop("reward", None)) is not None:

@@ -10,7 +10,7 @@ from rollmesh.v1 import collector_pb2 as pb
 
 
 def members(text: str) -> list[Member]:
-    """ "0 1! 1" is three sessions by sample_index; ! is not usable. Ids are a, b, c, ..."""
+    """ "0 1! 1" is three sessions by sample_index. ! is not usable. Ids are a, b, c, ..."""
     return [
         Member(chr(ord("a") + at), int(word.rstrip("!")), not word.endswith("!"))
         for at, word in enumerate(text.split())

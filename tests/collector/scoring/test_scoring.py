@@ -126,7 +126,7 @@ class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
 
 @asynccontextmanager
 async def scored_by(service: Any, folder: Path, **settings: Any) -> AsyncIterator[Any]:
-    """Serves a scorer and a collector that asks it; yields a stub for the collector."""
+    """Serves a scorer and a collector that asks it. Yields a stub for the collector."""
     server = grpc.aio.server()
     scorer_pb2_grpc.add_ScorerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -24,7 +24,7 @@ HOUR_MS = 3_600_000
 
 
 class Counting(scorer_pb2_grpc.ScorerServiceServicer):
-    """Counts the calls for each session; answers when it is told to."""
+    """Counts the calls for each session. Answers when it is told to."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -196,7 +196,7 @@ async def test_a_collector_killed_before_its_ack_has_the_session_once(tmp_path: 
         with pytest.raises(RemoteError):
             await sending
     async with running("collector", tmp_path, port=0, **flags) as second:
-        assert await ingest(second, record("a"))  # it was stored; the sender's retry is a repeat
+        assert await ingest(second, record("a"))  # it was stored. The sender's retry is a repeat
         async with subscribe(second) as subscription:
             assert await take(subscription, 1) == ["a"]
         assert (await stats(second)).sessions == 1

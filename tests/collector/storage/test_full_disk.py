@@ -30,7 +30,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Database]:
 
 
 async def set_most_pages(database: Database, pages: int) -> None:
-    """Leaves so much room; 1 means no more than is taken."""
+    """Leaves so much room. 1 means no more than is taken."""
     await database.run(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").close())
 
 

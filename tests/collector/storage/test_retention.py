@@ -1,4 +1,4 @@
-"""What leaves a store, and when; the same for every store."""
+"""What leaves a store, and when. The same for every store."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

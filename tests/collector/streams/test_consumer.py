@@ -127,7 +127,7 @@ def test_nothing_waits_for_a_stream_whose_consumer_does_not_read() -> None:
         assert consumer.expire(100)
         assert consumer.take(fast, 100) == unit(1)
         assert not consumer.expire(149)
-        assert consumer.expire(150)  # of `fast`; `slow`, which has credits, has stalled by now
+        assert consumer.expire(150)  # of `fast`. `slow`, which has credits, has stalled by now
         assert consumer.take(fast, 150) == unit(2)
         assert not consumer.stalled
         consumer.close_stream(fast)

@@ -39,7 +39,7 @@ async def test_who_acknowledges_while_the_subscription_ends_is_not_left_waiting(
         async with Subscription(address, consumer="c", unit="session") as subscription:
             delivery = await anext(subscription)
             waiting = asyncio.ensure_future(subscription.acknowledge(delivery))
-            await asyncio.sleep(0)  # it has asked; nobody has answered
+            await asyncio.sleep(0)  # it has asked. Nobody has answered
         with pytest.raises(ShuttingDownError):
             await waiting
 

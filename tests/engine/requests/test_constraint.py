@@ -71,7 +71,7 @@ async def test_every_sample_is_a_value_of_the_schema(engine: Engine, model_dir: 
 
 
 async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_dir: Path) -> None:
-    """What the reason CONSTRAINED says; checked against torch."""
+    """What the reason CONSTRAINED says. Checked against torch."""
     tokenizer = Tokenizer(model_dir)
     forced = json.dumps(
         {"type": "structural_tag", "format": {"type": "const_string", "value": "The answer"}}

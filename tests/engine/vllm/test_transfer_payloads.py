@@ -1,4 +1,4 @@
-"""Bytes of a weight transfer that vLLM would unpickle; they are refused whatever it allows."""
+"""Bytes of a weight transfer that vLLM would unpickle. They are refused whatever it allows."""
 
 import base64
 import ctypes

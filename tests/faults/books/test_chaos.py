@@ -48,7 +48,7 @@ def test_a_kind_without_targets_does_not_happen() -> None:
 
 
 async def chaos(folder: Path, seconds: int, seed: int, *flags: str) -> dict[str, Any]:
-    """Runs it as `make chaos` does; its last line of output."""
+    """Runs it as `make chaos` does. Its last line of output."""
     arguments = ("-m", "benchmarks.chaos", f"--seconds={seconds}", f"--seed={seed}")
     command = (sys.executable, *arguments, f"--keep={folder}", *flags)
     output, _ = await run_to_end(*command, cwd=ROOT, env=None, limit_s=600)

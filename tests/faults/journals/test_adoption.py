@@ -1,4 +1,4 @@
-"""A dead gateway's sessions go on at another, from its folder; a living one keeps its own."""
+"""A dead gateway's sessions go on at another, from its folder. A living one keeps its own."""
 
 import asyncio
 from collections.abc import Sequence

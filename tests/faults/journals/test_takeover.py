@@ -98,7 +98,7 @@ async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
 
 
 async def while_talking(fleet: Fleet, talks: list[Talk], happens: Any, turns: int = TURNS) -> None:
-    """Runs the agents; in the middle something happens."""
+    """Runs the agents. In the middle something happens."""
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
         for talk in talks:
             tasks.create_task(talk.run(turns))

@@ -16,7 +16,7 @@ from tests.processes import running
 from tests.waiting import until
 
 _KEEPALIVE_MS = 1000
-_TIMEOUT_S = 30  # from the silence on; half of grpc's default
+_TIMEOUT_S = 30  # from the silence on. Half of grpc's default
 
 
 async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ async def test_a_router_behind_a_cut_connection_is_left_and_returned_to(
         async with leases.lease(session_id="s3", deadline_ms=60_000) as grant:
             assert "s3" in homes[grant.engine_id]
             assert second.leases == 11
-        # The silent connections are gone for good; new ones are served, so the first is back.
+        # The silent connections are gone for good. New ones are served, so the first is back.
         await until(lambda: leases.router == proxy.address)
         # Leases are stated again before the sessions without one.
         await until(lambda: first.leases == 10 and second.leases == 0 and placed() == homes)

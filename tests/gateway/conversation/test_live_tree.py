@@ -130,7 +130,7 @@ class Agent:
     async def call(
         self, request: gateway_pb2.ChatRequest, leave_after: int | None = None
     ) -> gateway_pb2.ChatAnswer | None:
-        """Returns the answer; None where there was none, or the agent left before it."""
+        """Returns the answer. None where there was none, or the agent left before it."""
         streams = leave_after is not None or self.dice.random() < 0.5
         try:
             answer = await (self.streamed(request, leave_after) if streams else self.whole(request))

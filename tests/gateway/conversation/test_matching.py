@@ -1,4 +1,4 @@
-"""Searches from where an earlier request led; `World` compares each with one from the root."""
+"""Searches from where an earlier request led. `World` compares each with one from the root."""
 
 import random
 

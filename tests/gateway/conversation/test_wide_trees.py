@@ -32,7 +32,7 @@ def call(at: int, arguments: str = '{"a": 1}') -> Message:
 
 
 def wide(count: int, reply: Callable[[int], Message], *, continued: bool) -> tuple[Tree, Node]:
-    """Returns a tree with samples of one prompt, and the prompt; one sample is another."""
+    """Returns a tree with samples of one prompt, and the prompt. One sample is another."""
     tree = Tree(frozenset({END}))
     start = tree.start(BARE, group_messages((ASK,)))
     prompt = tree.add_messages(start.match.node, (ASK,), array(5, END))
@@ -93,7 +93,7 @@ def test_an_echo_that_names_its_sample_continues_that_one_if_it_is_like_it() -> 
 
 
 class SentTurn(Turn):
-    """A turn whose answer was sent; counts how often it was looked at."""
+    """A turn whose answer was sent. Counts how often it was looked at."""
 
     looks = 0
 

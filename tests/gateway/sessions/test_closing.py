@@ -47,7 +47,7 @@ def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionReq
 
 
 async def chat(gateway: Registry, session_id: str, retry_count: int = 0) -> int:
-    """One chat, as the servicer makes it; returns the node of its turn."""
+    """One chat, as the servicer makes it. Returns the node of its turn."""
     session = gateway.session(session_id)
     asked = chat_request(session_id)
     asked.retry_count = retry_count

@@ -1,4 +1,4 @@
-"""Idle sessions are closed; one that cannot be closed is set aside and affects no other."""
+"""Idle sessions are closed. One that cannot be closed is set aside and affects no other."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ async def answered(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
 
 
 async def delivered(deliveries: Subscription, session_ids: Iterable[str]) -> list[SessionResult]:
-    """The next sessions; they are those with these ids."""
+    """The next sessions. They are those with these ids."""
     wanted = set(session_ids)
     found = [(await anext(deliveries)).sessions[0] for _ in wanted]
     assert {one.session_id for one in found} == wanted

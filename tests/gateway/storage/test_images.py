@@ -101,5 +101,5 @@ async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
         while await journal_.run(sweep):
             continue
         sessions = await journal_.read(lambda tx: tx.db.value("SELECT count(*) FROM sessions"))
-    assert left == [5, 3, 1, 0]  # a cat has the bytes of a piece; a dog goes with the next cat
+    assert left == [5, 3, 1, 0]  # a cat has the bytes of a piece. A dog goes with the next cat
     assert sessions == 0

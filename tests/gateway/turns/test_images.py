@@ -35,7 +35,7 @@ CAT, DOG, OWL = picture(64, 64), picture(96, 64, seed=1), picture(64, 32, seed=2
 def seeing(
     *parts: str | bytes, role: chat_pb2.Role.ValueType = chat_pb2.ROLE_USER
 ) -> chat_pb2.ChatMessage:
-    """A message with texts and images; a text of 64 characters is the hash of an image."""
+    """A message with texts and images. A text of 64 characters is the hash of an image."""
     return chat_pb2.ChatMessage(role=role, content=[part(one) for one in parts])
 
 

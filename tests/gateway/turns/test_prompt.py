@@ -78,7 +78,7 @@ def loaded(name: str) -> tuple[families.Family, Continuation]:
 def reference(
     family: families.Family, messages: Sequence[Message], context: RenderContext
 ) -> list[int] | None:
-    """The ids that transformers would give; None where the template refuses the conversation."""
+    """The ids that transformers would give. None where the template refuses the conversation."""
     text = families.rendered(family, messages, context.tools_json)
     if text is None:
         return None
@@ -86,7 +86,7 @@ def reference(
 
 
 class Played:
-    """A session as a gateway holds it, without engines; tests choose the samples."""
+    """A session as a gateway holds it, without engines. Tests choose the samples."""
 
     def __init__(self, name: str, context: RenderContext, *, rewrite: bool) -> None:
         self.family, self.continuation = loaded(name)
@@ -95,7 +95,7 @@ class Played:
         self._rewrite = rewrite
 
     def turns(self, session: Sequence[Step]) -> Iterator[tuple[Prompt, list[Message]]]:
-        """Plays a session; yields each prompt with its messages."""
+        """Plays a session. Yields each prompt with its messages."""
         messages: list[Message] = []
         calls: tuple[ToolCall, ...] = ()
         for step in session:
@@ -161,7 +161,7 @@ class Played:
         return np.concatenate([np.empty(0, np.uint32), *pieces])
 
     def _printed(self, prompt: Prompt, answer: Message) -> str:
-        """The template's render of the answer after this prompt; empty if it has none."""
+        """The template's render of the answer after this prompt. Empty if it has none."""
         held = [message for node in prompt.match.node.path() for message in node.messages]
         held += [message for group, _ in prompt.new_groups for message in group]
         then = [Message("user", "next7zq")]

@@ -79,7 +79,7 @@ class Talk:
         return [event.done async for event in read_stream(call) if event.HasField("done")]
 
     async def close(self) -> SessionResult:
-        """Closes the session; returns what the trainer gets of it."""
+        """Closes the session. Returns what the trainer gets of it."""
         await self._mesh.stub.CloseSession(
             gateway_pb2.CloseSessionRequest(
                 session_id=self._opened.session_id,
@@ -129,7 +129,7 @@ async def test_a_turn_of_another_temperature_says_so_in_every_export(
     assert other.sampling.max_tokens > 0
     for one in result.trajectories:
         assert (CHANGED in one.reasons) == (one.turns == 2)
-        assert one.loss_mask.any()  # it informs; nothing is left out
+        assert one.loss_mask.any()  # it informs. Nothing is left out
     assert result.tree is None or result.tree.reasons == (CHANGED,)
 
 

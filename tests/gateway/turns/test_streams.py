@@ -24,7 +24,7 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
 
 
 async def asked(mesh: LiveMesh, **fields: object) -> gateway_pb2.ChatRequest:
-    """Opens a session; returns a request in it."""
+    """Opens a session. Returns a request in it."""
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     return gateway_pb2.ChatRequest(
         session_id=opened.session_id,
@@ -46,7 +46,7 @@ async def streamed(
 
 
 def check(responses: list[gateway_pb2.StreamChatResponse]) -> gateway_pb2.ChatAnswer:
-    """Checks the stream of a choice; returns its answer."""
+    """Checks the stream of a choice. Returns its answer."""
     kinds = [response.WhichOneof("event") for response in responses]
     assert (kinds[0], kinds[-1]) == ("begun", "done")
     done = responses[-1].done

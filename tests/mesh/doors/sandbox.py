@@ -77,7 +77,7 @@ def raise_loopback() -> None:
 
 
 async def turn(base_url: str) -> dict[str, Any]:
-    """An agent that knows its base URL alone; the key is in it."""
+    """An agent that knows its base URL alone. The key is in it."""
     async with AsyncOpenAI(base_url=base_url, api_key="any") as agent:
         reply = await agent.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": "first"}]

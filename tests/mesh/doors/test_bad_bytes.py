@@ -93,7 +93,7 @@ async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor, *requests
 
 @asynccontextmanager
 async def left_standing(mesh: Mesh) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
-    """Yields channels to the services; after it all must serve and work, without a traceback."""
+    """Yields channels to the services. After it all must serve and work, without a traceback."""
     async with AsyncExitStack() as stack:
         channels = {
             name: await stack.enter_async_context(open_channel(mesh.processes[name].address))

@@ -21,7 +21,7 @@ TIMEOUT_S = 300
 
 @asynccontextmanager
 async def gateway(mesh: Mesh, name: str, **flags: object) -> AsyncIterator[tuple[Any, int]]:
-    """Runs `rollmesh gateway --http 0`; yields the process and the port of its HTTP."""
+    """Runs `rollmesh gateway --http 0`. Yields the process and the port of its HTTP."""
     settings = {
         "port": 0,
         "gateway_id": name,

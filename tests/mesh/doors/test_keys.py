@@ -1,4 +1,4 @@
-"""A session's key opens it and nothing else does; no process writes it down."""
+"""A session's key opens it and nothing else does. No process writes it down."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -32,7 +32,7 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 
 async def revoke(mesh: Mesh, role: str, *session_ids: str) -> tuple[int | None, str, str]:
-    """Runs the command with a role's token; returns its exit code, output and errors."""
+    """Runs the command with a role's token. Returns its exit code, output and errors."""
     assert mesh.locks is not None
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmesh.cli", "gateway", "revoke-key", *session_ids),

@@ -54,7 +54,7 @@ async def response_of(http: httpx2.AsyncClient, session: Session) -> str:
 async def knock(
     http: httpx2.AsyncClient, name: str, place: str, headers: Headers, response: str = ""
 ) -> int:
-    """Asks a route with what it takes; returns the status."""
+    """Asks a route with what it takes. Returns the status."""
     method, path = name.split(" ")
     body = BODIES.get(path)
     path = path.replace("{response}", response).replace("{model:path}", "policy")

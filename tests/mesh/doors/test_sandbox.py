@@ -25,7 +25,7 @@ UNSHARE = ("unshare", "--net", "--user", "--map-root-user")
 
 
 def no_network() -> str:
-    """Why there is no network of its own for a process; empty if there is one."""
+    """Why there is no network of its own for a process. Empty if there is one."""
     if shutil.which("unshare") is None:
         return "there is no unshare command"
     done = subprocess.run([*UNSHARE, "true"], check=False, capture_output=True)

@@ -1,4 +1,4 @@
-"""A full store pushes back through the gateway to whoever opens sessions; nothing is lost."""
+"""A full store pushes back through the gateway to whoever opens sessions. Nothing is lost."""
 
 import asyncio
 from typing import Any

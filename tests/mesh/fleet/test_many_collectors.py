@@ -40,7 +40,7 @@ class Fleet:
         return running("collector", folder, **settings)
 
     async def rollout(self, client: Client) -> str:
-        """Runs a session of one turn; returns its id once it is closed."""
+        """Runs a session of one turn. Returns its id once it is closed."""
         session = await client.open_session(client.session_request())
         agent = self.mesh.openai(session)
         await agent.chat.completions.create(model="policy", messages=ASK)
@@ -64,7 +64,7 @@ async def fleet(
 
 
 async def read(subscription: Subscription, count: int) -> list[str]:
-    """Takes and acknowledges deliveries; returns their ids."""
+    """Takes and acknowledges deliveries. Returns their ids."""
     ids: list[str] = []
     async with asyncio.timeout(90):
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Two models in one mesh: each has its sessions, engines, weights and trainer; nothing crosses."""
+"""Two models in one mesh: each has its sessions, engines, weights and trainer. Nothing crosses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -133,7 +133,7 @@ async def test_weights_of_one_model_never_fence_the_other(fleet: Fleet, client: 
         for version, model in ((1, POLICY), (5, JUDGE), (2, POLICY), (6, JUDGE)):
             if version == 2:
                 await fleet.start("router")
-                await fleet.start(f"engine {JUDGE}")  # it has no weights; the router has them
+                await fleet.start(f"engine {JUDGE}")  # it has no weights. The router has them
             await client.push_weights(TENSORS, version, model=model)
             assert await client.policy_version(model) == version
             for session in (one, other):

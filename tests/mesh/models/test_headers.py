@@ -21,7 +21,7 @@ async def test_the_sampled_header_is_trained_once_and_never_printed_twice(tmp_pa
         json.dumps({"vocab_size": 2000, "max_position_embeddings": 4096})
     )
     rules = [
-        # The engine must stop at the header; otherwise it would sample the text after it too.
+        # The engine must stop at the header. Otherwise it would sample the text after it too.
         {
             "after": tokenizer.encode(f"{said}<|assistant|>").tolist(),
             "reply": tokenizer.encode(f"{SAID}<|user|>and more").tolist(),

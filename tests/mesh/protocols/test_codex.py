@@ -73,7 +73,7 @@ class Codex(Replay):
     ) -> list[dict[str, Any]]:
         """Returns the items of the answer, as they are done in the stream."""
         body = {
-            "model": "gpt-6-sol",  # of Codex's own catalogue; a mesh of one model takes any
+            "model": "gpt-6-sol",  # of Codex's own catalogue. A mesh of one model takes any
             "stream": True,
             "input": list(items),
             "tools": tools,
@@ -111,7 +111,7 @@ def said(role: str, text: str) -> dict[str, Any]:
 
 
 def start(prompt: str, more: str = "") -> list[dict[str, Any]]:
-    """What a window begins with; the environment is another one once there are sub-agents."""
+    """What a window begins with. The environment is another one once there are sub-agents."""
     place = f"<environment_context><cwd>/w</cwd>{more}</environment_context>"
     return [
         said("developer", ADVICE),
@@ -141,14 +141,14 @@ def text_of(items: list[dict[str, Any]]) -> str:
 
 
 def written(sender: str, *parts: Mapping[str, str]) -> dict[str, Any]:
-    """What an agent writes to another; the message itself would be encrypted by OpenAI."""
+    """What an agent writes to another. The message itself would be encrypted by OpenAI."""
     head = {"type": "input_text", "text": f"Sender: {sender}\nPayload:\n"}
     return {"type": "agent_message", "author": sender, "content": [head, *parts]}
 
 
 def check_exact(result: SessionResult, **found: list[int]) -> None:
     check(result, **found)
-    # What comes back is what was sampled; the template prints arguments in its own way.
+    # What comes back is what was sampled. The template prints arguments in its own way.
     reasons = {reason for one in result.trajectories for reason in one.reasons}
     assert reasons <= {"EXACT", "TEMPLATE_REWRITE", "SHARED_PREFIX", "TOOLS_CHANGED"}
 
@@ -205,7 +205,7 @@ async def test_code_a_forked_sub_agent_and_a_compaction_are_told_apart_and_nothi
             history += [*first, *outputs(first, "1")]
             second = await ask(*history)
             task = {"type": "encrypted_content", "encrypted_content": "second task"}
-            # A sub-agent has all that was said before; its own call seems to be aborted.
+            # A sub-agent has all that was said before. Its own call seems to be aborted.
             forked = [*history, *second, *outputs(second, "aborted"), written("/root", task)]
             answer = await ask(*forked, agent="01b0")
             history += [*second, *outputs(second, '{"task_name":"/root/a"}')]

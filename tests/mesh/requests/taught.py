@@ -1,6 +1,6 @@
 """A small model that has learnt by heart what to answer: with reasoning, and with calls.
 
-A random model never writes either; this one is trained on the spot for half a minute.
+A random model never writes either. This one is trained on the spot for half a minute.
 """
 
 from collections.abc import Sequence

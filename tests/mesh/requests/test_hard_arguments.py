@@ -1,4 +1,4 @@
-"""What a model sampled can always be gone on from, restored and exported; odd JSON is a 400."""
+"""What a model sampled can always be gone on from, restored and exported. Odd JSON is a 400."""
 
 import json
 from pathlib import Path

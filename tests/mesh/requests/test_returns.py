@@ -1,4 +1,4 @@
-"""What an answer brings along: ids, log-probabilities, the most likely tokens; many choices."""
+"""What an answer brings along: ids, log-probabilities, the most likely tokens. Many choices."""
 
 from collections.abc import AsyncIterator
 from typing import Any

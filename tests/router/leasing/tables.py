@@ -24,7 +24,7 @@ def acquire(
     now_ms: int = 0,
     **asked: Any,
 ) -> pb.LeaseGrant | None:
-    """Asks for a lease; `asked` are fields of AcquireLease."""
+    """Asks for a lease. `asked` are fields of AcquireLease."""
     request = pb.AcquireLease(lease_id=lease_id, session_id=session_id, **asked)
     return leases.acquire(stream, request, now_ms=now_ms)
 

@@ -11,7 +11,7 @@ from tests.router.leasing.tables import acquire, table
 
 
 class OneSlot:
-    """A mesh with one slot, which is taken; requests are known by their number."""
+    """A mesh with one slot, which is taken. Requests are known by their number."""
 
     def __init__(self, queue_limit: int = 99) -> None:
         self.leases = LeaseTable(queue_limit=queue_limit)
@@ -30,7 +30,7 @@ class OneSlot:
         self.leases.release("g", str(number))
 
     def serve(self) -> int | None:
-        """Frees the slot; returns the request that gets it."""
+        """Frees the slot. Returns the request that gets it."""
         self.leases.release("g", self.held)
         ended = self.leases.end_waits(0)
         self.held = ended[0].lease_id if ended else "none"

@@ -206,7 +206,7 @@ RESTING = pytest.mark.parametrize(
 
 
 def resting(state: dict[str, Any]) -> LeaseTable:
-    """Two engines that do not sample; the only slot of each is taken."""
+    """Two engines that do not sample. The only slot of each is taken."""
     leases = table("a", "b", capacity=1)
     leases.fleet.aim("m", Target(7, ""), None)
     for at, name in enumerate(("a", "b")):

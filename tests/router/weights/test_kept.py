@@ -64,7 +64,7 @@ async def push(
     size: int | None = None,
     then: asyncio.Event | None = None,
 ) -> router_pb2.PushWeightsResponse:
-    """Pushes bytes; with `then` it falls silent after them until that is set."""
+    """Pushes bytes. With `then` it falls silent after them until that is set."""
 
     async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
         for message in messages(version, data, mode=mode, size=size):

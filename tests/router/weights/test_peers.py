@@ -58,7 +58,7 @@ class Pair:
         return bool(found.replicas or found.models)
 
     async def push(self, number: int, version: int, data: bytes, request_id: str = "") -> int:
-        """Pushes weights to one of them; returns the version that engines must hold."""
+        """Pushes weights to one of them. Returns the version that engines must hold."""
         await until(lambda: self.knows_model(number))
         header = router_pb2.PushWeightsHeader(
             model="policy",
@@ -193,7 +193,7 @@ async def test_a_repeated_push_is_finished_by_the_other_router(
 class Stalling(dict[str, Any]):
     """Tensors of which the last one comes when it may, the first time that it is sent.
 
-    A thread sends them; before that the event loop's own reads their sizes.
+    A thread sends them. Before that the event loop's own reads their sizes.
     """
 
     def __init__(self) -> None:

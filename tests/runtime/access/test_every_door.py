@@ -153,7 +153,7 @@ async def test_no_role_takes_the_id_of_another_or_learns_what_proves_one(mesh: M
 
 
 def expected(name: str, caller: str, found: str) -> str:
-    """Returns the reason that a caller should get; whoever is let in may get any other."""
+    """Returns the reason that a caller should get. Whoever is let in may get any other."""
     if name in OPEN or caller in TABLE[name]:
         return "let in" if found in {"CALLER_UNKNOWN", "ROLE_REFUSED"} else found
     return "CALLER_UNKNOWN" if caller in {STRANGER, INTRUDER} else "ROLE_REFUSED"

@@ -51,7 +51,7 @@ def test_programs_start_in_a_process_that_is_busy_with_grpc() -> None:
 
 
 async def exit_codes(count: int) -> set[int]:
-    """Starts programs while a server of this process is called; returns their exit codes."""
+    """Starts programs while a server of this process is called. Returns their exit codes."""
 
     async def echo(request: bytes, context: Any) -> bytes:
         return request

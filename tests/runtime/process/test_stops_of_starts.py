@@ -17,7 +17,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def silent_port() -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """Listens, and answers nothing; yields the port, and an event that the first client sets."""
+    """Listens, and answers nothing. Yields the port, and an event that the first client sets."""
     asked = asyncio.Event()
 
     async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

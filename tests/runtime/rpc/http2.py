@@ -12,7 +12,7 @@ _HEAD_BYTES = 9
 
 
 class Peer:
-    """A connection to a server; nothing is read from it unless a test does."""
+    """A connection to a server. Nothing is read from it unless a test does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

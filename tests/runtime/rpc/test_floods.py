@@ -26,7 +26,7 @@ async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
 
 
 async def ask(channel: grpc.aio.Channel) -> None:
-    """Makes a call of another client; it must be answered."""
+    """Makes a call of another client. It must be answered."""
     stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
     with typed_errors():
         await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=120)

@@ -98,7 +98,7 @@ async def test_a_handshake_that_is_left_open_ends(
     async with served(ScriptedService(), **settings) as (_, bound), asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", bound.port)
         writer.write(beginnings()[sent])
-        while await read(reader):  # the server closes it; it may say something before
+        while await read(reader):  # the server closes it. It may say something before
             pass
         writer.close()
 

@@ -13,7 +13,7 @@ OTHER = router_pb2.PauseEnginesRequest(request_id="a", model="another")
 
 @dataclass
 class Work:
-    """Counts its executions; waits until it is allowed to end."""
+    """Counts its executions. Waits until it is allowed to end."""
 
     done: int = 0
     error: Exception | None = None

@@ -42,7 +42,7 @@ async def status_of(channel: grpc.aio.Channel, name: str) -> object:
 async def listening(
     service: ScriptedService, **settings: Any
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Event]]:
-    """Serves a service that has not started; yields a channel to it and what stops it."""
+    """Serves a service that has not started. Yields a channel to it and what stops it."""
     service.address = asyncio.get_running_loop().create_future()
     config, stop = ServerConfig(**settings), asyncio.Event()
     async with asyncio.TaskGroup() as group:

@@ -152,7 +152,7 @@ def tensordicts() -> dict[str, Any]:
 
 
 def snippet(text: str) -> list[str]:
-    """Runs the pages' snippet of the writer; returns the keys of the rows it wrote."""
+    """Runs the pages' snippet of the writer. Returns the keys of the rows it wrote."""
     names: dict[str, Any] = {
         "TransferQueueWriter": TransferQueueWriter,
         "queue_rows": queue_rows,

@@ -1,4 +1,4 @@
-"""TRL's own trainer for a few steps, on a mesh with real vLLM; runs in .venv."""
+"""TRL's own trainer for a few steps, on a mesh with real vLLM. Runs in .venv."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ _ORDER: dict[str, Any] = defaultdict(itertools.count)  # two runs of one questio
 
 
 async def converse(question: str, session: Session) -> dict[str, Any]:
-    """Two turns; one run fails, one is interrupted, one asks twice; rewards differ in a group."""
+    """Two turns. One run fails, one is interrupted, one asks twice. Rewards differ in a group."""
     run = next(_RUNS)
     if run == _FAILS:
         raise InvalidFieldError("question", "this agent cannot read it")  # not tried again

@@ -1,7 +1,7 @@
 """verl's own code around a mesh: its submit, its replay buffer, its advantages.
 
 What runs here is the trainer's side as it is in `verl.trainer.ppo.v1`, with the manager that it
-loads by name; the actor's network is all that is left out.
+loads by name. The actor's network is all that is left out.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _INTERRUPTED: list[str] = []
 
 
 async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
-    """Asks twice; earns more with every sample of a group, so that advantages differ."""
+    """Asks twice. Earns more with every sample of a group, so that advantages differ."""
     if prompt["extra_info"]["broken"]:
         raise RuntimeError("this agent is broken")
     messages = list(prompt["raw_prompt"])

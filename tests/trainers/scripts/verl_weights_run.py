@@ -1,6 +1,6 @@
 """verl's own way of its weights, on two ranks of an actor, with the rollout it finds by name.
 
-The worker's `update_weights` and the registries are verl's; the actor's network is two tensors
+The worker's `update_weights` and the registries are verl's. The actor's network is two tensors
 whose shards are gathered by both ranks. No Ray: the ranks are forks of this process.
 """
 
@@ -40,7 +40,7 @@ class Engine:
 
 
 def update(worker: Any, global_steps: int | None) -> str:
-    """Calls verl's method as its checkpoint manager does; returns the error."""
+    """Calls verl's method as its checkpoint manager does. Returns the error."""
     method = ActorRolloutRefWorker.update_weights
     try:
         asyncio.run(method(worker, global_steps=global_steps, mode="naive"))
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 async def launched(replica: Any) -> int:
-    """Starts what verl takes for an inference server; returns how many there are."""
+    """Starts what verl takes for an inference server. Returns how many there are."""
     server = replica(0, RolloutConfig(name="rollmesh", engine_kwargs={}), None, gpus_per_node=1)
     await server.init_hybrid(SimpleNamespace(workers=[None]))
     await asyncio.gather(server.sleep(), server.wake_up(), server.abort_all_requests())

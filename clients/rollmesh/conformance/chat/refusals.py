@@ -116,7 +116,7 @@ async def _extremes(server: Server) -> None:
 
 
 async def _problem(server: Server, name: str, text: str) -> str:
-    """Returns the fault of the answer to a parameter, given as JSON; empty if it has none."""
+    """Returns the fault of the answer to a parameter, given as JSON. Empty if it has none."""
     body = json.dumps(request(server, stream=True, **{name: "@"})).replace('"@"', text)
     streamed = await server.stream(PATH, body.encode(), at_most=1)
     if streamed.answer.status >= 500:

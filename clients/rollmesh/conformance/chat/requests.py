@@ -61,7 +61,7 @@ async def post(server: Server, *messages: dict[str, Any], **fields: Any) -> Answ
 
 
 async def ask(server: Server, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Returns the body of a complete answer; it has a choice with a message.
+    """Returns the body of a complete answer. It has a choice with a message.
 
     Raises:
         FailedError: There is no such answer.
@@ -85,7 +85,7 @@ def checked(body: dict[str, Any]) -> dict[str, Any]:
 async def stream(
     server: Server, *messages: dict[str, Any], at_most: int | None = None, **fields: Any
 ) -> Streamed:
-    """Asks for a streamed answer; leaves after `at_most` events if that is given."""
+    """Asks for a streamed answer. Leaves after `at_most` events if that is given."""
     body = request(server, *messages, stream=True, **fields)
     return await server.stream(PATH, body, at_most=at_most)
 

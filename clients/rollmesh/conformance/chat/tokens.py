@@ -62,7 +62,7 @@ def _continues(first: _Turn, second: _Turn) -> None:
 
 
 def _differs(before: Sequence[int], after: Sequence[int]) -> int:
-    """Returns the first place at which `after` is not as `before`; the length if there is none."""
+    """Returns the first place at which `after` is not as `before`. The length if there is none."""
     pairs = enumerate(zip(before, after, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
 

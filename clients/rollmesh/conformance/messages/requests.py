@@ -80,7 +80,7 @@ async def ask(server: Server, *messages: dict[str, Any], **fields: Any) -> dict[
 async def stream(
     server: Server, *messages: dict[str, Any], at_most: int | None = None, **fields: Any
 ) -> Streamed:
-    """Asks for a streamed message; leaves after `at_most` events if that is given."""
+    """Asks for a streamed message. Leaves after `at_most` events if that is given."""
     body = request(server, *messages, stream=True, **fields)
     return await server.stream(PATH, body, headers(server), at_most=at_most)
 

@@ -60,7 +60,7 @@ async def ask(server: Server, *items: Any, **fields: Any) -> dict[str, Any]:
 async def stream(
     server: Server, *items: Any, at_most: int | None = None, **fields: Any
 ) -> Streamed:
-    """Asks for a streamed response; leaves after `at_most` events if that is given."""
+    """Asks for a streamed response. Leaves after `at_most` events if that is given."""
     body = request(server, *items, stream=True, **fields)
     return await server.stream(PATH, body, at_most=at_most)
 

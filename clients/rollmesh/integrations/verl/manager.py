@@ -52,13 +52,13 @@ _OPTIONAL_ADDRESSES = [one.name for one in fields(MeshAddresses) if one.name != 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of the manager; those without a description are those of `RolloutSettings`."""
+    """Settings of the manager. Those without a description are those of `RolloutSettings`."""
 
     addresses: MeshAddresses
     runners: dict[str, str]
     """Runners as `package.module:function`, by agent name."""
     consumer: str = "verl"
-    """Consumer name at the collector; one per trainer."""
+    """Consumer name at the collector. One per trainer."""
     model: str = RolloutSettings.model
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
@@ -72,7 +72,7 @@ class Settings:
     flat_extra_fields: bool = False
     """Whether each entry of `extra_fields` is also a column."""
     image_model_path: str = ""
-    """Folder of a vision model with its image processor; empty for a model of text."""
+    """Folder of a vision model with its image processor. Empty for a model of text."""
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -130,7 +130,7 @@ class Prompt:
     """A prompt to roll out."""
 
     row: dict[str, Any]
-    """The trainer's columns; the runner gets them, and the rows carry them."""
+    """The trainer's columns. The runner gets them, and the rows carry them."""
     runner: AgentRunner
     n: int
     """Number of sessions."""
@@ -149,7 +149,7 @@ class Prompt:
 
 
 class PromptRollouts:
-    """Rolls out submitted prompts; `submit` and `stop` may be called from any thread."""
+    """Rolls out submitted prompts. `submit` and `stop` may be called from any thread."""
 
     def __init__(self, settings: Settings, score: RewardLoopScore | None = None) -> None:
         """Takes the settings, and verl's reward loop if the trainer has one."""
@@ -168,7 +168,7 @@ class PromptRollouts:
         """Submits a prompt.
 
         Raises:
-            RollmeshError: The rollouts have ended; the error is the reason.
+            RollmeshError: The rollouts have ended. The error is the reason.
             InvalidFieldError: The uid contains a "_", or a prompt with it is running.
         """
         if self._ended is not None or self._loop is None:
@@ -180,12 +180,12 @@ class PromptRollouts:
         asyncio.run_coroutine_threadsafe(putting, self._loop).result(_SUBMIT_S)
 
     def stop(self) -> None:
-        """Ends `serve`; unfinished prompts become failures."""
+        """Ends `serve`. Unfinished prompts become failures."""
         if self._loop is not None and self._serving is not None and self._ended is None:
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Rolls out submitted prompts until `stop`; calls `ready` when `submit` may be called.
+        """Rolls out submitted prompts until `stop`. Calls `ready` when `submit` may be called.
 
         Raises:
             RollmeshError: The collector refuses the subscription.
@@ -229,7 +229,7 @@ class PromptRollouts:
             )
 
     async def _write(self, outcome: SampleOutcome, session: SessionResult) -> None:
-        """Writes the rows of a session; they are in the queue on return.
+        """Writes the rows of a session. They are in the queue on return.
 
         Raises:
             MissingRewardError: Neither the runner nor verl gave a reward.
@@ -275,7 +275,7 @@ _START_S = 60.0
 
 
 class AgentLoopManager:
-    """Rolls out prompts in a thread; results go to the TransferQueue."""
+    """Rolls out prompts in a thread. Results go to the TransferQueue."""
 
     def __init__(
         self, config: Any, *, reward_loop_worker_handles: Any = None, **_handles: Any
@@ -295,7 +295,7 @@ class AgentLoopManager:
 
     @classmethod
     def create(cls, config: Any, **handles: Any) -> "AgentLoopManager":
-        """Creates and starts the manager; called by verl.
+        """Creates and starts the manager. Called by verl.
 
         Raises:
             RollmeshError: The collector refuses, or the configuration is wrong.
@@ -307,14 +307,14 @@ class AgentLoopManager:
         return manager
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Starts rolling out prompts; returns at once.
+        """Starts rolling out prompts. Returns at once.
 
         Args:
             prompts: Batch size [prompts]. Every row has `uid`, `global_steps` and the data set's
-                columns; `validate` selects partition and sampling parameters.
+                columns. `validate` selects partition and sampling parameters.
 
         Raises:
-            RollmeshError: The rollouts have ended; the error is the reason.
+            RollmeshError: The rollouts have ended. The error is the reason.
             InvalidFieldError: A row names a runner that is not configured, or its uid has a "_".
         """
         rows = [
@@ -324,7 +324,7 @@ class AgentLoopManager:
             self._rollouts.submit(prompt)
 
     def close(self) -> None:
-        """Stops the rollouts; unfinished prompts become failures."""
+        """Stops the rollouts. Unfinished prompts become failures."""
         self._rollouts.stop()
         self._thread.join()
 

@@ -1,6 +1,6 @@
 """Writes sessions to a TransferQueue with the columns, keys and tags of verl's trainer.
 
-Keys are `{uid}_{session}_{index}` for trajectories and `{uid}` for prompts; the columns are listed
+Keys are `{uid}_{session}_{index}` for trajectories and `{uid}` for prompts. The columns are listed
 in docs/trainers.md.
 """
 
@@ -46,7 +46,7 @@ class QueueRows:
 
     keys: list[str]
     fields: TensorDict
-    """Batch size [B]; per-token columns are nested jagged tensors, [B, j]."""
+    """Batch size [B]. Per-token columns are nested jagged tensors, [B, j]."""
     tags: list[dict[str, Any]]
 
 
@@ -64,10 +64,10 @@ def queue_rows(
 
     Args:
         rows: The rows of one session, at least one.
-        prompt: The trainer's columns, copied to each row; `uid` and `global_steps` are required.
+        prompt: The trainer's columns, copied to each row. `uid` and `global_steps` are required.
         reward_extra_info: verl's extra reward info.
         flat_extra_fields: Whether each entry of `extra_fields` is also a column.
-        processor: The image processor of a vision model; None for a model of text.
+        processor: The image processor of a vision model. None for a model of text.
 
     Raises:
         InvalidFieldError: The uid contains a "_", the prompt has one of our columns, or a row has
@@ -123,8 +123,8 @@ def checked_status(status: PromptStatus) -> PromptStatus:
 def token_columns(row: Row) -> dict[str, torch.Tensor]:
     """Returns verl's token columns: P prompt tokens, R response tokens from the first sampled one.
 
-    `prompts` int64 [P]; `responses`, `response_mask`, `loss_mask` int64 [R]; `input_ids`,
-    `attention_mask`, `position_ids` int64 [P + R]; `rollout_log_probs`, `rm_scores` float32 [R];
+    `prompts` int64 [P]. `responses`, `response_mask`, `loss_mask` int64 [R]. `input_ids`,
+    `attention_mask`, `position_ids` int64 [P + R]. `rollout_log_probs`, `rm_scores` float32 [R].
     `num_turns` int64 [].
     """
     trajectory = row.trajectory
@@ -149,7 +149,7 @@ def vision_columns(row: Row, processor: ImageProcessor) -> dict[str, Any]:
     """Returns verl's columns of a row of a vision model, as its agent loop makes them.
 
     `multi_modal_inputs`: the processor's outputs, with `images_seqlens`, the patches of each image,
-    if it has grids; empty without images. `position_ids` int64 [4, P + R] if the model has
+    if it has grids. Empty without images. `position_ids` int64 [4, P + R] if the model has
     multi-dimensional positions: those of text, then temporal, height and width. Otherwise
     int64 [P + R].
     """
@@ -200,7 +200,7 @@ class TransferQueueWriter:
         )
 
     async def end(self, uid: str, sessions: int, failed: int) -> None:
-        """Marks a prompt as ended; no rows of it may be written afterwards."""
+        """Marks a prompt as ended. No rows of it may be written afterwards."""
         most = 0 if self._status == "any_failed" else sessions - 1
         await self._tag(uid, "finished" if failed <= most else "failure")
 

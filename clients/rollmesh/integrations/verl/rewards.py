@@ -28,7 +28,7 @@ class RewardLoop:
     ) -> tuple[float, dict[str, Any]]:
         """Returns the reward of a session and verl's extra reward info.
 
-        As in verl, the last trajectory of the session is scored; there must be one to train on.
+        As in verl, the last trajectory of the session is scored. There must be one to train on.
         """
         columns = token_columns(main_last(rows_of([replace(result, reward=0.0)]))[-1])
         tensors = {name: columns[name].unsqueeze(0) for name in _READ}

@@ -26,7 +26,7 @@ NAME = "rollmesh"
 
 
 class MeshReplica(replica.RolloutReplica):  # type: ignore[misc]  # verl has no types
-    """Stands for verl's inference server; the engines belong to the mesh."""
+    """Stands for verl's inference server. The engines belong to the mesh."""
 
     async def launch_servers(self) -> None:
         """Starts nothing."""
@@ -50,7 +50,7 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         peft_config: Any = None,
         **_options: Any,
     ) -> None:
-        """Pushes the weights of a step; every rank calls it, the first one pushes.
+        """Pushes the weights of a step. Every rank calls it, the first one pushes.
 
         Weights whose version the mesh already has are not pushed: before the first step they are
         the model that the engines were started with.

@@ -96,7 +96,7 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     FILTER_REASON_SURPLUS: _FilterReason.ValueType  # 9
     """The session arrived after its group was complete, or was not needed to complete it."""
     FILTER_REASON_DAMAGED: _FilterReason.ValueType  # 10
-    """A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
+    """A stored session of the unit cannot be read. `removed` names the session, with a count of 0. To
     get it, restore the store from a copy and call `Seek`.
     """
     FILTER_REASON_MODEL: _FilterReason.ValueType  # 11
@@ -134,7 +134,7 @@ FILTER_REASON_INCOMPLETE_GROUP: FilterReason.ValueType  # 8
 FILTER_REASON_SURPLUS: FilterReason.ValueType  # 9
 """The session arrived after its group was complete, or was not needed to complete it."""
 FILTER_REASON_DAMAGED: FilterReason.ValueType  # 10
-"""A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
+"""A stored session of the unit cannot be read. `removed` names the session, with a count of 0. To
 get it, restore the store from a copy and call `Seek`.
 """
 FILTER_REASON_MODEL: FilterReason.ValueType  # 11
@@ -369,7 +369,7 @@ class CreateConsumerRequest(_message.Message):
     """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def consumer(self) -> Global___Consumer:
-        """The consumer; `name` and `unit` are required."""
+        """The consumer. `name` and `unit` are required."""
 
     @_builtins.property
     def start(self) -> Global___Position:
@@ -834,7 +834,7 @@ class DeliveryFilter(_message.Message):
     """Whether a consumer of groups gets sessions without a group_id, each as a group of one."""
     @_builtins.property
     def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
-        """The fidelity reasons that a trajectory may carry besides EXACT; [EXACT] keeps only exact ones.
+        """The fidelity reasons that a trajectory may carry besides EXACT. [EXACT] keeps only exact ones.
         Empty: any.
         """
 

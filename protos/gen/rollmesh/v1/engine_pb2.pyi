@@ -73,7 +73,7 @@ class GenerateRequest(_message.Message):
     """Ids of the prompt, at least one: unsigned 32-bit integers, little-endian."""
     top_logprobs: _builtins.int
     """Number K of most likely ids to return for each sampled id, with their log-probabilities. At most
-    20; 0 means none.
+    20. 0 means none.
     """
     model: _builtins.str
     """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
@@ -212,7 +212,7 @@ class GenerationsRequest(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___BeginGeneration]:
-        """Generations to begin. At most 2,048 run on one stream; OVERLOADED refuses further ones."""
+        """Generations to begin. At most 2,048 run on one stream. OVERLOADED refuses further ones."""
 
     @_builtins.property
     def abort(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -321,7 +321,7 @@ class GenerationFrame(_message.Message):
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """Why the generation failed; see StreamGenerate."""
+        """Why the generation failed. See StreamGenerate."""
 
     def __init__(
         self,

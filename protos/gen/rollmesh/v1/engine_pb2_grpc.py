@@ -106,7 +106,7 @@ class EngineServiceServicer(object):
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
         INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
         (ENGINE_DEAD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,8 +114,8 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-        the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
+        The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
         be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
         the request, before it looks at it. Errors: those of Generate.
         """
@@ -167,7 +167,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Replaces the weights. The first message is the header; the others carry bytes. Every token that
+        """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
         that a sleep dropped may be replaced by those of the same version.
@@ -182,7 +182,7 @@ class EngineServiceServicer(object):
     def InitWeightTransfer(self, request, context):
         """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
         former trainer first. Running generations stand still meanwhile and continue afterwards.
-        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD) if joining took
+        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
         longer than the engine waits, which restarts the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

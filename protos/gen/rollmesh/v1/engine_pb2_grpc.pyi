@@ -38,12 +38,12 @@ class EngineServiceStub:
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
     INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
-    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-    the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
+    The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
     be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
     the request, before it looks at it. Errors: those of Generate.
     """
@@ -69,7 +69,7 @@ class EngineServiceStub:
     engine sleeps, it takes effect afterwards.
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]
-    """Replaces the weights. The first message is the header; the others carry bytes. Every token that
+    """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
     that a sleep dropped may be replaced by those of the same version.
@@ -80,7 +80,7 @@ class EngineServiceStub:
     InitWeightTransfer: _grpc.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]
     """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
     former trainer first. Running generations stand still meanwhile and continue afterwards.
-    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD) if joining took
+    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
     longer than the engine waits, which restarts the engine.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
@@ -105,12 +105,12 @@ class EngineServiceAsyncStub(EngineServiceStub):
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
     INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
     StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
-    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-    the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
+    The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
     be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
     the request, before it looks at it. Errors: those of Generate.
     """
@@ -136,7 +136,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     engine sleeps, it takes effect afterwards.
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """Replaces the weights. The first message is the header; the others carry bytes. Every token that
+    """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
     that a sleep dropped may be replaced by those of the same version.
@@ -147,7 +147,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     InitWeightTransfer: _aio.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]  # type: ignore[assignment]
     """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
     former trainer first. Running generations stand still meanwhile and continue afterwards.
-    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD) if joining took
+    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
     longer than the engine waits, which restarts the engine.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
@@ -175,7 +175,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
         INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN); UNAVAILABLE
+        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
         (ENGINE_DEAD).
         """
 
@@ -185,8 +185,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.StreamGenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.StreamGenerateResponse], _abc.AsyncIterator[_engine_pb2.StreamGenerateResponse]]:
-        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-        the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
+        The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
         be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
         the request, before it looks at it. Errors: those of Generate.
         """
@@ -248,7 +248,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_engine_pb2.UpdateWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.UpdateWeightsResponse, _abc.Awaitable[_engine_pb2.UpdateWeightsResponse]]:
-        """Replaces the weights. The first message is the header; the others carry bytes. Every token that
+        """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
         that a sleep dropped may be replaced by those of the same version.
@@ -265,7 +265,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.InitWeightTransferResponse, _abc.Awaitable[_engine_pb2.InitWeightTransferResponse]]:
         """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
         former trainer first. Running generations stand still meanwhile and continue afterwards.
-        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD) if joining took
+        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
         longer than the engine waits, which restarts the engine.
         """
 

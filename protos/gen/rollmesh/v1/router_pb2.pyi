@@ -36,7 +36,7 @@ class _ReplicaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaKi
     REPLICA_KIND_COLLECTOR: _ReplicaKind.ValueType  # 3
     """A collector."""
     REPLICA_KIND_SIDECAR: _ReplicaKind.ValueType  # 4
-    """A sidecar; its address is that of its HTTP."""
+    """A sidecar. Its address is that of its HTTP."""
 
 class ReplicaKind(_ReplicaKind, metaclass=_ReplicaKindEnumTypeWrapper):
     """Kind of a member."""
@@ -50,7 +50,7 @@ REPLICA_KIND_GATEWAY: ReplicaKind.ValueType  # 2
 REPLICA_KIND_COLLECTOR: ReplicaKind.ValueType  # 3
 """A collector."""
 REPLICA_KIND_SIDECAR: ReplicaKind.ValueType  # 4
-"""A sidecar; its address is that of its HTTP."""
+"""A sidecar. Its address is that of its HTTP."""
 Global___ReplicaKind: _TypeAlias = ReplicaKind  # noqa: Y015
 
 class _LeaseOutcome:
@@ -129,10 +129,10 @@ class _ExclusionReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exclu
     """It is about to leave."""
     EXCLUSION_REASON_FENCED: _ExclusionReason.ValueType  # 3
     """It does not hold the target weights of its model. The router brings it up to date unless they
-    came over a transfer backend; then the next push does.
+    came over a transfer backend. Then the next push does.
     """
     EXCLUSION_REASON_MISFIT: _ExclusionReason.ValueType  # 4
-    """It has another tokenizer or vocabulary than a gateway of its model; that gateway cannot lease it."""
+    """It has another tokenizer or vocabulary than a gateway of its model. That gateway cannot lease it."""
     EXCLUSION_REASON_CIRCUIT_OPEN: _ExclusionReason.ValueType  # 5
     """Gateways lost several turns on it in a row. It is tried again after a while."""
     EXCLUSION_REASON_SLEEPING: _ExclusionReason.ValueType  # 6
@@ -151,10 +151,10 @@ EXCLUSION_REASON_DRAINING: ExclusionReason.ValueType  # 2
 """It is about to leave."""
 EXCLUSION_REASON_FENCED: ExclusionReason.ValueType  # 3
 """It does not hold the target weights of its model. The router brings it up to date unless they
-came over a transfer backend; then the next push does.
+came over a transfer backend. Then the next push does.
 """
 EXCLUSION_REASON_MISFIT: ExclusionReason.ValueType  # 4
-"""It has another tokenizer or vocabulary than a gateway of its model; that gateway cannot lease it."""
+"""It has another tokenizer or vocabulary than a gateway of its model. That gateway cannot lease it."""
 EXCLUSION_REASON_CIRCUIT_OPEN: ExclusionReason.ValueType  # 5
 """Gateways lost several turns on it in a row. It is tried again after a while."""
 EXCLUSION_REASON_SLEEPING: ExclusionReason.ValueType  # 6
@@ -229,12 +229,12 @@ class ReplicaHello(_message.Message):
     """
     tokenizer_sha256: _builtins.str
     """SHA-256 of the tokenizer, hexadecimal. An engine is leased only to gateways with the same one.
-    Empty fits any; scripted engines have no tokenizer.
+    Empty fits any. Scripted engines have no tokenizer.
     """
     vocabulary_tokens: _builtins.int
-    """Size of the model's vocabulary; must be equal too if both have a tokenizer. 0 fits any."""
+    """Size of the model's vocabulary. Must be equal too if both have a tokenizer. 0 fits any."""
     journal_id: _builtins.str
-    """Id of the journal in which it opens sessions; their ids begin with it. Gateways only; `journals`
+    """Id of the journal in which it opens sessions. Their ids begin with it. Gateways only. `journals`
     of its load has all that it serves.
     """
     report_interval_ms: _builtins.int
@@ -244,7 +244,7 @@ class ReplicaHello(_message.Message):
     https: _builtins.bool
     """Whether agents reach it by HTTPS. Sidecars only."""
     path_prefix: _builtins.str
-    """What the paths of its URLs begin with, such as "/rollmesh"; empty means nothing. Sidecars only."""
+    """What the paths of its URLs begin with, such as "/rollmesh". Empty means nothing. Sidecars only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -326,7 +326,7 @@ class ReplicaLoad(_message.Message):
     another router, and count against `lease_capacity`. Engines only.
     """
     waiting: _builtins.int
-    """Number of generations waiting to be sampled; they count as those above. Engines only."""
+    """Number of generations waiting to be sampled. They count as those above. Engines only."""
     live_sessions: _builtins.int
     """Number of open sessions. Gateways only."""
     draining: _builtins.bool
@@ -496,7 +496,7 @@ Global___DispatchHello: _TypeAlias = DispatchHello  # noqa: Y015
 @_typing.final
 class Restatement(_message.Message):
     """States what a gateway holds from before the stream, after the router restarted or the gateway left
-    another router. May be sent in several messages, at any time; ids that the router knows already are
+    another router. May be sent in several messages, at any time. Ids that the router knows already are
     ignored. What an engine holds that is not registered waits 5 s for it, and so do requests for leases
     of those sessions. Leases may exceed the capacity of an engine.
     """
@@ -619,11 +619,11 @@ class AcquireLease(_message.Message):
     wait_ms: _builtins.int
     """Longest wait for a slot, milliseconds from the time at which the router reads the message. 0
     refuses at once if no slot is free. Waiting requests share the slots that become free evenly
-    among groups, then among sessions; the earliest deadline goes first where those are equal.
+    among groups, then among sessions. The earliest deadline goes first where those are equal.
     """
     suspended_wait_ms: _builtins.int
     """Longest wait while engines of the model are there and none of them samples, because each is
-    paused, asleep, or being brought up to date; milliseconds, like `wait_ms`. A wait that ends in
+    paused, asleep, or being brought up to date. Milliseconds, like `wait_ms`. A wait that ends in
     such a time begins again. Below `wait_ms` it has no effect.
     """
     @_builtins.property
@@ -736,12 +736,12 @@ class DispatchResponse(_message.Message):
     @_builtins.property
     def silent_engine(self) -> Global___SilentEngine:
         """An engine on which the stream had leases was removed, or was stated by the stream and did not
-        register; the leases have ended.
+        register. The leases have ended.
         """
 
     @_builtins.property
     def welcome(self) -> Global___DispatchWelcome:
-        """The stream is open; the first response."""
+        """The stream is open. The first response."""
 
     @_builtins.property
     def pong(self) -> Global___DispatchPong:
@@ -813,7 +813,7 @@ class SilentEngine(_message.Message):
     engine_id: _builtins.str
     """Id of the engine."""
     address: _builtins.str
-    """Address of the engine, host:port. Empty if it has not registered since the router started; the
+    """Address of the engine, host:port. Empty if it has not registered since the router started. The
     gateway has it from the leases.
     """
     def __init__(
@@ -1019,7 +1019,7 @@ class Gateway(_message.Message):
     """Whether it takes no new sessions because it is about to leave."""
     @_builtins.property
     def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
-        """The journals that it serves; in the first one it opens sessions. Empty: only `journal_id`."""
+        """The journals that it serves. In the first one it opens sessions. Empty: only `journal_id`."""
 
     def __init__(
         self,
@@ -1604,7 +1604,7 @@ class PushWeightsHeader(_message.Message):
     safetensors_bytes: _builtins.int
     """Size of the safetensors file that follows in chunks, bytes."""
     request_id: _builtins.str
-    """Makes the call repeatable, see server.proto; the header is its body."""
+    """Makes the call repeatable, see server.proto. The header is its body."""
     @_builtins.property
     def transfer(self) -> _engine_pb2.WeightTransfer:
         """The trainer sends the weights over a transfer backend, outside this call."""

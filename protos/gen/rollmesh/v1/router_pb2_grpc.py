@@ -119,8 +119,8 @@ class RouterServiceServicer(object):
 
     def Register(self, request_iterator, context):
         """Makes the caller a member while the stream is open. The first message identifies it and promises
-        how often it reports; later ones report its load. A member that misses several reports is
-        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+        how often it reports. Later ones report its load. A member that misses several reports is
+        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
         Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
@@ -136,7 +136,7 @@ class RouterServiceServicer(object):
         releases all of its leases and ends its waits. Generations that run on those engines are not
         touched: the caller states the leases again on its next stream, to this router or another. A
         stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
-        (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
+        (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,7 +185,7 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SleepEngines(self, request, context):
-        """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+        """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
         sessions wait until engines wake up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,7 +201,7 @@ class RouterServiceServicer(object):
 
     def ResetPrefixCaches(self, request, context):
         """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-        generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+        generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,7 +209,7 @@ class RouterServiceServicer(object):
 
     def AbortGenerations(self, request, context):
         """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-        continue elsewhere; other callers get the tokens sampled so far.
+        continue elsewhere. Other callers get the tokens sampled so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +220,7 @@ class RouterServiceServicer(object):
         holds the weights. From then on the router leases only engines that hold them, keeps them on
         disk, and brings late and failed engines up to date. If every engine refuses them, they are
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
-        kept; an engine that missed them gets no leases until the next push.
+        kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
         above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
         (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.

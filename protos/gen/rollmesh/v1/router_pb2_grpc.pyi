@@ -39,8 +39,8 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Register: _grpc.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]
     """Makes the caller a member while the stream is open. The first message identifies it and promises
-    how often it reports; later ones report its load. A member that misses several reports is
-    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+    how often it reports. Later ones report its load. A member that misses several reports is
+    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
     Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
@@ -52,7 +52,7 @@ class RouterServiceStub:
     releases all of its leases and ends its waits. Generations that run on those engines are not
     touched: the caller states the leases again on its next stream, to this router or another. A
     stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
-    (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
+    (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
@@ -75,25 +75,25 @@ class RouterServiceStub:
     ResumeEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]
     """Resumes all engines of a model, in parallel."""
     SleepEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]
-    """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+    """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
     sessions wait until engines wake up.
     """
     WakeUpEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]
     """Wakes up all engines of a model, in parallel."""
     ResetPrefixCaches: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]
     """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-    generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+    generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
     """
     AbortGenerations: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]
     """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-    continue elsewhere; other callers get the tokens sampled so far.
+    continue elsewhere. Other callers get the tokens sampled so far.
     """
     PushWeights: _grpc.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
     holds the weights. From then on the router leases only engines that hold them, keeps them on
     disk, and brings late and failed engines up to date. If every engine refuses them, they are
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
-    kept; an engine that missed them gets no leases until the next push.
+    kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
     above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
     (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
@@ -118,8 +118,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
     """Makes the caller a member while the stream is open. The first message identifies it and promises
-    how often it reports; later ones report its load. A member that misses several reports is
-    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+    how often it reports. Later ones report its load. A member that misses several reports is
+    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
     Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
@@ -131,7 +131,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     releases all of its leases and ends its waits. Generations that run on those engines are not
     touched: the caller states the leases again on its next stream, to this router or another. A
     stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
-    (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
+    (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]  # type: ignore[assignment]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
@@ -154,25 +154,25 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ResumeEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]  # type: ignore[assignment]
     """Resumes all engines of a model, in parallel."""
     SleepEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]  # type: ignore[assignment]
-    """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+    """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
     sessions wait until engines wake up.
     """
     WakeUpEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]  # type: ignore[assignment]
     """Wakes up all engines of a model, in parallel."""
     ResetPrefixCaches: _aio.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]  # type: ignore[assignment]
     """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-    generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+    generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
     """
     AbortGenerations: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]  # type: ignore[assignment]
     """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-    continue elsewhere; other callers get the tokens sampled so far.
+    continue elsewhere. Other callers get the tokens sampled so far.
     """
     PushWeights: _aio.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]  # type: ignore[assignment]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
     holds the weights. From then on the router leases only engines that hold them, keeps them on
     disk, and brings late and failed engines up to date. If every engine refuses them, they are
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
-    kept; an engine that missed them gets no leases until the next push.
+    kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
     above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
     (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
@@ -200,8 +200,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.RegisterResponse], _abc.AsyncIterator[_router_pb2.RegisterResponse]]:
         """Makes the caller a member while the stream is open. The first message identifies it and promises
-        how often it reports; later ones report its load. A member that misses several reports is
-        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+        how often it reports. Later ones report its load. A member that misses several reports is
+        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
         Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
@@ -219,7 +219,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         releases all of its leases and ends its waits. Generations that run on those engines are not
         touched: the caller states the leases again on its next stream, to this router or another. A
         stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
-        (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
+        (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
         """
 
     @_abc_1.abstractmethod
@@ -278,7 +278,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.SleepEnginesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.SleepEnginesResponse, _abc.Awaitable[_router_pb2.SleepEnginesResponse]]:
-        """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+        """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
         sessions wait until engines wake up.
         """
 
@@ -297,7 +297,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ResetPrefixCachesResponse, _abc.Awaitable[_router_pb2.ResetPrefixCachesResponse]]:
         """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-        generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+        generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
         """
 
     @_abc_1.abstractmethod
@@ -307,7 +307,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.AbortGenerationsResponse, _abc.Awaitable[_router_pb2.AbortGenerationsResponse]]:
         """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-        continue elsewhere; other callers get the tokens sampled so far.
+        continue elsewhere. Other callers get the tokens sampled so far.
         """
 
     @_abc_1.abstractmethod
@@ -320,7 +320,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         holds the weights. From then on the router leases only engines that hold them, keeps them on
         disk, and brings late and failed engines up to date. If every engine refuses them, they are
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
-        kept; an engine that missed them gets no leases until the next push.
+        kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
         above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
         (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.

@@ -17,12 +17,12 @@ class CollectorConfig(ServerConfig):
     """Settings of a collector."""
 
     port: Port = 7300
-    """Port to listen on; 0 picks a free port."""
+    """Port to listen on. 0 picks a free port."""
     max_request_bytes: RequestBytes = 2**31 - 1
-    """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
+    """Largest accepted message, bytes. A session takes 9 per token of each trajectory."""
     router: str = LOCAL_ROUTER
     """host:port of the router, which tells gateways and trainers where the collectors are, or
-    several separated by commas; empty: it serves those that name its address."""
+    several separated by commas. Empty: it serves those that name its address."""
     store: str = "sqlite"
     """Session store: sqlite (files in data_dir), or postgresql://user@host:port/database, which
     several collectors can share."""
@@ -35,28 +35,28 @@ class CollectorConfig(ServerConfig):
     max_stored_bytes, settled sessions are removed immediately."""
     consumer_ttl_ms: Annotated[int, Bounds(0)] = 7 * 24 * 3600 * 1000
     """How long a consumer may go without a stream before it is deleted, as by DeleteConsumer,
-    milliseconds; 0: never. No consumer is deleted in the first hour after a collector starts, or in
+    milliseconds. 0: never. No consumer is deleted in the first hour after a collector starts, or in
     the first consumer_ttl_ms if that is shorter."""
     tick_ms: Annotated[int, Bounds(1)] = 200
     """Interval between checks of group and reward deadlines, milliseconds."""
     scorer: str = ""
-    """host:port of the scorer, which gives sessions without a reward one before they are delivered;
-    empty: no scorer."""
+    """host:port of the scorer, which gives sessions without a reward one before they are delivered.
+    Empty: no scorer."""
     scorer_concurrency: Annotated[int, Bounds(1)] = 2
     """Number of sessions scored at a time."""
     scorer_timeout_ms: Annotated[int, Bounds(1)] = 60_000
     """Timeout for one scoring attempt, including the wait for a worker, milliseconds."""
     scorer_tries: Annotated[int, Bounds(1)] = 3
-    """Attempts to score a session; after the last it is delivered without a reward."""
+    """Attempts to score a session. After the last it is delivered without a reward."""
     scorer_hold_ms: Annotated[int, Bounds(0)] = 3_600_000
-    """Longest total wait of a session for its scorer, milliseconds; then it is delivered without a
+    """Longest total wait of a session for its scorer, milliseconds. Then it is delivered without a
     reward."""
 
     def __post_init__(self) -> None:
         """Validates the settings.
 
         Raises:
-            ConfigError: A setting would leave sessions without rewards or work undone; names it.
+            ConfigError: A setting would leave sessions without rewards or work undone. Names it.
         """
         super().__post_init__()
         if not _STORE.fullmatch(self.store):  # not repeated, as it may hold a password

@@ -230,7 +230,7 @@ def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
 
 
 def _versions(one: log.Row, count: int) -> list[int]:
-    """Returns the policy version that sampled each token; -1 if it was not sampled."""
+    """Returns the policy version that sampled each token. -1 if it was not sampled."""
     versions = [-1] * count
     for span in one.version_spans:
         versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)

@@ -29,12 +29,12 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
 
 
 class ScorerService:
-    """One scorer process; it keeps no state."""
+    """One scorer process. It keeps no state."""
 
     names = ("rollmesh.v1.ScorerService",)
 
     def __init__(self, config: ScorerConfig) -> None:
-        """Takes the settings; `ready` starts the workers.
+        """Takes the settings. `ready` starts the workers.
 
         Raises:
             ConfigError: No function is given.

@@ -21,17 +21,17 @@ _RETRY_MS = 1_000
 
 
 class Workers:
-    """A fixed number of workers; each scores one session at a time."""
+    """A fixed number of workers. Each scores one session at a time."""
 
     def __init__(self, config: ScorerConfig) -> None:
-        """Takes the settings; starts nothing."""
+        """Takes the settings. Starts nothing."""
         self._workers = [_Worker(config) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._waiting = 0
         self._max_waiting = config.max_waiting
 
     async def start(self) -> None:
-        """Starts all workers; calls wait until then.
+        """Starts all workers. Calls wait until then.
 
         Raises:
             ScorerFailedError: A worker cannot import the function.
@@ -87,7 +87,7 @@ class _Worker:
         self._process: Child | None = None
 
     async def start(self) -> None:
-        """Starts the process; returns once it has imported the function.
+        """Starts the process. Returns once it has imported the function.
 
         Raises:
             ScorerFailedError: The function cannot be imported, or not in time.
@@ -102,7 +102,7 @@ class _Worker:
             raise ScorerFailedError(f"{self._function}: {data.decode(errors='replace')}")
 
     async def score(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
-        """Returns the rewards of a session; see `Workers.score`."""
+        """Returns the rewards of a session. See `Workers.score`."""
         if self._process is None:
             await self.start()
         assert self._process is not None
@@ -116,7 +116,7 @@ class _Worker:
         return session_pb2.SessionRewards.FromString(data)
 
     async def kill(self) -> int | None:
-        """Kills the process with all that it started; returns its exit code, if it had begun."""
+        """Kills the process with all that it started. Returns its exit code, if it had begun."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -24,7 +24,7 @@ class GenerateInput:
     token_ids: TokenIds
     """The prompt, uint32 [P], P at least 1."""
     max_chunk_tokens: int
-    """Maximum number of tokens of a message; 0 requests a single message."""
+    """Maximum number of tokens of a message. 0 requests a single message."""
     collect_ms: int = 0
     """Time for which tokens are collected for a message, unless it is the first or the last one,
     milliseconds."""

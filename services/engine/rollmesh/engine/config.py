@@ -27,7 +27,7 @@ class EngineConfig(ServerConfig):
     model_path: Path = Path("var/model")
     """Folder of the model (vllm)."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
-    """Maximum length of a prompt and its answer together, ids; 0 uses the model's own limit."""
+    """Maximum length of a prompt and its answer together, ids. 0 uses the model's own limit."""
     lease_capacity: Annotated[int, Bounds(1)] = 256
     """Maximum number of concurrent leases, and of requests sampled concurrently."""
     dtype: str = "auto"
@@ -57,13 +57,13 @@ class EngineConfig(ServerConfig):
     """JSON file with fixed replies: an array of {"after": ..., "reply": ...}, each a text or a list
     of ids. The first rule with which a prompt ends gives the reply (scripted)."""
     tokens_per_second: Annotated[float, Bounds(0)] = 0.0
-    """Steps of the token clock per second; 0 runs as fast as possible (scripted)."""
+    """Steps of the token clock per second. 0 runs as fast as possible (scripted)."""
     reply_tokens: Annotated[int, Bounds(1)] = 32
     """Length of replies that the script does not define, tokens (scripted)."""
     vocabulary_tokens: Annotated[int, Bounds(0)] = 0
-    """Vocabulary size, ids; 0: that of the model's config.json, or 1000 without one (scripted)."""
+    """Vocabulary size, ids. 0: that of the model's config.json, or 1000 without one (scripted)."""
     eos_id: Annotated[int, Bounds(-1)] = -1
-    """Id that ends a reply; -1: the one of the model's generation_config.json or config.json, or 1
+    """Id that ends a reply. -1: the one of the model's generation_config.json or config.json, or 1
     without them (scripted)."""
 
     def missing_package(self) -> str:

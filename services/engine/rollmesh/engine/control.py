@@ -61,7 +61,7 @@ class ControlState:
     paused: bool = False
     """Asked by Pause and Resume."""
     sleep_level: int = 0
-    """Asked by Sleep and WakeUp; 0 is awake."""
+    """Asked by Sleep and WakeUp. 0 is awake."""
     updating: bool = False
     """Whether an update has the model. It begins and ends by itself."""
     held: Held = Held.NO

@@ -24,7 +24,7 @@ class EngineService:
     names = ("rollmesh.v1.EngineService",)
 
     def __init__(self, config: EngineConfig) -> None:
-        """Creates the backend; `running` starts it."""
+        """Creates the backend. `running` starts it."""
         self._config = config
         self._backend = make_backend(config)
         self._engine_id = config.engine_id or own_id("engine")

@@ -1,7 +1,7 @@
 """Compares messages: as the template would see them, and as agents echo them.
 
 The rules are those that real clients need. Arguments compare as JSON values and their numbers as
-doubles; call ids count only if the template prints them; absent fields equal empty ones. An echo
+doubles. Call ids count only if the template prints them. Absent fields equal empty ones. An echo
 of a sampled message may also be stripped of blank text, lack its reasoning or have it inlined, lack
 the text beside its calls, carry the agent's name, and contain repaired arguments.
 """
@@ -25,7 +25,7 @@ _FOLD = re.compile(
 
 
 def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
-    """Returns the digest by which equal groups are found; ids count only with `call_ids`."""
+    """Returns the digest by which equal groups are found. Ids count only with `call_ids`."""
     return _digest([field for message in group for field in _plain(message, call_ids=call_ids)])
 
 
@@ -63,7 +63,7 @@ class ChangedEcho:
         self._rounded = [_rounded(call.arguments) for call in echo.tool_calls]
 
     def changes(self, sampled: Message) -> int | None:
-        """Returns how many changes make a sampled message this echo; None if it is no echo of it.
+        """Returns how many changes make a sampled message this echo. None if it is no echo of it.
 
         Calls must agree in number, order, id and name, and each pair of arguments must be equal as
         JSON, or nearly (15 digits of a number), or must not have been JSON when it was sampled,
@@ -124,7 +124,7 @@ def _even(text: str) -> str:
 
 
 def _unfolded(content: str) -> str | None:
-    """Returns a content with its folded reasoning, unquoted, in plain marks; None if it has none.
+    """Returns a content with its folded reasoning, unquoted, in plain marks. None if it has none.
 
     Front ends quote the lines of the reasoning that do not begin with a quote's mark.
     """
@@ -148,7 +148,7 @@ def _rounded(arguments: str) -> str | None:
 
 
 def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
-    """Returns whether the echo carries different reasoning; missing reasoning is accepted."""
+    """Returns whether the echo carries different reasoning. Missing reasoning is accepted."""
     return bool(echo.reasoning) and echo.reasoning.strip() != sampled.reasoning.strip()
 
 
@@ -196,7 +196,7 @@ def fingerprint(context: RenderContext, messages_digest: bytes, settings: object
 
 
 def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
-    """Returns the fields of a message that are compared; each message is self-delimiting."""
+    """Returns the fields of a message that are compared. Each message is self-delimiting."""
     content = _even(message.content) if lenient else message.content
     name = "" if lenient else message.name
     fields = [message.role, content, name, f"{len(message.tool_calls)}{_places(message)}"]
@@ -208,7 +208,7 @@ def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[s
 
 
 def _places(message: Message) -> str:
-    """Returns which images are where; empty if there are none."""
+    """Returns which images are where. Empty if there are none."""
     return "".join(f" {image.at} {image.sha256}" for image in message.images)
 
 

@@ -30,7 +30,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
-_MOST_WHITESPACE = 32  # characters in a row; without a limit some models never stop writing them
+_MOST_WHITESPACE = 32  # characters in a row. Without a limit some models never stop writing them
 _NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # names that every format can carry
 # By format: the text that begins the reasoning, the text that ends it, and the text after it.
 _CHANNELED = {
@@ -68,7 +68,7 @@ class Wanted:
     one_call: bool = False
     """Whether a second call is forbidden."""
     json_schema: bytes | None = None
-    """Schema of the answer's text; None if the text is free."""
+    """Schema of the answer's text. None if the text is free."""
     strict: bool = False
     """Whether a schema is refused if a part of it cannot be enforced."""
 
@@ -80,7 +80,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Syntax:
-    """How one format writes calls; NAME is replaced by the tool's name."""
+    """How one format writes calls. NAME is replaced by the tool's name."""
 
     begin: str
     end: str
@@ -153,7 +153,7 @@ CONSTRAINED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
 def constraint_of(
     wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
 ) -> engine_pb2.Constraint | None:
-    """Returns the constraint of an answer; None if the answer is free.
+    """Returns the constraint of an answer. None if the answer is free.
 
     Raises:
         InvalidFieldError: The model's format or the name of a tool does not allow the constraint.

@@ -53,11 +53,11 @@ class ChatModel:
 
     tokenizer: ModelTokenizer
     continuation: Continuation
-    """Adds messages to a conversation; its `profile` says what the chat template does."""
+    """Adds messages to a conversation. Its `profile` says what the chat template does."""
     format: AnswerFormat
     """How the model writes tool calls and reasoning."""
     image_rule: ImageRule | None = None
-    """How its processor represents images; None if it takes none."""
+    """How its processor represents images. None if it takes none."""
     reserved_ids: tuple[int, ...] = ()
     """Ids that stand for images, video and sound, and for nothing else."""
 
@@ -68,7 +68,7 @@ class ChatModel:
         """Loads the tokenizer and the chat template of a model directory and probes the template.
 
         Args:
-            path: The directory; weights are not needed.
+            path: The directory. Weights are not needed.
             tool_parser: Format of tool calls, or "auto" to detect it in the chat template.
             reasoning_parser: "think", "none", or "auto" to detect it in the chat template.
 
@@ -101,7 +101,7 @@ class ChatModel:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids at which sampling must stop; pass them to the engine."""
+        """Ids at which sampling must stop. Pass them to the engine."""
         return self.continuation.stop_ids
 
 
@@ -150,12 +150,12 @@ class Conversation:
 
     @property
     def token_ids(self) -> TokenIds:
-        """Ids of all finished turns; uint32 [N]."""
+        """Ids of all finished turns. Uint32 [N]."""
         return _joined(one.token_ids for one in self._held)
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The last finished answer in its OpenAI form; the reasoning is in `reasoning_content`."""
+        """The last finished answer in its OpenAI form. The reasoning is in `reasoning_content`."""
         return write_message(self._answer)
 
     @property
@@ -175,11 +175,11 @@ class Conversation:
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled, because they stand for images; pass them to the engine."""
+        """Ids that must not be sampled, because they stand for images. Pass them to the engine."""
         return self._model.reserved_ids
 
     def prompt(self, messages: Iterable[Mapping[str, Any]]) -> TokenIds:
-        """Begins a turn; calling it again before `finish` restarts the turn.
+        """Begins a turn. Calling it again before `finish` restarts the turn.
 
         Args:
             messages: The messages after the last answer, in their OpenAI form: tool results or the
@@ -215,14 +215,14 @@ class Conversation:
         return _joined((self.token_ids, *added, opening))
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids, end tokens included; returns what is now certain of the answer."""
+        """Takes sampled ids, end tokens included. Returns what is now certain of the answer."""
         turn = self._begun()
         ids = [int(id_) for id_ in token_ids]
         turn.sampled += ids
         return turn.answer.feed(ids)
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the turn and adds its ids to the conversation; returns the last events."""
+        """Ends the turn and adds its ids to the conversation. Returns the last events."""
         turn = self._begun()
         events = [*turn.answer.end_text(), *turn.answer.finish()]
         self._answer, self.malformed = turn.answer.message(), turn.answer.malformed

@@ -34,7 +34,7 @@ _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
 class ImageRefusedError(Exception):
-    """A model cannot take an image; the message says why."""
+    """A model cannot take an image. The message says why."""
 
 
 class ImageRule(Protocol):
@@ -51,7 +51,7 @@ class ImageRule(Protocol):
         ...
 
     def run(self, width: int, height: int) -> TokenIds:
-        """Returns the ids that stand for an image of a size in pixels; uint32 [K].
+        """Returns the ids that stand for an image of a size in pixels. Uint32 [K].
 
         Raises:
             ImageRefusedError: The model cannot take an image of that size.
@@ -74,7 +74,7 @@ class GridRule:
     max_pixels: int
 
     def run(self, width: int, height: int) -> TokenIds:
-        """Returns the ids that stand for an image of a size in pixels; uint32 [K].
+        """Returns the ids that stand for an image of a size in pixels. Uint32 [K].
 
         Raises:
             ImageRefusedError: The image is more than 200 times as long as it is wide.
@@ -112,12 +112,12 @@ class ConstantRule:
     length: int
 
     def run(self, width: int, height: int) -> TokenIds:  # noqa: ARG002 - of the protocol
-        """Returns the ids that stand for an image; uint32 [K]."""
+        """Returns the ids that stand for an image. Uint32 [K]."""
         return np.full(self.length, self.printed_id, np.uint32)
 
 
 def load_rule(model_path: Path) -> ImageRule | None:
-    """Returns the rule of a model directory; None if its model takes no images that are served.
+    """Returns the rule of a model directory. None if its model takes no images that are served.
 
     Raises:
         ModelFilesError: A file cannot be read, or lacks a number that the rule needs.
@@ -222,7 +222,7 @@ class HeldImages:
         Args:
             data: The bytes of the file.
             field: Names the image in errors.
-            media_type: Media type that the sender gives; empty if it gives none.
+            media_type: Media type that the sender gives. Empty if it gives none.
 
         Raises:
             InvalidImageError: It is broken, too large, or not an image.
@@ -250,7 +250,7 @@ class HeldImages:
 
 
 class PlacementError(Exception):
-    """The placeholders in ids are not those of the images; the message says how they differ."""
+    """The placeholders in ids are not those of the images. The message says how they differ."""
 
 
 class Placeholder(NamedTuple):
@@ -268,7 +268,7 @@ def expand(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> TokenIds:
     """Returns ids with the run of each image in place of its placeholder.
 
     Args:
-        ids: Ids with one placeholder for each image, in order; uint32 [N].
+        ids: Ids with one placeholder for each image, in order. Uint32 [N].
         images: The images.
         rule: How the model's processor represents images.
 
@@ -295,7 +295,7 @@ def locate(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> list[Plac
     """Returns where the runs of images are in expanded ids.
 
     Args:
-        ids: What `expand` returned, or an array that contains it; uint32 [N].
+        ids: What `expand` returned, or an array that contains it. Uint32 [N].
         images: All images of these ids, in order.
         rule: The rule that expanded them.
 
@@ -324,11 +324,11 @@ class ImageEncoder:
     """The tokenizer and the image rule of one model."""
 
     def __init__(self, tokenizer: ModelTokenizer, rule: ImageRule | None) -> None:
-        """Takes both; without a rule the model takes no images."""
+        """Takes both. Without a rule the model takes no images."""
         self._tokenizer = tokenizer
         self._rule = rule
         self.printed = ""
-        """The text that the template prints for an image; empty without a rule."""
+        """The text that the template prints for an image. Empty without a rule."""
         if rule is not None:
             texts = tokenizer.added_texts
             self.printed = next(
@@ -336,7 +336,7 @@ class ImageEncoder:
             )
 
     def encode(self, text: str, images: Sequence[Image]) -> TokenIds:
-        """Returns the ids of printed text that shows images; uint32 [N].
+        """Returns the ids of printed text that shows images. Uint32 [N].
 
         Raises:
             PlacementError: The text does not show exactly these images.

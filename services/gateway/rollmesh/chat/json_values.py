@@ -45,7 +45,7 @@ def is_deeper(text: str, most: int) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a JSON text; integers stay exact, other numbers are doubles.
+    """Returns the value of a JSON text. Integers stay exact, other numbers are doubles.
 
     Raises:
         ValueError: It is invalid JSON, nested too deeply, or has a number beyond doubles.
@@ -55,7 +55,7 @@ def read_json(text: str) -> Any:
 
 
 def is_object(text: str) -> bool:
-    """Returns whether a text is a JSON object; its numbers may have any size."""
+    """Returns whether a text is a JSON object. Its numbers may have any size."""
     try:
         _check_depth(text)
         return isinstance(json.loads(text, parse_constant=_finite), dict)
@@ -100,7 +100,7 @@ def rounded(text: str) -> str:
 
 
 def _ordered(text: str, number: Callable[[str], object]) -> str:
-    """Returns a value as text with sorted keys; `number` formats each number."""
+    """Returns a value as text with sorted keys. `number` formats each number."""
     _check_depth(text)
     value = json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
     # Escaped pairs are single characters by now, so the remaining surrogates are alone.

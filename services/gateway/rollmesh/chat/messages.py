@@ -55,7 +55,7 @@ class Message:
     images: tuple[Image, ...] = ()
     """Images within the content, in order."""
     echo_of: int = field(default=0, compare=False)
-    """Node of the conversation tree that the agent says it echoes; 0 if it says nothing."""
+    """Node of the conversation tree that the agent says it echoes. 0 if it says nothing."""
 
     @property
     def parts(self) -> "list[str | Image]":
@@ -78,7 +78,7 @@ MessageGroup: TypeAlias = tuple[Message, ...]
 """A message, a run of tool results, or the system messages that begin a conversation.
 
 Templates render the results of several calls as one turn, so the tokens of a result depend on its
-neighbours; a run of results is never split. Some print system messages at the beginning as one.
+neighbours. A run of results is never split. Some print system messages at the beginning as one.
 """
 
 
@@ -103,10 +103,10 @@ class RenderContext:
     """Tools and template options, which a template renders in addition to the messages."""
 
     tools_json: bytes = b""
-    """The tools: a JSON array as the agent sent it; empty means none."""
+    """The tools: a JSON array as the agent sent it. Empty means none."""
     options_json: bytes = b""
-    """Extra variables of the template: a JSON object; empty means none."""
+    """Extra variables of the template: a JSON object. Empty means none."""
     now: int = 0
-    """The time that the template prints, unix seconds; 0 is the time of the render."""
+    """The time that the template prints, unix seconds. 0 is the time of the render."""
     key: bytes = field(default=b"", compare=False)
     """Digest of tools and options as JSON values."""

@@ -23,10 +23,10 @@ def read_messages(
 
     Args:
         messages: The messages.
-        read_image: Returns the image of a part of type `image_url`; None refuses such parts.
+        read_image: Returns the image of a part of type `image_url`. None refuses such parts.
 
     Raises:
-        InvalidFieldError: A message has another form; the error names the field.
+        InvalidFieldError: A message has another form. The error names the field.
     """
     return tuple(
         _read_message(f"messages[{at}]", one, read_image) for at, one in enumerate(messages)
@@ -34,7 +34,7 @@ def read_messages(
 
 
 def write_message(message: Message) -> dict[str, Any]:
-    """Returns a message in its OpenAI form; the reasoning is in `reasoning_content`."""
+    """Returns a message in its OpenAI form. The reasoning is in `reasoning_content`."""
     result: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         result["tool_calls"] = [write_call(call, call.arguments) for call in message.tool_calls]

@@ -32,7 +32,7 @@ _BYTES = _byte_chars()
 
 
 class ModelFilesError(Exception):
-    """A file of the model's directory is missing or cannot be used; the message names it."""
+    """A file of the model's directory is missing or cannot be used. The message names it."""
 
 
 class SpecialTextError(Exception):
@@ -40,14 +40,14 @@ class SpecialTextError(Exception):
 
 
 class TextStream(Protocol):
-    """Decodes ids one by one; a character that spans several ids is held until complete."""
+    """Decodes ids one by one. A character that spans several ids is held until complete."""
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that is now certain, often empty."""
+        """Takes one id. Returns the text that is now certain, often empty."""
         ...
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that is now certain."""
+        """Takes ids. Returns the text that is now certain."""
         ...
 
     def finish(self) -> str:
@@ -67,11 +67,11 @@ class ModelTokenizer(Protocol):
     """Text that is never merged with its neighbours."""
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text without adding any; dtype uint32, shape [N]."""
+        """Returns the ids of template text without adding any. Dtype uint32, shape [N]."""
         ...
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a token that is never split; None if `text` is not such a token."""
+        """Returns the id of a token that is never split. None if `text` is not such a token."""
         ...
 
     def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
@@ -79,16 +79,16 @@ class ModelTokenizer(Protocol):
         ...
 
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
-        """Returns a text for the template to print; special tokens in it are encoded as text.
+        """Returns a text for the template to print. Special tokens in it are encoded as text.
 
         Args:
             text: The text.
-            only: Texts of the special tokens to hide; None hides all.
+            only: Texts of the special tokens to hide. None hides all.
         """
         ...
 
     def escape(self, text: str) -> str:
-        """Returns a text for the template to print; it is encoded unchanged."""
+        """Returns a text for the template to print. It is encoded unchanged."""
         ...
 
     def shown(self, text: str) -> str:
@@ -96,7 +96,7 @@ class ModelTokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that an id adds to a text; for a special token, its name."""
+        """Returns the bytes that an id adds to a text. For a special token, its name."""
         ...
 
     def stream(self) -> TextStream:
@@ -142,7 +142,7 @@ class Tokenizer:
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is a single token wherever it occurs."""
-        # A single-character special token could not be hidden; no known model has one.
+        # A single-character special token could not be hidden. No known model has one.
         self._special = _any_of([text for text in self.special_texts if len(text) > 1])
         self._plain = _PlainTokenizer(self.rust, self._special)
 
@@ -152,11 +152,11 @@ class Tokenizer:
         return any(one not in except_for for one in found)
 
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
-        """Returns a text for the template to print; special tokens in it are encoded as text.
+        """Returns a text for the template to print. Special tokens in it are encoded as text.
 
         Args:
             text: The text.
-            only: Texts of the special tokens to hide; None hides all.
+            only: Texts of the special tokens to hide. None hides all.
         """
         pattern = self._special if only is None else _any_of(tuple(only))
         text = self.escape(text)
@@ -165,11 +165,11 @@ class Tokenizer:
         return text
 
     def escape(self, text: str) -> str:
-        """Returns a text for the template to print; it is encoded unchanged."""
+        """Returns a text for the template to print. It is encoded unchanged."""
         return text.replace(_HIDDEN, _HIDDEN + _LITERAL)
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text, nothing added; dtype uint32, shape [N].
+        """Returns the ids of template text, nothing added. Dtype uint32, shape [N].
 
         Raises:
             SpecialTextError: Hidden text cannot be encoded without the special token.
@@ -181,7 +181,7 @@ class Tokenizer:
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a token that is never split; None if `text` is not such a token."""
+        """Returns the id of a token that is never split. None if `text` is not such a token."""
         return self._added_ids.get(text)
 
     def shown(self, text: str) -> str:
@@ -189,7 +189,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that an id adds to a text; for a special token, its name."""
+        """Returns the bytes that an id adds to a text. For a special token, its name."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._token_bytes(token_id)
@@ -216,13 +216,13 @@ class Tokenizer:
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern of texts, the longest first; it matches nothing if there are none."""
+    """Returns a pattern of texts, the longest first. It matches nothing if there are none."""
     longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
     return re.compile("|".join(longest_first) or "(?!)")
 
 
 class _PlainTokenizer:
-    """Encodes text in which some special tokens are hidden; the others are the template's own.
+    """Encodes text in which some special tokens are hidden. The others are the template's own.
 
     A second tokenizer treats special tokens as text. It has one extra token for each of them, which
     replaces those that the template printed, so everything else is encoded as by the first.

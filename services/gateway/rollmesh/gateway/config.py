@@ -15,15 +15,15 @@ class GatewayConfig(ServerConfig):
     """Settings of a gateway."""
 
     port: Port = 7200
-    """Port to listen on; 0 picks a free one."""
+    """Port to listen on. 0 picks a free one."""
     router: str = LOCAL_ROUTER
     """host:port of the router, or several separated by commas: engines are leased through the first
     that answers. Give all gateways the same order."""
     collector: str = ""
-    """host:port of the collector, or several of one store, separated by commas; empty: the router
+    """host:port of the collector, or several of one store, separated by commas. Empty: the router
     knows them."""
     gateway_id: str = "gateway-0"
-    """Id of this gateway, unique in the mesh; empty means `gateway-` and the name of the host."""
+    """Id of this gateway, unique in the mesh. Empty means `gateway-` and the name of the host."""
     journal: str = "sqlite"
     """Journal: sqlite (a file in data_dir), or postgresql://user@host:port/database, which several
     gateways share, so that each takes over the sessions of those that die or leave."""
@@ -57,22 +57,22 @@ class GatewayConfig(ServerConfig):
     session's; the agent's are ignored and counted), or refuse (the session's; a request that asks
     for others fails with a 400 that names the parameter). Limits and stops are the agent's."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
-    """Maximum number of token ids in one path, prompt and answer together; 0 uses the model's
+    """Maximum number of token ids in one path, prompt and answer together. 0 uses the model's
     max_position_embeddings."""
     max_sessions: Annotated[int, Bounds(1)] = 16_384
     """Maximum number of open sessions."""
     max_session_nodes: Annotated[int, Bounds(1)] = 20_000
     """Maximum number of messages in one session, counting all branches."""
     max_session_tokens: Annotated[int, Bounds(1)] = 16_000_000
-    """Maximum number of token ids in one session; each takes about 8 bytes."""
+    """Maximum number of token ids in one session. Each takes about 8 bytes."""
     max_session_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
     """Maximum size of the text in one session, bytes."""
     max_image_bytes: Annotated[int, Bounds(1)] = MAX_BYTES
-    """Maximum size of one image, bytes; a larger one is refused with INVALID_IMAGE."""
+    """Maximum size of one image, bytes. A larger one is refused with INVALID_IMAGE."""
     max_image_pixels: Annotated[int, Bounds(1)] = MAX_PIXELS
-    """Maximum width times height of one image; decoding it takes 4 bytes for each pixel."""
+    """Maximum width times height of one image. Decoding it takes 4 bytes for each pixel."""
     max_conversation_images: Annotated[int, Bounds(1, MOST_IMAGES)] = MOST_IMAGES
-    """Maximum number of images in one conversation; each repetition counts. Engines take no more
+    """Maximum number of images in one conversation. Each repetition counts. Engines take no more
     than 256."""
     max_session_images: Annotated[int, Bounds(1)] = 4_096
     """Maximum number of different images in one session, counting all branches."""
@@ -80,12 +80,12 @@ class GatewayConfig(ServerConfig):
     """Maximum size of the different images in one session together, bytes. An engine that lost them
     is sent those of a prompt in one request, so keep it below the engine's max_request_bytes."""
     max_choices: Annotated[int, Bounds(1)] = 128
-    """Maximum number of answers to one chat request (`n`); each is a separate generation."""
+    """Maximum number of answers to one chat request (`n`). Each is a separate generation."""
     max_session_record_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
     """Maximum size of one session's record when it is handed over, bytes. Each token of each
-    trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them;
-    the bytes of an image count once.
-    A turn that would exceed the limit is refused; the session can still be closed."""
+    trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them.
+    The bytes of an image count once.
+    A turn that would exceed the limit is refused. The session can still be closed."""
     session_idle_ms: Annotated[int, Bounds(1)] = 86_400_000
     """Time without a request after which a session is closed as ABORTED with the turns it has,
     milliseconds."""
@@ -104,4 +104,4 @@ class GatewayConfig(ServerConfig):
     not hold the request, or whose model has not finished a step for this long, is taken out of
     service."""
     workers: Annotated[int, Bounds(1)] = 2
-    """Number of threads that tokenise short texts; long texts get as many threads of their own."""
+    """Number of threads that tokenise short texts. Long texts get as many threads of their own."""

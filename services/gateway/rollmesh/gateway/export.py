@@ -122,7 +122,7 @@ def _owners(leaves: Iterable[Node], found: Mapping[int, Lineage]) -> dict[int, i
 def export_turns(
     tree: Branches, session_id: str, new: _New = trajectory_pb2.Trajectory
 ) -> Iterator[trajectory_pb2.Trajectory]:
-    """Yields one trajectory per sampled turn, oldest first; it trains only that turn.
+    """Yields one trajectory per sampled turn, oldest first. It trains only that turn.
 
     Earlier turns on its path have their own trajectories and carry the reason SHARED_PREFIX here.
     """
@@ -150,7 +150,7 @@ def _export(
     """Returns the trajectory of a leaf.
 
     Args:
-        trajectory: What becomes the trajectory; empty, and without arrays afterwards.
+        trajectory: What becomes the trajectory. Empty, and without arrays afterwards.
         session_id: Id of the session.
         leaf: The last node of the trajectory.
         lineage: Its lineage.
@@ -224,7 +224,7 @@ def _overall(
     parts: Iterable[trajectory_pb2.TrajectorySegment] | Iterable[trajectory_pb2.TrajectoryNode],
     spans: Iterable[sampling_pb2.VersionSpan],
 ) -> list[Fidelity]:
-    """Returns the reasons of all parts, sorted; exactly EXACT if there is none."""
+    """Returns the reasons of all parts, sorted. Exactly EXACT if there is none."""
     reasons = set(_mixed_versions(spans))
     for part in parts:
         reasons.update(part.reasons)
@@ -341,7 +341,7 @@ class SlowRecordError(Exception):
 
 
 class TimeLimit:
-    """The time in which a record must be written; whatever writes it checks it between its steps.
+    """The time in which a record must be written. Whatever writes it checks it between its steps.
 
     A thread cannot be ended from outside. Its processor time counts, so that a busy host makes no
     dead letters.
@@ -427,14 +427,14 @@ def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
     """Checks that a close's rewards refer to what the session's record will contain.
 
     Raises:
-        InvalidFieldError: A reward is invalid; the error names the first one.
+        InvalidFieldError: A reward is invalid. The error names the first one.
     """
     turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
     check_rewards(rewards, trajectory_ids(session), turns)
 
 
 def trajectory_ids(session: Session) -> set[str]:
-    """Returns the ids of the trajectories that a close exports; none if it exports the tree."""
+    """Returns the ids of the trajectories that a close exports. None if it exports the tree."""
     return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
 
 

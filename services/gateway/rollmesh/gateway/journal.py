@@ -446,7 +446,7 @@ def read_nodes(
         session_id: Id of the session.
         after: First column of the last row that was read. 0 starts from the beginning.
         limit: Maximum number of rows.
-        columns: Columns of the rows; `n` is the first, and `images` the last.
+        columns: Columns of the rows. `n` is the first, and `images` the last.
     """
     return tx.db.rows(
         f"SELECT {columns} FROM nodes WHERE session_id = ?1 AND n > ?2 ORDER BY n LIMIT ?3",  # noqa: S608

@@ -15,7 +15,7 @@ keeps the conversations that satisfy it, if any do. The first rule that leaves e
 Where the main conversation forks, its children are compared in the same way: says MAIN, does not
 begin with another lineage, answers the calls of the previous turn, continues, is the oldest. So a
 title or memory call is not mistaken for the main work because it came first. Branches that leave
-the main conversation, and other conversations, are classified by these rules; the first match
+the main conversation, and other conversations, are classified by these rules. The first match
 decides:
 
 | rule | lineage |
@@ -25,7 +25,7 @@ decides:
 | it leaves the main path with another sample of a turn | SIBLING |
 | it leaves the main path with another message, after a sampled turn | BRANCH |
 | one turn of at most one token, cut by its limit: a probe | AUXILIARY |
-| without tools, which the main one has, after all of the main path: a final answer; under another
+| without tools, which the main one has, after all of the main path: a final answer. Under another
 system message only if the main path does not end with an answer | MAIN |
 | one turn without tools, with another system message, while the main one has tools | AUXILIARY |
 | main's tools and system message, after main's last turn, which is not its first, with a shorter

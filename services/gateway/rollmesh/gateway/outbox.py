@@ -120,7 +120,7 @@ class Letter(NamedTuple):
     """The close: see `stored_close`."""
     closed_unix_ms: int
     contexts: dict[bytes, RenderContext]
-    """Its render contexts; none if the record's head is stored."""
+    """Its render contexts. None if the record's head is stored."""
     rows: list[Any]
     """Rows of its nodes, initially the first `PIECE_NODES`. With a head they have `BLOB_COLUMNS`,
     otherwise all."""

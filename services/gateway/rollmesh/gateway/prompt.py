@@ -127,7 +127,7 @@ def _parent(node: Node, path: list[Node], at: int) -> Node:
 _INLINE_CHARS, _INLINE_GROUPS = 4_096, 64
 """A prompt with less new text, in a shorter conversation, is made on the event loop: it takes less
 than a millisecond, and a thread would cost as much."""
-_SHORT_CHARS = 16_384  # tokenised in about 3 ms; longer text has its own threads
+_SHORT_CHARS = 16_384  # tokenised in about 3 ms. Longer text has its own threads
 _MESSAGE_CHARS = 64  # rendered around a message, at least in time
 _COMPARED_BYTES, _COMPARED_GROUPS = 262_144, 256
 """More messages are compared with the tree in a thread. Fewer take about a millisecond."""

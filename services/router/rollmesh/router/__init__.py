@@ -3,15 +3,15 @@
 Modules, each of which imports only those below it:
 
     __main__
-    service | commands    the process; `forget-weights`
+    service | commands    the process. `forget-weights`
     servicer              RPCs, and control calls to all engines of a model
-    dispatch | weights    streams of leases; pushes, and updates of late engines
+    dispatch | weights    streams of leases. Pushes, and updates of late engines
     peers                 weights held equal between routers
     models                the models, their engines and kept weights
     metrics | kept        kept weights on disk
     config
     leases                streams, sessions, the queue: every step of a lease
-    engines | membership  which engine a turn gets; members, and which gateway a session gets
+    engines | membership  which engine a turn gets. Members, and which gateway a session gets
 
 Read first: `leases`, `engines`.
 

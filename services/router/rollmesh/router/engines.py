@@ -525,7 +525,7 @@ class Fleet:
 
         Args:
             model: Name of the model.
-            target: Weights of the last accepted push; None before the first.
+            target: Weights of the last accepted push. None before the first.
             offered: Weights of a push that engines may hold although it is not accepted yet.
         """
         self._weights.pop(model, None)
@@ -540,7 +540,7 @@ class Fleet:
         return self._weights.keys()
 
     def newest_version(self, model: str) -> int | None:
-        """Returns the highest version that engines of a model may hold; None before a push."""
+        """Returns the highest version that engines of a model may hold. None before a push."""
         both = self._weights.get(model, ())
         return max((one.policy_version for one in both if one is not None), default=None)
 

@@ -136,7 +136,7 @@ class KeptWeights:
         self._store(current=None, offered=None, request_id="")
 
     def stored(self, request_id: str, policy_version: int) -> engine_pb2.UpdateWeightsHeader | None:
-        """Returns the header of the last push if a request repeats it; None otherwise."""
+        """Returns the header of the last push if a request repeats it. None otherwise."""
         last = self.offered or self.current
         repeated = request_id and request_id == self.state.request_id
         return last if last and repeated and last.policy_version == policy_version else None

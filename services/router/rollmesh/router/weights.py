@@ -279,7 +279,7 @@ class Pushes:
             if header is not None and _holds(engine, header):
                 return None
         current = kept.current
-        # A transfer cannot be replayed; the engine stays fenced until the next push.
+        # A transfer cannot be replayed. The engine stays fenced until the next push.
         return None if current is None or current.HasField("transfer") else current
 
     def _bring(self, engine: Engine) -> None:

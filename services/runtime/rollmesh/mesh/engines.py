@@ -43,7 +43,7 @@ class Answer:
 
         Args:
             request_id: Id of the generation.
-            most: Maximum number of messages; 0 sets none.
+            most: Maximum number of messages. 0 sets none.
             abort: Has the engine end the generation with the tokens sampled so far.
         """
         self.request_id = request_id
@@ -155,7 +155,7 @@ class EngineClient:
             self._message().abort.append(number)
 
     def _message(self, size: int = 0) -> engine_pb2.GenerationsRequest:
-        """Returns the message to which something of a size, in bytes, is added; it is sent soon."""
+        """Returns the message to which something of a size, in bytes, is added. It is sent soon."""
         self._has_outgoing.set()
         if not self._outgoing or self._outgoing_bytes + size > _SHARED_BYTES:
             self._outgoing.append(engine_pb2.GenerationsRequest())

@@ -90,7 +90,7 @@ class Expected:
     top_logprobs: int = 0
     """Number of most likely ids at each position."""
     vocabulary_tokens: int = 0
-    """Exclusive upper bound of the ids; 0 if it is unknown."""
+    """Exclusive upper bound of the ids. 0 if it is unknown."""
 
 
 class AnswerCheck:
@@ -100,7 +100,7 @@ class AnswerCheck:
         """Takes the request, and the offered versions when the answer begins."""
         self._expected = expected
         self._epoch = offered.epoch
-        self._runs: _Runs | None = []  # of the messages; None if one had no version
+        self._runs: _Runs | None = []  # of the messages. None if one had no version
         self._last_version = 0
         self._last_id: int | None = None
         self._sampled = 0
@@ -247,7 +247,7 @@ _Runs: TypeAlias = list[tuple[int, int]]
 
 
 def _added(runs: _Runs | None, version: int | None, tokens: int) -> _Runs | None:
-    """Returns runs with further tokens; None if their version is unknown."""
+    """Returns runs with further tokens. None if their version is unknown."""
     if not tokens or runs is None:
         return runs
     if version is None:
@@ -354,7 +354,7 @@ class Generation:
     request: engine_pb2.GenerateRequest
     """The complete request. Its id is not used."""
     vocabulary_tokens: int = 0
-    """Exclusive upper bound of the ids; 0 if it is unknown."""
+    """Exclusive upper bound of the ids. 0 if it is unknown."""
     prompt_crc32: int | None = None
     """CRC-32 of the packed prompt. None if it is not known yet."""
     restarted: bool = False

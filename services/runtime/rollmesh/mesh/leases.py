@@ -439,7 +439,7 @@ class LeaseClient(Background):
             gateway_id: Id of the gateway.
             model: Name of the engines' model. Empty means the only model in the mesh.
             tokenizer_sha256: Digest of the tokenizer that the engines must have. Empty means any.
-            vocabulary_tokens: Vocabulary size of the model, ids; 0 means any.
+            vocabulary_tokens: Vocabulary size of the model, ids. 0 means any.
             steady_ms: Time for which a router must be up before it is returned to, milliseconds.
         """
         super().__init__()
@@ -494,7 +494,7 @@ class LeaseClient(Background):
             excluded: Ids of engines that have failed this turn.
             deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
             suspended_ms: Longest wait while engines are there and each is paused, asleep or being
-                updated, milliseconds; `deadline_ms` applies otherwise.
+                updated, milliseconds. `deadline_ms` applies otherwise.
 
         Raises:
             InvalidLeaseError: The mesh has several models and none was named.

@@ -182,7 +182,7 @@ class Membership(Background):
             hello: Identity of the replica. An address without a host becomes the address that
                 leads to the router.
             load: Returns its load.
-            identity: Credentials of the calls; None means the process's own.
+            identity: Credentials of the calls. None means the process's own.
         """
         super().__init__()
         said = router_pb2.ReplicaHello()

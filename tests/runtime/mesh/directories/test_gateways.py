@@ -27,7 +27,7 @@ HOUR_MS = 3_600_000
 
 
 class NamingRouter(router_pb2_grpc.RouterServiceServicer):
-    """Names the gateways that a test says; places new sessions on them in turn."""
+    """Names the gateways that a test says. Places new sessions on them in turn."""
 
     def __init__(self) -> None:
         self.gateways: list[router_pb2.Gateway] = []

@@ -20,7 +20,7 @@ def message(
     version: int | None = None,
     **finish: Any,
 ) -> engine_pb2.StreamGenerateResponse:
-    """A message with two ids; the last one, unless its `spans` are None."""
+    """A message with two ids. The last one, unless its `spans` are None."""
     values = [-0.5] * len(ids) if logprobs is None else logprobs
     response = engine_pb2.StreamGenerateResponse(
         token_ids_u32le=pack_ids(np.array(ids, np.uint32)),

@@ -34,7 +34,7 @@ STOP, ABORT = sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_ABORT
 
 
 class Fleet:
-    """Leases and clients of engines; each lease is on the next one, which takes the next steps."""
+    """Leases and clients of engines. Each lease is on the next one, which takes the next steps."""
 
     def __init__(self, *engines: Sequence[Step]) -> None:
         self.offered = OfferedVersions()

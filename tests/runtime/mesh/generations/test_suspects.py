@@ -1,4 +1,4 @@
-"""A request that engines die of is refused; a request that was beside it is not."""
+"""A request that engines die of is refused. A request that was beside it is not."""
 
 import asyncio
 from collections.abc import Sequence

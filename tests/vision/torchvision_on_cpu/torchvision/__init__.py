@@ -1,7 +1,7 @@
 """Loads a torchvision that was built for GPUs beside a torch that was built for CPUs.
 
 The processors of vision models need its transforms, which are Python. Its import fails only because
-it registers gradients of two operators whose library needs CUDA; they are declared here first. The
+it registers gradients of two operators whose library needs CUDA. They are declared here first. The
 package itself is further down the path.
 """
 

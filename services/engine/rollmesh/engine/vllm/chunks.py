@@ -153,7 +153,7 @@ class Heartbeat:
 
     @property
     def silent_ms(self) -> int:
-        """Time since the unanswered call was made, milliseconds; 0 if every call was answered."""
+        """Time since the unanswered call was made, milliseconds. 0 if every call was answered."""
         if self._asking is None or self._asking.done():
             return 0
         return clock.monotonic_ms() - self._asked_ms

@@ -1,4 +1,4 @@
-"""A process in which untrusted grammars are compiled on trial; `grammars` starts and asks it.
+"""A process in which untrusted grammars are compiled on trial. `grammars` starts and asks it.
 
 It imports xgrammar, which takes seconds, and then forks for every grammar. The fork is bounded in
 time, memory and stack, and may crash. A fork that runs out of processor time or address space, or

@@ -266,7 +266,7 @@ def _watched(model: Any) -> Iterator[list[bool]]:
 
 
 def _tie_again(model: Any) -> None:
-    """Ties the output layer to the new embedding; `reload_weights` does not update a tied layer.
+    """Ties the output layer to the new embedding. `reload_weights` does not update a tied layer.
 
     On CPU the layer also holds a packed copy of its weight, made by post-processing. In a pipeline
     only the last worker has the layer.

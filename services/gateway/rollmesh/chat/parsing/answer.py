@@ -1,4 +1,4 @@
-"""An answer while it is sampled: ids in; text, reasoning and tool calls out."""
+"""An answer while it is sampled: ids in. Text, reasoning and tool calls out."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 
 
 class IncrementalDecoder:
-    """Decodes ids one by one; a character that spans several ids is held until complete.
+    """Decodes ids one by one. A character that spans several ids is held until complete.
 
     Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
     """
@@ -46,11 +46,11 @@ class IncrementalDecoder:
         self._stream = tokenizer.stream()
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that is now certain, often empty."""
+        """Takes one id. Returns the text that is now certain, often empty."""
         return "" if token_id in self._hidden else self._stream.feed(token_id)
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that is now certain."""
+        """Takes ids. Returns the text that is now certain."""
         return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
 
     def finish(self) -> str:
@@ -62,13 +62,13 @@ class StopStrings:
     """Finds the first stop string in a growing text and holds back what may begin one."""
 
     def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
-        """Looks for any of `stops`, none of them empty; the text may keep the one that is found."""
+        """Looks for any of `stops`, none of them empty. The text may keep the one that is found."""
         self._stops = tuple(stops)
         self._kept = kept
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.found = ""
-        """The stop string that ended the text; empty while none did."""
+        """The stop string that ended the text. Empty while none did."""
 
     @property
     def wanted(self) -> bool:
@@ -76,9 +76,9 @@ class StopStrings:
         return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Takes text; returns the text that is certain and whether a stop string was completed.
+        """Takes text. Returns the text that is certain and whether a stop string was completed.
 
-        The one that is complete first ends the text, in whatever pieces it comes; of those that end
+        The one that is complete first ends the text, in whatever pieces it comes. Of those that end
         at the same place, the longest.
         """
         if not self._stops:
@@ -126,8 +126,8 @@ class Answer:
         Args:
             decoder: Turns its ids into text.
             stops: Strings that end it.
-            parser: Finds tool calls; None without tools.
-            reasoning: Separates the reasoning; None if the model writes none.
+            parser: Finds tool calls. None without tools.
+            reasoning: Separates the reasoning. None if the model writes none.
             new_call_id: Gives ids unique within the session.
             one_call: End the answer before a second call.
             keeps_stop: Whether the stop string that ends it is part of its text.
@@ -150,11 +150,11 @@ class Answer:
         self._left_out = False  # a call whose ids are part of the answer
         self.stopped_at: int | None = None
         """Number of ids up to the one that completed a stop string, or up to a second call where
-        one is allowed; None while there is neither."""
+        one is allowed. None while there is neither."""
 
     @property
     def certain(self) -> int | None:
-        """Number of ids that are certainly part of it, before its end; None if all fed are.
+        """Number of ids that are certainly part of it, before its end. None if all fed are.
 
         A second call may show where the first ended only after that.
         """
@@ -162,7 +162,7 @@ class Answer:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended it; empty if none did."""
+        """The stop string that ended it. Empty if none did."""
         return "" if self._cut else self._stops.found
 
     @property
@@ -171,7 +171,7 @@ class Answer:
         return self._parser is not None and (self._parser.malformed or self._left_out)
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids; returns what is now certain. Ids after a stop are ignored."""
+        """Takes sampled ids. Returns what is now certain. Ids after a stop are ignored."""
         if not (self._stops.wanted or self._one_call):
             text = self._decoder.feed_all(token_ids)
             return self._split(text) if text else []
@@ -197,7 +197,7 @@ class Answer:
         return self._parser if isinstance(self._parser, WholeCallParser) else None
 
     def end_text(self) -> list[ParserEvent]:
-        """Ends the ids; returns what is now certain."""
+        """Ends the ids. Returns what is now certain."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decode(self._decoder.finish()))
@@ -213,7 +213,7 @@ class Answer:
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """Returns the last events; call after `end_text`."""
+        """Returns the last events. Call after `end_text`."""
         if self._parser is None or self._cut:
             return []
         events = self._called + [self._named(event) for event in self._parser.finish()]
@@ -227,7 +227,7 @@ class Answer:
         return self._first_call(events, self._fed, whole=True)
 
     def message(self) -> Message:
-        """Returns the complete message; call after `finish`."""
+        """Returns the complete message. Call after `finish`."""
         reasoning = self._reasoning.reasoning if self._reasoning is not None else ""
         if self._parser is None:
             return Message("assistant", "".join(self._content), reasoning=reasoning)
@@ -242,7 +242,7 @@ class Answer:
         )
 
     def _decode(self, text: str) -> str:
-        """Takes the text that the last id completed; returns it."""
+        """Takes the text that the last id completed. Returns it."""
         if text and self._one_call:
             self._decoded.append((self._fed, len(text)))
         return text
@@ -259,7 +259,7 @@ class Answer:
         return events
 
     def _first_call(self, events: list[ParserEvent], fed: int, *, whole: bool) -> list[ParserEvent]:
-        """Returns the events up to a second call; where one begins, the answer ends before it.
+        """Returns the events up to a second call. Where one begins, the answer ends before it.
 
         Args:
             events: Events of the next text.
@@ -298,7 +298,7 @@ class Answer:
         return [self._named(event) for event in self._parser.feed(text)]
 
     def _named(self, event: ParserEvent) -> ParserEvent:
-        """Returns an event; one that begins a call has the call's id."""
+        """Returns an event. One that begins a call has the call's id."""
         if not isinstance(event, ToolCallEvent) or event.index < len(self._call_ids):
             return event
         event = event if event.id else replace(event, id=self._new_call_id())

@@ -56,7 +56,7 @@ class Render(Protocol):
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Returns the text of a conversation; empty if the template refuses it."""
+        """Returns the text of a conversation. Empty if the template refuses it."""
         ...
 
 
@@ -67,11 +67,11 @@ class Printed:
         """Prints both."""
         self._tokenizer = tokenizer
         self.call, self.one_call = _call_of(render)
-        """Text of a call, empty if the template prints none; and whether it refuses two."""
+        """Text of a call, empty if the template prints none, and whether it refuses two."""
         thinking = Message("assistant", _SAID, reasoning=_THOUGHT)
         thought = _answer_of(render, thinking, _WITHOUT_TOOLS)
         self.thought = thought if thought and _THOUGHT in thought else ""
-        """Text of an answer with reasoning; empty if the template prints no reasoning."""
+        """Text of an answer with reasoning. Empty if the template prints no reasoning."""
 
     def shows_call(self, format_: AnswerFormat) -> bool:
         """Returns whether the format's parser reads the printed call."""
@@ -293,7 +293,7 @@ def choose(
 
 
 def check_readable(format_: AnswerFormat, tools_json: bytes) -> None:
-    """Checks that calls of tools can be parsed; called if a request has tools.
+    """Checks that calls of tools can be parsed. Called if a request has tools.
 
     Raises:
         InvalidFieldError: The format of tool calls is unknown, or cannot carry a tool's name.

@@ -37,7 +37,7 @@ CHANNELS: dict[str, tuple[str, ...]] = {
     MUSE: muse_calls.SPECIAL_TOKENS,
     SOLAR: solar_calls.SPECIAL_TOKENS,
 }
-"""Special tokens of formats with channels; one parser reads their reasoning, text and calls."""
+"""Special tokens of formats with channels. One parser reads their reasoning, text and calls."""
 FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "hermes": object_formats.HERMES,
     "llama3_json": object_formats.LLAMA3,
@@ -82,7 +82,7 @@ _ANY_NAME = {
     "deepseek_v31": re.compile(r"[^\s<]([^\n<]*[^\s<])?"),
     "qwen3_coder": re.compile(r"[^\s>]([^\n>]*[^\s>])?"),
 }
-"""Names that a format can carry, where something stands around them; others: `_PLAIN_NAME`."""
+"""Names that a format can carry, where something stands around them. Others: `_PLAIN_NAME`."""
 _SCHEMAS_BYTES = 32 * 1024 * 1024
 _PARSED_SIZE = 10  # JSON takes about that many times its bytes as Python objects
 
@@ -105,7 +105,7 @@ class AnswerFormat:
     one_call: bool = False
     """Whether the template refuses two calls in one answer, so that answers end before a second."""
     why: str = ""
-    """Why the format of calls is `UNKNOWN`; empty if it is known."""
+    """Why the format of calls is `UNKNOWN`. Empty if it is known."""
 
     @property
     def reasoning_name(self) -> str:
@@ -117,7 +117,7 @@ class AnswerFormat:
 
     @property
     def opening(self) -> str:
-        """Opens the reasoning; the generation prompt may end with it; may be empty."""
+        """Opens the reasoning. The generation prompt may end with it. May be empty."""
         if self.in_channels == GEMMA:
             return gemma_calls.THOUGHT
         return self.reasoning_tags[0] if self.reasoning else ""
@@ -131,10 +131,10 @@ class AnswerFormat:
         return (*delimiters, *self.reasoning_tags) if self.reasoning else delimiters
 
     def splitter(self, parser: ToolParser | None, *, inside: bool) -> ReasoningSplitter | None:
-        """Returns what separates the reasoning of one answer; None if there is nothing to separate.
+        """Returns what separates the reasoning of one answer. None if there is nothing to separate.
 
         Args:
-            parser: The parser of the same answer; without one no call ends the reasoning.
+            parser: The parser of the same answer. Without one no call ends the reasoning.
             inside: Whether the generation prompt has opened the reasoning.
         """
         if not self.reasoning:
@@ -155,11 +155,11 @@ class AnswerFormat:
     def parser(
         self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False
     ) -> ToolParser | None:
-        """Returns a parser for one answer; None if there is nothing to look for.
+        """Returns a parser for one answer. None if there is nothing to look for.
 
         Args:
             context: The tools.
-            calls: Look for calls; else they are text.
+            calls: Look for calls, else they are text.
             inside_reasoning: Whether the generation prompt has opened the reasoning.
         """
         schemas = tool_schemas(context.tools_json) if context.tools_json and calls else {}
@@ -188,7 +188,7 @@ class AnswerFormat:
 
     @property
     def in_channels(self) -> str:
-        """The name of `CHANNELS` in whose channels the model writes; empty if it has none."""
+        """The name of `CHANNELS` in whose channels the model writes. Empty if it has none."""
         return self.tools if self.tools in CHANNELS else self.channels
 
     def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:  # noqa: FBT001

@@ -31,7 +31,7 @@ class ToolCallEvent:
     index: int
     """Place of the call among the calls of the answer, from 0."""
     id: str = ""
-    """Set in the first event of a call; parsers leave it empty if the format has no ids."""
+    """Set in the first event of a call. Parsers leave it empty if the format has no ids."""
     name: str = ""
     """Set in the first event of a call."""
     arguments: str = ""
@@ -49,7 +49,7 @@ NAME_CHARACTER = r"[\w.:/-]"
 
 
 class ToolParser(Protocol):
-    """Parses one answer's text; the joined events do not depend on how the text was cut."""
+    """Parses one answer's text. The joined events do not depend on how the text was cut."""
 
     malformed: bool
     """Whether something looked like a call and was not a complete one."""
@@ -75,18 +75,18 @@ class ToolParser(Protocol):
         ...
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text; returns the events that are now certain."""
+        """Takes text. Returns the events that are now certain."""
         ...
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events. Nothing is asked of the parser after that."""
+        """Ends the text. Returns the last events. Nothing is asked of the parser after that."""
         ...
 
 
 class BaseParser:
     """State that all parsers share: the calls and the text so far, as pieces.
 
-    Whitespace beside calls is dropped, because agents do not expect it; other text is unchanged.
+    Whitespace beside calls is dropped, because agents do not expect it. Other text is unchanged.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class BaseParser:
             events.append(ToolCallEvent(len(self._called) - 1, arguments=text))
 
     def emit_text(self, text: str, events: list[ParserEvent]) -> None:
-        """Emits text; whitespace is held until other text follows."""
+        """Emits text. Whitespace is held until other text follows."""
         size = len(text.rstrip())
         if size:
             certain = "".join([*self._whitespace, text[:size]])
@@ -149,7 +149,7 @@ class BaseParser:
             events.append(ReasoningEvent(text))
 
     def end_text(self, events: list[ParserEvent]) -> None:
-        """Ends the text; trailing whitespace is kept if there was no call."""
+        """Ends the text. Trailing whitespace is kept if there was no call."""
         if self._whitespace and not self._called:
             left = "".join(self._whitespace)
             events.append(TextEvent(left))
@@ -169,10 +169,10 @@ class StepParser(BaseParser, ABC):
         self._held = ""  # text not yet passed on
         self._late: list[str] = []  # text that follows it and came during a wait
         self._wait: Callable[[str], bool] | None = None
-        """Takes text that comes; returns whether it ends the wait."""
+        """Takes text that comes. Returns whether it ends the wait."""
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text; returns the events that are now certain."""
+        """Takes text. Returns the events that are now certain."""
         self._late.append(text)
         if self._wait is not None and not self._wait(text):
             return []
@@ -183,7 +183,7 @@ class StepParser(BaseParser, ABC):
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
+        """Ends the text. Returns the last events."""
         events: list[ParserEvent] = []
         self._gather()
         self._end(events)
@@ -202,7 +202,7 @@ class StepParser(BaseParser, ABC):
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; returns whether another one is possible."""
+        """Makes one transition. Returns whether another one is possible."""
 
     @abstractmethod
     def _end(self, events: list[ParserEvent]) -> None:
@@ -219,7 +219,7 @@ class Coming:
         self._tail = self._end_of(before)
 
     def __call__(self, text: str) -> bool:
-        """Takes text; returns whether one of the strings ends in it."""
+        """Takes text. Returns whether one of the strings ends in it."""
         text = self._tail + text
         self._tail = self._end_of(text)
         return any(one in text for one in self._strings)
@@ -239,7 +239,7 @@ def possible_start(text: str, tags: tuple[str, ...]) -> int:
 
 
 def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Returns where the first of `tags` is, and which; (-1, "") if there is none."""
+    """Returns where the first of `tags` is, and which. (-1, "") if there is none."""
     found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
     at, _, tag = min(found, default=(-1, 0, ""))
     return at, tag

@@ -25,7 +25,7 @@ REASONING_TAGS = {
 class ReasoningSplitter:
     """Splits one answer's text into reasoning and the rest.
 
-    The generation prompt may have opened the tag already; then the answer begins inside. Blank
+    The generation prompt may have opened the tag already. Then the answer begins inside. Blank
     text around the reasoning is dropped: templates print it themselves.
 
     A call may stand in the reasoning. Where the reasoning is closed behind it, the call is part of
@@ -41,7 +41,7 @@ class ReasoningSplitter:
         Args:
             inside: Whether the generation prompt has opened the tag.
             tags: What opens and closes the reasoning.
-            calls: What begins a call; empty if none is looked for.
+            calls: What begins a call. Empty if none is looked for.
         """
         self._open, self._close = tags
         self._calls = calls
@@ -62,7 +62,7 @@ class ReasoningSplitter:
         return self._state == "call"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Takes text; returns what is now certain: reasoning, and rest."""
+        """Takes text. Returns what is now certain: reasoning, and rest."""
         self._late.append(text)
         if self._wait is not None and not self._wait(text):
             return "", ""
@@ -84,7 +84,7 @@ class ReasoningSplitter:
         return thought, rest
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text; returns what is left: reasoning, and rest."""
+        """Ends the text. Returns what is left: reasoning, and rest."""
         self._gather()
         if self._state == "inside":
             thought = self._held if self._thought else self._held.lstrip()
@@ -92,7 +92,7 @@ class ReasoningSplitter:
         return "", "" if self._state == "after" else self._held
 
     def take_back(self, rest: str) -> str:
-        """Takes what `finish` returned as the rest, where it has no call; returns the reasoning."""
+        """Takes what `finish` returned as the rest, where it has no call. Returns the reasoning."""
         return self._thinks((rest if self._thought else rest.lstrip()).rstrip())
 
     def _gather(self) -> None:

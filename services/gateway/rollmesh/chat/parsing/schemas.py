@@ -27,15 +27,15 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Schema:
-    """A part of a tool's JSON schema; `$ref` is looked up in the whole of it."""
+    """A part of a tool's JSON schema. `$ref` is looked up in the whole of it."""
 
     def __init__(self, part: object, root: object = None) -> None:
-        """Takes a part of a schema, and the whole; without `root` the part is the whole."""
+        """Takes a part of a schema, and the whole. Without `root` the part is the whole."""
         self._part = part
         self._root = part if root is None else root
 
     def member(self, name: str) -> "Schema":
-        """Returns the schema of an object's property; that of any value if it has none."""
+        """Returns the schema of an object's property. That of any value if it has none."""
         for one in self._all():
             properties = one.get("properties")
             if isinstance(properties, Mapping) and name in properties:
@@ -44,16 +44,16 @@ class Schema:
 
     @property
     def items(self) -> "Schema":
-        """The schema of an array's items; that of any value if it has none."""
+        """The schema of an array's items. That of any value if it has none."""
         found = (one["items"] for one in self._all() if "items" in one)
         return Schema(next(found, None), self._root)
 
     def kinds(self) -> frozenset[str]:
-        """Returns the types that are allowed; empty if none is named, or it is no schema."""
+        """Returns the types that are allowed. Empty if none is named, or it is no schema."""
         return _Kinds(self._root).of(self._part)
 
     def typed(self, text: str) -> Any:
-        """Converts a value's text as the schema says; returns the text if it does not fit."""
+        """Converts a value's text as the schema says. Returns the text if it does not fit."""
         allowed = self.kinds()
         if not allowed or allowed == {"string"}:
             return text
@@ -81,7 +81,7 @@ class Schema:
 
 
 class _Kinds:
-    """The kinds of one value; each subschema is visited once, and a circle says nothing."""
+    """The kinds of one value. Each subschema is visited once, and a circle says nothing."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -140,7 +140,7 @@ def _beside(schema: Mapping[str, Any], root: object) -> list[Any]:
 
 
 def _referred(schema: Mapping[str, Any], root: object) -> object:
-    """Returns what `$ref` names by its path in the whole schema; None if nothing is there."""
+    """Returns what `$ref` names by its path in the whole schema. None if nothing is there."""
     path = schema.get("$ref")
     if not isinstance(path, str) or not path.startswith("#"):
         return None

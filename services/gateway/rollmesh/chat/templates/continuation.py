@@ -74,7 +74,7 @@ class HeldGroup(Protocol):
     """One group of a conversation, with its ids."""
 
     as_printed: bool | None
-    """Whether the template prints an answer as it was sampled; None before the comparison."""
+    """Whether the template prints an answer as it was sampled. None before the comparison."""
     seen: Seen | None
     """The render of the context up to this group, if it was compared and is equal."""
 
@@ -90,17 +90,17 @@ class HeldGroup(Protocol):
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids that the group adds; uint32 [N]."""
+        """The ids that the group adds. Uint32 [N]."""
         ...
 
     @property
     def sample(self) -> object | None:
-        """What was sampled; None for a group that the template printed."""
+        """What was sampled. None for a group that the template printed."""
         ...
 
     @property
     def ends_turn(self) -> bool:
-        """False for a truncated answer; the next group closes it."""
+        """False for a truncated answer. The next group closes it."""
         ...
 
 
@@ -109,7 +109,7 @@ class Comparison(NamedTuple):
 
     at: int | None
     """Index of the first node of the path that is printed otherwise, its length where only what the
-    request adds is; None if all ids are equal."""
+    request adds is. None if all ids are equal."""
     seen: Seen | None = None
     """The text of the prompt up to the model's turn, where it was compared and is equal."""
 
@@ -128,7 +128,7 @@ def compare(
         render: The whole conversation as the template prints it, the model's turn opened.
         generation_prompt: What opens the model's turn.
         path: The nodes that hold the beginning of the conversation.
-        added: The ids that a request adds to them; uint32 [N] each.
+        added: The ids that a request adds to them. Uint32 [N] each.
         encoder_after: Returns what makes ids of the render after so many nodes of the path, piece
             by piece.
         ends: How the template ends answers: text on both sides tokenizes apart.
@@ -157,12 +157,12 @@ def divide(
     """Divides the ids of a render among the groups that it prints.
 
     Args:
-        ids: The ids of all groups, and of what opens the model's turn; uint32 [N].
-        known: The ids of each group; None for an answer, which takes what is left between others.
-        generation_prompt: What opens the model's turn; uint32 [N].
+        ids: The ids of all groups, and of what opens the model's turn. Uint32 [N].
+        known: The ids of each group. None for an answer, which takes what is left between others.
+        generation_prompt: What opens the model's turn. Uint32 [N].
 
     Returns:
-        The ids of each group, which joined with `generation_prompt` are `ids`; None if they are
+        The ids of each group, which joined with `generation_prompt` are `ids`. None if they are
         not found.
     """
     if not _ends_with(ids, generation_prompt):
@@ -232,7 +232,7 @@ def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
 
 
 def _last_index(ids: TokenIds, part: TokenIds) -> int:
-    """Returns the last index of `part` in `ids`; less than minus its length if absent."""
+    """Returns the last index of `part` in `ids`. Less than minus its length if absent."""
     data, wanted = ids.tobytes(), part.tobytes()
     at = data.rfind(wanted)
     while at >= 0 and at % _ID_BYTES:
@@ -295,7 +295,7 @@ class Continuation:
         Args:
             template: The chat template.
             tokenizer: The model's tokenizer.
-            image_rule: How the model's processor represents images; None if it takes none.
+            image_rule: How the model's processor represents images. None if it takes none.
 
         Raises:
             TemplateRefusedError: The template cannot be continued exactly.
@@ -319,7 +319,7 @@ class Continuation:
         """Ids that end an answer."""
         end = self.profile.end_text
         self.closing_ids = self.end_ids | {self._id_of(end)} if end else self.end_ids
-        """Ids after which an answer needs no closing; includes the end token of the history."""
+        """Ids after which an answer needs no closing. Includes the end token of the history."""
 
     @property
     def prints_call_ids(self) -> bool:
@@ -333,13 +333,13 @@ class Continuation:
         context: RenderContext,
         check: Callable[[list[str]], None] = lambda _: None,
     ) -> list[TokenIds]:
-        """Returns the ids that each of `groups[start:]` adds; uint32 [N].
+        """Returns the ids that each of `groups[start:]` adds. Uint32 [N].
 
         Args:
             groups: All groups of a conversation.
             start: Number of groups that are held.
             context: Tools and template options that are rendered with the groups.
-            check: Called with the printed texts before they are tokenised; its exceptions
+            check: Called with the printed texts before they are tokenised. Its exceptions
                 propagate.
 
         Raises:
@@ -381,12 +381,12 @@ class Continuation:
         """Returns ids that follow a node, adapted to what the node really holds.
 
         A truncated answer is closed as the template closes it. Where the header of the next turn
-        ends answers, a sampled header is kept and not repeated; if the next turn has another
+        ends answers, a sampled header is kept and not repeated. If the next turn has another
         header, both are in the context, as the engine will see it.
 
         Args:
             node: The last group that is held.
-            ids: What the next group, or the model's turn, adds by the template alone; uint32 [N].
+            ids: What the next group, or the model's turn, adds by the template alone. Uint32 [N].
         """
         if not self._headers:
             return np.concatenate([self._closing(node), ids])
@@ -394,7 +394,7 @@ class Continuation:
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
     def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> TokenIds:
-        """Returns the ids between the last of `groups` and what the model samples; uint32 [N].
+        """Returns the ids between the last of `groups` and what the model samples. Uint32 [N].
 
         Raises:
             TemplateRenderError: The template has no answer after such a group.
@@ -433,7 +433,7 @@ class Continuation:
             path: The nodes of a path.
             fresh: The groups that a request adds to it.
             context: What is rendered beside them.
-            added: The ids that those add, and those that open the model's turn; uint32 [N] each.
+            added: The ids that those add, and those that open the model's turn. Uint32 [N] each.
             show: Returns groups as the template will see them.
         """
         context = self._pinned(context)
@@ -474,7 +474,7 @@ class Continuation:
 
         Returns:
             The ids of each group after the path and of what opens the model's turn, uint32 [N]
-            each; None if the template's render does not fall into these parts.
+            each. None if the template's render does not fall into these parts.
         """
         context = self._pinned(context)
         cutter, begun = self._of(context).cutter, len(path)
@@ -533,7 +533,7 @@ class Continuation:
     def _known(
         self, cutter: Cutter, groups: Sequence[MessageGroup], at: int, context: RenderContext
     ) -> TokenIds | None:
-        """Returns the ids of a group; None for an answer, whose ids depend on what follows.
+        """Returns the ids of a group. None for an answer, whose ids depend on what follows.
 
         Of two answers in a row the second is rendered, because one of them has to be known.
         """
@@ -547,7 +547,7 @@ class Continuation:
         return template.render(messages, context, generation_prompt=True)
 
     def _closing(self, node: HeldGroup) -> TokenIds:
-        """Returns what is missing at the end of a node; uint32 [0] or [1].
+        """Returns what is missing at the end of a node. Uint32 [0] or [1].
 
         Where calls have their own end token, only that token closes them.
         """

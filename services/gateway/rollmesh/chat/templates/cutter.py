@@ -1,4 +1,4 @@
-"""Splits a template's renders into the text that each message adds; see `continuation`."""
+"""Splits a template's renders into the text that each message adds. See `continuation`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from rollmesh.chat.templates.windows import (
 )
 from rollmesh.chat.tokenizer import ModelTokenizer
 
-# Where the text of a message begins and ends in a template's renders; see `continuation`.
+# Where the text of a message begins and ends in a template's renders. See `continuation`.
 
 _CACHED = 64
 
@@ -65,7 +65,7 @@ class Boundaries:
 
         Args:
             before: What the group stands after.
-            previous: The group in front of it; an answer's calls are part of the window.
+            previous: The group in front of it. An answer's calls are part of the window.
         """
         if before != "assistant":
             return WINDOWS[before]
@@ -103,7 +103,7 @@ class Boundaries:
 
         Args:
             place: Place after the group.
-            group: The group; an answer is followed by `followers` in the render.
+            group: The group. An answer is followed by `followers` in the render.
             text: The render.
 
         Raises:
@@ -140,7 +140,7 @@ class Boundaries:
         return after
 
     def _find_beside_calls(self) -> str:
-        """Returns a text that the template prints before calls; some templates print none there."""
+        """Returns a text that the template prints before calls. Some templates print none there."""
         said = Message("assistant", MARKER, (CALL,))
         try:
             text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
@@ -177,7 +177,7 @@ class Boundaries:
             except TemplateRenderError:
                 continue
             common = common_prefix(shared, longer.partition(MARKER)[2])
-            # A role that is printed into the message itself cannot follow; it is refused later.
+            # A role that is printed into the message itself cannot follow. It is refused later.
             shared = (
                 common if self._first_special(common) or not self._first_special(tail) else shared
             )
@@ -187,7 +187,7 @@ class Boundaries:
         self._ends[place] = special + self._closings[place]
 
     def _first_special(self, text: str) -> str:
-        """Returns the unmergeable token that ends first in a text; empty if there is none."""
+        """Returns the unmergeable token that ends first in a text. Empty if there is none."""
         ends = [
             (at + len(name), name)
             for name in self._tokenizer.added_texts
@@ -293,7 +293,7 @@ class Cutter:
         return texts
 
     def refusal(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
-        """Returns why a group cannot be continued where it stands; empty if it can."""
+        """Returns why a group cannot be continued where it stands. Empty if it can."""
         order = place(groups, at), groups[at][0].role
         tables = [self.refused]
         if context.tools_json:
@@ -318,7 +318,7 @@ class Cutter:
         return False
 
     def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
-        """Returns the text between the last of `groups` and the answer; tools do not change it.
+        """Returns the text between the last of `groups` and the answer. Tools do not change it.
 
         Raises:
             TemplateRenderError: The template has no answer after such a group.

@@ -27,7 +27,7 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 
 
 class TemplateRenderError(Exception):
-    """The template refuses the messages; the error message is the template's own."""
+    """The template refuses the messages. The error message is the template's own."""
 
 
 class ModelTemplate(Protocol):
@@ -112,7 +112,7 @@ class ChatTemplate:
             raise TemplateRenderError("a value is nested too deeply for the template") from error
 
     def _prints_strings(self) -> bool:
-        """Returns whether content is rendered as a string; multimodal templates expect parts."""
+        """Returns whether content is rendered as a string. Multimodal templates expect parts."""
         try:
             return _PROBE in self.render((Message("user", _PROBE),), RenderContext())
         except TemplateRenderError as error:
@@ -130,7 +130,7 @@ def variables_of(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
-    """Returns a message as templates expect it; keys without a value are omitted.
+    """Returns a message as templates expect it. Keys without a value are omitted.
 
     Args:
         message: The message.
@@ -155,7 +155,7 @@ def _template_part(part: str | Image) -> dict[str, str]:
 
 
 def _arguments(text: str) -> Any:
-    """Parses arguments, because templates call `tojson` themselves; invalid ones stay text."""
+    """Parses arguments, because templates call `tojson` themselves. Invalid ones stay text."""
     try:
         return read_json(text) if text.strip() else {}
     except ValueError:
@@ -206,6 +206,6 @@ def _raise_exception(message: str) -> None:
 
 
 def _clock(now: int) -> Callable[[str], str]:
-    """Returns the function by which templates print the time; 0 is the current time."""
+    """Returns the function by which templates print the time. 0 is the current time."""
     moment = datetime.fromtimestamp(now or clock.unix_ms() // 1000).astimezone()
     return moment.strftime

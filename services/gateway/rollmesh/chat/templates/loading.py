@@ -45,7 +45,7 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
 
 
 def printer(template: ModelTemplate) -> Render:
-    """Returns what prints conversations with a template; an empty text where it refuses one."""
+    """Returns what prints conversations with a template. An empty text where it refuses one."""
 
     def render(
         messages: tuple[Message, ...],
@@ -64,7 +64,7 @@ def printer(template: ModelTemplate) -> Render:
 def load_template(model_path: Path, tokenizer: Tokenizer) -> ModelTemplate:
     """Loads a model directory's template, or its pair of templates, as transformers does.
 
-    The template `default` is `chat_template.jinja`, else the one in the tokenizer's config;
+    The template `default` is `chat_template.jinja`, else the one in the tokenizer's config.
     `tool_use` is in `additional_chat_templates`, else in the config's list of templates.
 
     Raises:
@@ -87,12 +87,12 @@ def load_template(model_path: Path, tokenizer: Tokenizer) -> ModelTemplate:
 
 
 def vocabulary_of(model_path: Path) -> int:
-    """Returns the number of ids of the model as its `config.json` has it; 0 if it has none."""
+    """Returns the number of ids of the model as its `config.json` has it. 0 if it has none."""
     return _size_of(model_path, "vocab_size")
 
 
 def context_of(model_path: Path) -> int:
-    """Returns the longest context of the model, ids, as its `config.json` has it; 0 if it does not.
+    """Returns the longest context of the model, ids, as its `config.json` has it. 0 if it does not.
 
     Raises:
         ModelFilesError: The file cannot be read.
@@ -101,7 +101,7 @@ def context_of(model_path: Path) -> int:
 
 
 def _size_of(model_path: Path, name: str) -> int:
-    """Returns a size of the language model; a vision model's config has it in a part of its own."""
+    """Returns a size of the language model. A vision model's config has it in a part of its own."""
     path = model_path / "config.json"
     config = read_json(path) if path.exists() else {}
     text = config.get("text_config")
@@ -118,7 +118,7 @@ def _has_template(model_path: Path) -> bool:
 
 
 def _sources(model_path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Returns the templates of a model's directory by name; files come before the config."""
+    """Returns the templates of a model's directory by name. Files come before the config."""
     value = config.get("chat_template")
     if isinstance(value, list):
         named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}

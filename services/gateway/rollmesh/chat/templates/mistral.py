@@ -7,7 +7,7 @@ are written as text in which two Unicode noncharacters enclose each control toke
     <NC0>[INST]<NC1>Where?<NC0>[/INST]<NC1>
 
 `<NC0><NC1>` parts texts that are tokenized apart without a control token between them. The
-tokenizer reads this form back; for ids and text in between, it is `mistral_common`'s own.
+tokenizer reads this form back. For ids and text in between, it is `mistral_common`'s own.
 """
 
 import codecs
@@ -80,7 +80,7 @@ class MistralTokenizer:
         return tuple(self._ids)
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of a text in this module's form; dtype uint32, shape [N]."""
+        """Returns the ids of a text in this module's form. Dtype uint32, shape [N]."""
         ids: list[int] = []
         at = 0
         for control in _CONTROL.finditer(text):
@@ -113,7 +113,7 @@ class MistralTokenizer:
         return text.removeprefix(_OPEN).removesuffix(_CLOSE)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that an id adds to a text; a control token's are its name's."""
+        """Returns the bytes that an id adds to a text. A control token's are its name's."""
         return self.stream().bytes_of(token_id)
 
     def stream(self) -> "_Stream":
@@ -212,7 +212,7 @@ class _Recorder:
 
 
 class _Stream:
-    """Decodes ids one by one; a character that spans several ids is held until complete."""
+    """Decodes ids one by one. A character that spans several ids is held until complete."""
 
     def __init__(self, tokenizer: Any, names: dict[int, str], *, is_tekken: bool) -> None:
         self._tokenizer = tokenizer
@@ -222,11 +222,11 @@ class _Stream:
         self._begun = is_tekken
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that is now certain, often empty."""
+        """Takes one id. Returns the text that is now certain, often empty."""
         return self._utf8.decode(self._bytes(token_id))
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that is now certain."""
+        """Takes ids. Returns the text that is now certain."""
         return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:

@@ -144,7 +144,7 @@ IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
 """By role whose messages hold images."""
 
 
-# Questions about a chat template that a few renders answer; see `probe`.
+# Questions about a chat template that a few renders answer. See `probe`.
 
 _DATE = re.compile(r"strftime_now|date_string")
 
@@ -381,7 +381,7 @@ _ESSENTIAL: set[tuple[Place, RoleName]] = {
     ("assistant", "user"),
 }
 _GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
-"""Role orders in which an agent begins; a failure after one of them is attributed to it."""
+"""Role orders in which an agent begins. A failure after one of them is attributed to it."""
 
 _OPENS_NONE = "the template does not open it there as elsewhere"
 _LEAST_BEHIND_SYSTEM = 3  # a system message and two others
@@ -415,10 +415,10 @@ def probe(
         template: The template.
         options_json: Extra variables of the template: a JSON object, or empty.
         tokenizer: Its tokenizer.
-        image: What the template prints for an image; empty if the model takes none.
+        image: What the template prints for an image. Empty if the model takes none.
 
     Raises:
-        TemplateRefusedError: It cannot be continued exactly; the message describes the difference.
+        TemplateRefusedError: It cannot be continued exactly. The message describes the difference.
     """
     remembered = RememberedTemplate(template)
     try:
@@ -484,7 +484,7 @@ class _Probe:
         """Conversations with several system messages that cannot be continued."""
 
     def probed(self, image: str) -> Probed:
-        """Probes the template; call it once."""
+        """Probes the template. Call it once."""
         return Probed(self._profile(image), self._cutter, self._template)
 
     def _profile(self, image: str) -> TemplateProfile:
@@ -573,7 +573,7 @@ class _Probe:
         return findings
 
     def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
-        """Tries conversations; returns whether each one's texts equal the complete render.
+        """Tries conversations. Returns whether each one's texts equal the complete render.
 
         Raises:
             TemplateRefusedError: A conversation that agents need cannot be continued.
@@ -617,7 +617,7 @@ class _Probe:
         return outcome is not _Outcome.REFUSED and [one.count(image) for one in texts] == counts
 
     def _find_greetings(self) -> None:
-        """Tries conversations that an agent begins; refuses those that differ from the render.
+        """Tries conversations that an agent begins. Refuses those that differ from the render.
 
         A greeting was not sampled, so keeping sampled tokens does not explain a difference.
         """
@@ -644,7 +644,7 @@ class _Probe:
                 self._cutter.refused[order] = why
 
     def _refusal(self, messages: tuple[Message, ...], context: RenderContext) -> str:
-        """Returns why the template itself refuses a conversation; empty if it accepts it."""
+        """Returns why the template itself refuses a conversation. Empty if it accepts it."""
         try:
             self._template.render(messages, context, generation_prompt=True)
         except TemplateRenderError as error:
@@ -670,11 +670,11 @@ class _Probe:
             whole = size == len(groups)
             outcome, why = self._judge(groups[:size], context, whole=whole)
             if why and role == "assistant":
-                # Templates end the last answer differently; the text after it decides.
+                # Templates end the last answer differently. The text after it decides.
                 if whole:
                     self._cutter.refused_prompts.setdefault("assistant", why)
             elif why and size == 1 and role == "system" and self._prints_alone(groups[0], context):
-                # Agents send a user message with it; the text after that decides.
+                # Agents send a user message with it. The text after that decides.
                 self._cutter.refused_prompts.setdefault("first system", _OPENS_NONE)
             elif why:
                 before, role = self._culprit(groups[:size], context)

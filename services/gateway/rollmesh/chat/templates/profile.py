@@ -11,7 +11,7 @@ from rollmesh.chat.templates.windows import ANY_TOOLS, Place, TemplateRefusedErr
 
 
 class Kind(StrEnum):
-    """How the template treats earlier turns; the names are those of `TemplateKind`."""
+    """How the template treats earlier turns. The names are those of `TemplateKind`."""
 
     APPEND_ONLY = "append-only"
     """A longer conversation begins with the shorter one, in every order that was probed."""
@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
 
 class Finding(StrEnum):
-    """A finding of the probe; the tokens of a session stay as sampled in any case.
+    """A finding of the probe. The tokens of a session stay as sampled in any case.
 
     The names are those of `TemplateFinding`.
     """
@@ -56,7 +56,7 @@ REWRITING = frozenset(
 )
 """Findings that print earlier turns differently than a session keeps them."""
 MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
-"""Findings that change more than answers; continuing would need the full conversation."""
+"""Findings that change more than answers. Continuing would need the full conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Stripped:
 
 
 WHITESPACE = " \t\n\r\u00a0"
-"""Whitespace characters that templates tell apart; the last stands for all others."""
+"""Whitespace characters that templates tell apart. The last stands for all others."""
 
 
 def _class_of(character: str) -> str:
@@ -87,7 +87,7 @@ class RefusedOrder:
     place: Place
     """What stands before."""
     role: RoleName | None
-    """The message that cannot follow; None if no answer can be sampled there."""
+    """The message that cannot follow. None if no answer can be sampled there."""
     with_tools: bool
     """Whether the order is refused only if there are tools."""
     why: str
@@ -107,7 +107,7 @@ class TemplateProfile:
 
     kind: Kind
     end_text: str
-    """The special token that ends an answer in the history; empty if it has none of its own."""
+    """The special token that ends an answer in the history. Empty if it has none of its own."""
     findings: frozenset[Finding] = frozenset()
     refused: tuple[RefusedOrder, ...] = ()
     """Orders of messages that the template cannot continue."""

@@ -3,7 +3,7 @@
 Chat templates print such text beside their own special tokens, and tokenizers cannot tell the two
 apart: the text closes its turn and may open another. A setting says what happens:
 
-* parity: the text becomes the token, as in `apply_chat_template`; the turn carries SPECIAL_TEXT.
+* parity: the text becomes the token, as in `apply_chat_template`. The turn carries SPECIAL_TEXT.
 * plain: it stays text. A marker is put into it before the template prints it, so that the tokenizer
   can tell it from the template's own tokens (`ModelTokenizer.hide`).
 * refuse: the request is refused, and the error names the message.
@@ -45,7 +45,7 @@ class SpecialText:
         self._refuses = setting == "refuse"
         self._hides = setting == "plain"
         self._spells: Callable[[str], bool] = tokenizer.spells
-        # Text may contain the marker of hidden text; it is printed unchanged.
+        # Text may contain the marker of hidden text. It is printed unchanged.
         self._changed: Callable[[str], str] = tokenizer.hide if self._hides else tokenizer.escape
         if reserved and not (self._hides or self._refuses):
             self._spells = partial(tokenizer.spells, except_for=reserved)
@@ -87,7 +87,7 @@ class SpecialText:
         return [tuple(map(self._shown, group)) for group in groups]
 
     def _field(self, groups: Sequence[MessageGroup], spelled: list[int]) -> str:
-        """Returns the name of the first message that spells a special token; else of the tools."""
+        """Returns the name of the first message that spells a special token, else of the tools."""
         if not spelled:
             return "tools"
         before = sum(len(group) for group in groups[: spelled[0]])
@@ -98,7 +98,7 @@ class SpecialText:
         return any(self._spells(text) for one in group for text in _texts(one))
 
     def _shown(self, message: Message) -> Message:
-        """Returns a message as the template will see it; the same object if unchanged."""
+        """Returns a message as the template will see it. The same object if unchanged."""
         change = self._changed
         if all(change(text) == text for text in _texts(message)):
             return message
@@ -151,7 +151,7 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _strings_of(source: str) -> Iterator[str]:
-    """Yields the texts of a JSON value as a template prints them; the source where it is none."""
+    """Yields the texts of a JSON value as a template prints them. The source where it is none."""
     yield source
     if "\\" in source:  # escapes may spell a token that the source does not
         try:
@@ -173,7 +173,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(source: str, change: Callable[[str], str]) -> str:
-    """Applies a change to all strings of a JSON text; invalid JSON is changed as plain text."""
+    """Applies a change to all strings of a JSON text. Invalid JSON is changed as plain text."""
     try:
         value = read_json(source) if source.strip() else None
     except ValueError:

@@ -1,11 +1,11 @@
-"""Short conversations that are rendered to find where to cut; a marker stands for one message.
+"""Short conversations that are rendered to find where to cut. A marker stands for one message.
 
 How a template ends answers, and where its model must stop.
 
 Most templates print one special token after every answer, and their models stop at it. Some differ:
 
 * Harmony writes an answer as several messages. `<|end|>` ends each of them, and the last one too
-  once it is history; a model ends the answer itself with `<|return|>`, or with `<|call|>`.
+  once it is history. A model ends the answer itself with `<|return|>`, or with `<|call|>`.
 * Gemma 4 ends a call with the token that begins its result, as the model samples it.
 * GLM's answers have no end token: the header of the next turn ends them.
 * Kimi K3 closes the parts of an answer, and the answer itself by a token of another kind.
@@ -82,10 +82,10 @@ def followers(group: MessageGroup) -> tuple[Message, ...]:
 
 
 def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
-    """Returns calls that any template prints; the text after them does not depend on arguments.
+    """Returns calls that any template prints. The text after them does not depend on arguments.
 
     Sampled arguments may not be an object, or may be nested so deeply that a template fails on
-    them; the tokens of the session stay as sampled.
+    them. The tokens of the session stay as sampled.
     """
     return tuple(
         call if _is_plain(call.arguments) else replace(call, arguments="{}") for call in calls
@@ -99,7 +99,7 @@ def _is_plain(arguments: str) -> bool:
 
 
 class TemplateRefusedError(Exception):
-    """The template cannot be continued exactly; the message says why."""
+    """The template cannot be continued exactly. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Ends:
     """The special tokens that end answers, as the template prints them."""
 
     text: str
-    """Ends an answer in the history; empty if answers have no end token."""
+    """Ends an answer in the history. Empty if answers have no end token."""
     call: str
-    """Ends an answer with calls; usually the same as `text`."""
+    """Ends an answer with calls. Usually the same as `text`."""
     stops: tuple[str, ...]
     """Tokens at which the model must stop."""
     headers: dict[RoleName, str] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class _Finder:
         return Ends(end, call, tuple(dict.fromkeys(stops)))
 
     def _remedy(self, window: tuple[Message, ...]) -> str:
-        """Returns what to do about a template that does not render a window; empty if unknown."""
+        """Returns what to do about a template that does not render a window. Empty if unknown."""
         try:
             self._template.render(window, replace(self._options, tools_json=ANY_TOOLS))
         except TemplateRenderError:

@@ -22,7 +22,7 @@ from rollmesh.runtime.process.children import Child, start_child
 
 _WORKERS = 2
 _CPU_S = 10.0
-_WALL_S = 60.0  # with the start of a process; only a busy machine takes as long
+_WALL_S = 60.0  # with the start of a process. Only a busy machine takes as long
 _RETRY_MS = 2000
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 """Exit codes of a process that was ended by others."""

@@ -196,7 +196,7 @@ SERVER_BOUNDS: list[tuple[str, int]] = [
     # Of headers and trailers. gRPC's own default, stated because errors are cut to fit into it.
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
-    # Clients ping every 6 s at most; one that pings more often is told so, then disconnected.
+    # Clients ping every 6 s at most. One that pings more often is told so, then disconnected.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 2),
@@ -216,7 +216,7 @@ _DRAIN_SILENCE_S = 1.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     ("grpc.http2.bdp_probe", 0),  # it would grow a slow reader's window without bound
-    # The server limits message sizes; a group that a trainer requested is never too large.
+    # The server limits message sizes. A group that a trainer requested is never too large.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -263,7 +263,7 @@ class _Call:
         self._code = status_code_of(error).name
         try:
             await context.abort_with_status(rpc_status.to_status(status))
-        except grpc.aio.InternalError:  # likewise; grpc would log it with a traceback
+        except grpc.aio.InternalError:  # likewise. gRPC would log it with a traceback
             raise asyncio.CancelledError from None
         raise AssertionError("abort returned")
 

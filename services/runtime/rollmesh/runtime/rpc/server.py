@@ -121,7 +121,7 @@ def credentials_of(config: ServerConfig) -> grpc.ServerCredentials | None:
         return _certificates(files, requires=requires)
 
     first = _certificates(files, requires=requires)
-    fetcher: Any = fetch  # None says that nothing has changed; the stubs do not know that
+    fetcher: Any = fetch  # None says that nothing has changed. The stubs do not know that
     return grpc.dynamic_ssl_server_credentials(first, fetcher, requires)
 
 

@@ -120,7 +120,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         if self._tls is None or self._context is None:
             return request, address
         if (revision := self._tls.revision) != self._known:
-            with suppress(OSError):  # half changed; the next connection asks again
+            with suppress(OSError):  # half changed. The next connection asks again
                 self._context = _context_of(self._tls)
                 self._known = revision
         secure = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)

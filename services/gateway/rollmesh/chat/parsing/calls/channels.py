@@ -68,7 +68,7 @@ class ChannelParser(StepParser):
 
     @abstractmethod
     def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
-        """Reads a header and the delimiter behind it; returns the kind of message that begins."""
+        """Reads a header and the delimiter behind it. Returns the kind of message that begins."""
 
     @abstractmethod
     def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
@@ -130,7 +130,7 @@ class HarmonyParser(ChannelParser):
     """Turns one answer's text into events."""
 
     def __init__(self, names: Set[str]) -> None:
-        """Begins an empty answer; `names` are the known tools."""
+        """Begins an empty answer. `names` are the known tools."""
         super().__init__(_ENDS)
         self._names = names
 

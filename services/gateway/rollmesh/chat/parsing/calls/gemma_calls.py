@@ -3,9 +3,9 @@
     <|channel>thought
     ...<channel|>Let me see.<|tool_call>call:f{city:<|"|>Paris<|"|>,n:3,tags:[true]}<tool_call|>
 
-A call is emitted once it is complete; an incomplete call is text, and the answer is flagged.
+A call is emitted once it is complete. An incomplete call is text, and the answer is flagged.
 Delimiters inside a string are part of the string. A value without string delimiters is a JSON
-number or word (or Python's spelling of it); other bare text is a string, and so is every value that
+number or word (or Python's spelling of it). Other bare text is a string, and so is every value that
 the tool's schema declares as one.
 """
 
@@ -27,7 +27,7 @@ from rollmesh.chat.parsing.schemas import Schema, Schemas
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THOUGHT = f"{_CHANNEL}thought"
-"""Opens the reasoning; a line break follows."""
+"""Opens the reasoning. A line break follows."""
 SPECIAL_TOKENS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
 _LABEL = "thought\n"
 _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
@@ -71,7 +71,7 @@ class GemmaParser(StepParser):
             self.emit_text(self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; returns whether another may follow."""
+        """Makes one transition. Returns whether another may follow."""
         if self._state == "call":
             return self._step_call(events)
         if self._state == "label":
@@ -124,7 +124,7 @@ class GemmaParser(StepParser):
         return False
 
     def _end_call(self, size: int, delimiter: str, events: list[ParserEvent]) -> None:
-        """Emits the call in the first `size` characters; `delimiter` ends it, "" means the end."""
+        """Emits the call in the first `size` characters. `delimiter` ends it, "" means the end."""
         body, self._held = self._held[:size], self._held[size + len(delimiter) :]
         call = _read(body, self._schemas)
         if call is None:
@@ -139,7 +139,7 @@ class GemmaParser(StepParser):
 
 
 def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and arguments; None if the body is not a complete call of a known tool."""
+    """Returns name and arguments. None if the body is not a complete call of a known tool."""
     call = _NAME.match(body)
     if call is None or call["name"] not in schemas:
         return None

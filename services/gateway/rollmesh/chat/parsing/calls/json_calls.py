@@ -44,19 +44,19 @@ class ObjectFormat:
     open: str
     """Begins a call."""
     header: re.Pattern[str]
-    """From after `open` to the `{` of the arguments; groups `name` and, where it has one, `id`."""
+    """From after `open` to the `{` of the arguments. Groups `name` and, where it has one, `id`."""
     tail: re.Pattern[str]
     """What may stand between the arguments and `close`."""
     close: str
-    """Ends a call; empty if the arguments' last brace does."""
+    """Ends a call. Empty if the arguments' last brace does."""
     around: tuple[str, ...] = ()
-    """Delimiters around the calls; no part of the text."""
+    """Delimiters around the calls. No part of the text."""
     inside: tuple[str, ...] = ()
-    """Delimiters inside of calls; text where there is none."""
+    """Delimiters inside of calls. Text where there is none."""
     keys: tuple[str, ...] = ()
     """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
     id_key: str = ""
-    """Key of a call's id where the calls are JSON; empty if the format has none there."""
+    """Key of a call's id where the calls are JSON. Empty if the format has none there."""
     bare: bool = False
     """Whether an answer may begin with a call that nothing opens."""
 
@@ -138,7 +138,7 @@ KIMI_K2 = ObjectFormat(
 
 _SEPARATORS = "; \t\r\n"
 _MOST_HEADER = 6 * MOST_NAME + 512
-"""Most characters before the arguments; each of the name may be an escape."""
+"""Most characters before the arguments. Each of the name may be an escape."""
 
 
 class _State(Enum):
@@ -152,8 +152,8 @@ class _State(Enum):
 class ObjectCallParser(StepParser):
     """Parses one answer.
 
-    States: TEXT outside of calls; HEADER between the opening delimiter and the arguments; BODY
-    where no header came, up to the end of what may still be a call; ARGUMENTS inside the object;
+    States: TEXT outside of calls. HEADER between the opening delimiter and the arguments. BODY
+    where no header came, up to the end of what may still be a call. ARGUMENTS inside the object.
     TAIL between its last brace and the closing delimiter. `_held` is text not yet emitted.
     """
 
@@ -162,7 +162,7 @@ class ObjectCallParser(StepParser):
 
         Args:
             format_: The format of calls.
-            names: Names of the known tools; None accepts any name.
+            names: Names of the known tools. None accepts any name.
         """
         super().__init__()
         self._format = format_
@@ -192,7 +192,7 @@ class ObjectCallParser(StepParser):
         return self._state is _State.TEXT and not self._holds
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; returns whether another may follow."""
+        """Makes one transition. Returns whether another may follow."""
         match self._state:
             case _State.TEXT:
                 return self._step_bare() or self._step_text(events)
@@ -241,7 +241,7 @@ class ObjectCallParser(StepParser):
         return False
 
     def _skip_separators(self) -> bool:
-        """Drops the separators between two calls; returns whether what follows is certain."""
+        """Drops the separators between two calls. Returns whether what follows is certain."""
         rest = self._held.lstrip(_SEPARATORS)
         if self._format.open.startswith(rest) and rest != self._format.open:
             if not rest:
@@ -314,7 +314,7 @@ class ObjectCallParser(StepParser):
         return self._scanner.done
 
     def _end_of_body(self) -> int:
-        """Returns the end of a body that did not begin as usual; -1 while it is undecided."""
+        """Returns the end of a body that did not begin as usual. -1 while it is undecided."""
         if self._is_scanned:
             seen = self._scanned + len(self._unscanned)
             done = self._scanner.done or self._ends_body(self._held[seen:])
@@ -371,7 +371,7 @@ class ObjectCallParser(StepParser):
         return True
 
     def _end_tail(self, events: list[ParserEvent]) -> None:
-        """Ends a call without its closing delimiter; it is complete if its last brace was sampled.
+        """Ends a call without its closing delimiter. It is complete if its last brace was sampled.
 
         Text after it stays text.
         """
@@ -418,7 +418,7 @@ def _name_of(header: "re.Match[str]") -> str:
 
 
 def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
-    """Returns name, arguments and id of a JSON object, or of each in an array; else nothing.
+    """Returns name, arguments and id of a JSON object, or of each in an array, else nothing.
 
     Arguments are the unchanged text of the body.
     """
@@ -492,7 +492,7 @@ class _ObjectScanner:
 
 
 def json_string(source: str) -> str:
-    """Returns the value of a JSON string; its raw text if an escape is malformed."""
+    """Returns the value of a JSON string. Its raw text if an escape is malformed."""
     try:
         return str(json.loads(source, strict=False))
     except ValueError:
@@ -500,7 +500,7 @@ def json_string(source: str) -> str:
 
 
 def _source_of(body: str, key: str) -> str:
-    """Returns the source text of a key's object in valid JSON; `{}` if it is absent."""
+    """Returns the source text of a key's object in valid JSON. `{}` if it is absent."""
     depth, at = 0, 0
     decoder = json.JSONDecoder()
     while at < len(body):

@@ -12,7 +12,7 @@ class NoLiteralError(Exception):
 
 
 class LiteralReader:
-    """The position in a text; whitespace between values and delimiters is skipped."""
+    """The position in a text. Whitespace between values and delimiters is skipped."""
 
     def __init__(self, source: str, at: int = 0) -> None:
         """Takes the text and the index to begin at."""
@@ -53,7 +53,7 @@ class LiteralReader:
         self.take(_WHITESPACE)
 
     def entries(self, begin: str, end: str) -> Iterator[None]:
-        """Takes a list's delimiters and commas; yields where the caller has to take an entry.
+        """Takes a list's delimiters and commas. Yields where the caller has to take an entry.
 
         Raises:
             NoLiteralError: There is no such list here, or it is nested too deeply.

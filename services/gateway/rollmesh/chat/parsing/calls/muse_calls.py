@@ -1,4 +1,4 @@
-"""Answers of Muse Glimmer: messages to a recipient, after `<|start|>assistant`; calls as tags.
+"""Answers of Muse Glimmer: messages to a recipient, after `<|start|>assistant`. Calls as tags.
 
      to=self<|message|> ... <|eom|><|start|>assistant to=f<|message|><atem:function_calls>
     <atem:invoke name="f">
@@ -6,7 +6,7 @@
     </atem:invoke>
     </atem:function_calls><|eom|><|start|>assistant to=user<|message|> ... <|eot|>
 
-A message to `self` is reasoning; one to `user` or without a recipient is text. A message to anyone
+A message to `self` is reasoning. One to `user` or without a recipient is text. A message to anyone
 else contains calls, which are emitted once the message is complete. Values are converted as the
 tool's schema says. The model sometimes opens the next message without ending the previous one.
 """
@@ -44,7 +44,7 @@ class MuseParser(ChannelParser):
     """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer; `schemas` are those of the tools."""
+        """Begins an empty answer. `schemas` are those of the tools."""
         super().__init__(_BREAKS)
         self._schemas = schemas
         self._body: list[str] = []
@@ -107,13 +107,13 @@ class MuseParser(ChannelParser):
         self._say(body[at:], events)
 
     def _say(self, text: str, events: list[ParserEvent]) -> None:
-        """Emits text beside the calls of a message; there should be none."""
+        """Emits text beside the calls of a message. There should be none."""
         if _AROUND.sub("", text).strip():
             self.malformed = True
             self.emit_text(text, events)
 
     def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
-        """Returns a call's arguments; None if it is incomplete or no tool has the name."""
+        """Returns a call's arguments. None if it is incomplete or no tool has the name."""
         if name not in self._schemas:
             return None
         schema = Schema(self._schemas[name])

@@ -28,7 +28,7 @@ from rollmesh.chat.parsing.parser import (
     possible_start,
 )
 
-# Reads a call that is written as Python, `f(a=1, b=["x"])`; nothing is ever evaluated.
+# Reads a call that is written as Python, `f(a=1, b=["x"])`. Nothing is ever evaluated.
 #
 # Values are those that JSON has: strings with Python's escapes, numbers, True, False and None (or
 # as JSON spells them), lists and tuples, dicts with strings as keys. Anything else is not a call.
@@ -49,7 +49,7 @@ _ESCAPED: dict[str, str] = dict(zip("\n\\'\"abfnrtv", ("", *"\\'\"\a\b\f\n\r\t\v
 
 
 def read_call(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and arguments of a complete call; None if the text is not one."""
+    """Returns name and arguments of a complete call. None if the text is not one."""
     reader = _Reader(source)
     try:
         name = reader.take(_NAME)
@@ -114,7 +114,7 @@ class _Reader(LiteralReader):
 
 
 def _string_value(source: str) -> str:
-    """Returns the value of a string literal; it may contain line breaks."""
+    """Returns the value of a string literal. It may contain line breaks."""
     text = _ESCAPE.sub(_unescaped, source[1:-1])
     try:
         # Models write JSON's escapes of characters beyond 16 bits, two of them each.
@@ -180,7 +180,7 @@ class PythonicFormat:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """What a call may begin with; a list without it begins the answer."""
+        """What a call may begin with. A list without it begins the answer."""
         return tuple(filter(None, (self.open,)))
 
 
@@ -200,12 +200,12 @@ class _State(Enum):
 class PythonicCallParser(StepParser):
     """Parses one answer.
 
-    States: START before anything but whitespace; TEXT outside of lists; HEAD after a delimiter;
-    CALL before a call or in it; COMMA after one. `_held` is text that was not passed on yet.
+    States: START before anything but whitespace. TEXT outside of lists. HEAD after a delimiter.
+    CALL before a call or in it. COMMA after one. `_held` is text that was not passed on yet.
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
-        """Begins an empty answer; `names` are the known tools."""
+        """Begins an empty answer. `names` are the known tools."""
         super().__init__()
         self._delimiters = format_.delimiters
         self._delimiter = format_.open
@@ -226,7 +226,7 @@ class PythonicCallParser(StepParser):
         self.emit_text(self._opened + self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; returns whether another may follow."""
+        """Makes one transition. Returns whether another may follow."""
         match self._state:
             case _State.START:
                 return self._step_start()
@@ -320,7 +320,7 @@ class PythonicCallParser(StepParser):
         self._opened = ""
 
     def _leave_list(self, events: list[ParserEvent]) -> bool:
-        """Makes text of what is neither a call nor an end; says that another step may follow."""
+        """Makes text of what is neither a call nor an end. Says that another step may follow."""
         self._refuse("", events)
         self._state = _State.TEXT
         return True
@@ -335,14 +335,14 @@ class _CallEnd:
 
     def __init__(self) -> None:
         self.size = 0
-        """Characters so far; those of the call once it is found."""
+        """Characters so far. Those of the call once it is found."""
         self._found = False
         self._depth = 0
         self._quote = ""
         self._escaped = False
 
     def scan(self, text: str) -> bool:
-        """Takes text that follows; returns whether the call ends in it."""
+        """Takes text that follows. Returns whether the call ends in it."""
         if self._found:
             return True
         for char in text:

@@ -37,7 +37,7 @@ class SolarParser(ChannelParser):
     """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer; `schemas` are those of the tools."""
+        """Begins an empty answer. `schemas` are those of the tools."""
         super().__init__((*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
         self._schemas = schemas
         self._body: list[str] = []
@@ -79,7 +79,7 @@ class SolarParser(ChannelParser):
             self._say(behind, events)
 
     def _say(self, text: str, events: list[ParserEvent]) -> None:
-        """Emits text beside the calls of a message; there should be none."""
+        """Emits text beside the calls of a message. There should be none."""
         if text.strip():
             self.malformed = True
             self.emit_text(text, events)

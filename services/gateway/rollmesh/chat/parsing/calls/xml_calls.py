@@ -9,7 +9,7 @@
     </tool_call>
 
 The text carries no types: a value is converted as the tool's JSON schema says, and stays text if it
-does not fit. A call is emitted once it is complete; an incomplete call is text, and the answer is
+does not fit. A call is emitted once it is complete. An incomplete call is text, and the answer is
 flagged. Tags inside an open value are part of the value.
 """
 
@@ -31,7 +31,7 @@ from rollmesh.chat.parsing.schemas import Schema, Schemas
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _MOST_REFUSED = 32
-"""Calls of one answer that are refused; what follows is text. Each is read from its own opening."""
+"""Calls of one answer that are refused. What follows is text. Each is read from its own opening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TaggedFormat:
     """How one family of models writes a call."""
 
     body: re.Pattern[str]
-    """A complete call between its tags; groups `name` and `arguments`."""
+    """A complete call between its tags. Groups `name` and `arguments`."""
     argument: re.Pattern[str]
-    """One argument; groups `key` and `value`."""
+    """One argument. Groups `key` and `value`."""
     value: tuple[str, str]
     """Tags around a value."""
     shows_end: bool
@@ -86,7 +86,7 @@ GLM = TaggedFormat(
 class TaggedCallParser(StepParser):
     """Turns one answer's text into events.
 
-    `_held` is text not yet emitted; tags in its first `_looked` characters are part of a value.
+    `_held` is text not yet emitted. Tags in its first `_looked` characters are part of a value.
     `_in_value` says whether a value is open there.
     """
 
@@ -121,7 +121,7 @@ class TaggedCallParser(StepParser):
         self.emit_text(self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; returns whether another may follow."""
+        """Makes one transition. Returns whether another may follow."""
         return self._step_inside(events) if self._inside else self._step_text(events)
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
@@ -163,7 +163,7 @@ class TaggedCallParser(StepParser):
         self._looked, self._in_value = 0, False
 
     def _take_call(self, body: str, events: list[ParserEvent]) -> bool:
-        """Emits a call; returns whether it was complete."""
+        """Emits a call. Returns whether it was complete."""
         call = self._read(body)
         if call is not None:
             self.malformed |= not self._opened
@@ -188,7 +188,7 @@ class TaggedCallParser(StepParser):
         self._go_behind(size + len(_OPEN) * inside, inside=inside)
 
     def _read(self, body: str) -> tuple[str, str] | None:
-        """Returns name and arguments; None if the body is not a complete call of a known tool."""
+        """Returns name and arguments. None if the body is not a complete call of a known tool."""
         call = self._format.body.fullmatch(body)
         if call is None:
             return None

@@ -1,7 +1,7 @@
 """Tool calls that another parser finds in the complete answer.
 
 The text is held back until the end. Calls count only if all of them name known tools and have an
-object as arguments; otherwise the complete answer is text, and flagged. So is the answer if the
+object as arguments. Otherwise the complete answer is text, and flagged. So is the answer if the
 other parser failed, or left out a part of an answer without calls.
 """
 
@@ -25,7 +25,7 @@ class WholeCallParser(BaseParser):
     """One answer's text. Order of use: `feed`, `take` once, `finish`."""
 
     def __init__(self, names: Set[str]) -> None:
-        """Begins an empty answer; `names` are the known tools."""
+        """Begins an empty answer. `names` are the known tools."""
         super().__init__()
         self._names = names
         self._reading: Reading | None = None
@@ -42,12 +42,12 @@ class WholeCallParser(BaseParser):
         return not self._pieces
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text; nothing of it is certain."""
+        """Takes text. Nothing of it is certain."""
         self._pieces.append(text)
         return []
 
     def take(self, reading: Reading | None) -> None:
-        """Takes what was found; None if the parser failed."""
+        """Takes what was found. None if the parser failed."""
         self._reading = reading
 
     def finish(self) -> list[ParserEvent]:

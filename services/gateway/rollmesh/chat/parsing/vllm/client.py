@@ -72,11 +72,11 @@ class VllmParser:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker; None if there is none."""
+        """Process id of the worker. None if there is none."""
         return self._process.pid if self._process is not None else None
 
     async def read(self, text: str, tools_json: bytes) -> Reading | None:
-        """Returns what an answer contains; None if that cannot be known."""
+        """Returns what an answer contains. None if that cannot be known."""
         if self._waiting >= self._max_waiting:
             self._report("busy", f"{self._waiting} answers wait")
             return None
@@ -124,7 +124,7 @@ class VllmParser:
             raise _WorkerDiedError(f"the worker died: {error}") from error
         except asyncio.CancelledError:
             if clock.monotonic_ms() - asked_ms > self._timeout_s * 125:
-                process.kill()  # stuck; otherwise the next caller skips its answer
+                process.kill()  # stuck. Otherwise the next caller skips its answer
             raise
         if "error" in answer:
             raise _WorkerFailedError(answer["error"])
@@ -148,7 +148,7 @@ class VllmParser:
         """Returns a worker that is ready.
 
         Raises:
-            _WorkerFailedError: It cannot start; it is not tried again for a while.
+            _WorkerFailedError: It cannot start. It is not tried again for a while.
             _WorkerDiedError: It ended while it started.
         """
         late = not self._ready and clock.monotonic_ms() > self._started_ms + _START_MS

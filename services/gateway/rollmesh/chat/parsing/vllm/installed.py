@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def problem(name: str) -> str:
-    """Returns why a parser of vLLM's would fail at the first answer; empty if it would not."""
+    """Returns why a parser of vLLM's would fail at the first answer. Empty if it would not."""
     if importlib.util.find_spec("vllm") is None:
         return f"vllm:{name} needs the vllm package, which is not installed"
     known = names()
@@ -15,7 +15,7 @@ def problem(name: str) -> str:
 
 
 def names() -> set[str]:
-    """Returns the names of vLLM's parsers, without importing it; nothing if they are unknown."""
+    """Returns the names of vLLM's parsers, without importing it. Nothing if they are unknown."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return set()

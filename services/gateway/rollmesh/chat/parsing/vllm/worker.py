@@ -1,6 +1,6 @@
-"""One of vLLM's tool parsers in a process of its own; `client` starts it and asks it.
+"""One of vLLM's tool parsers in a process of its own. `client` starts it and asks it.
 
-The only module of `chat` that imports vLLM, which takes ten seconds and half a gigabyte; no
+The only module of `chat` that imports vLLM, which takes ten seconds and half a gigabyte. No
 other imports it. Arguments: the parser's name, the model's folder. It reads requests as lines of
 JSON from standard input, answers each with a line on standard output, and ends with its input.
 """
@@ -18,7 +18,7 @@ Parse = Callable[[str, list[Any]], dict[str, Any]]
 
 
 def load(name: str, model_path: Path) -> Parse:
-    """Loads vLLM and the parser; returns what reads one answer."""
+    """Loads vLLM and the parser. Returns what reads one answer."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
     from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
         ChatCompletionRequest,
