@@ -90,16 +90,18 @@ async def test_a_channel_has_one_stub_of_each_service() -> None:
 
 
 @pytest.mark.parametrize(
-    ("details", "code"),
+    ("ended", "details", "code"),
     [
-        pytest.param("Internal error from Core", "UNAVAILABLE", id="of grpcio"),
-        pytest.param("the disk is on fire", "INTERNAL", id="of the server"),
+        ("INTERNAL", "Internal error from Core", "UNAVAILABLE"),
+        ("INTERNAL", "the disk is on fire", "INTERNAL"),
+        ("UNKNOWN", "Stream removed (Socket closed)", "UNAVAILABLE"),
+        ("UNKNOWN", "the handler raised", "UNKNOWN"),
     ],
 )
-def test_a_connection_that_is_lost_while_a_stream_is_sent_is_unavailable(
-    details: str, code: str
+def test_a_call_that_grpc_ends_with_its_connection_is_unavailable(
+    ended: str, details: str, code: str
 ) -> None:
-    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, _EMPTY, _EMPTY, details=details)
+    error = grpc.aio.AioRpcError(grpc.StatusCode[ended], _EMPTY, _EMPTY, details=details)
     typed = from_rpc_error(error)
     assert isinstance(typed, RemoteError)
     assert typed.code == code

@@ -85,9 +85,9 @@ def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
     return None
 
 
-_LOST_WHILE_SENDING = "Internal error from Core"
-"""What grpcio says by itself if it cannot write to a stream, because the peer or the connection has
-gone: the peer has given no status."""
+_LOST = {"INTERNAL": "Internal error from Core", "UNKNOWN": "Stream removed"}
+"""How the details of a call begin that gRPC ended itself, by its code: the connection was lost, to
+a write or under an open stream, and the peer has given no status."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
@@ -98,8 +98,8 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     status = _status_of(error)
     if status is None:
         details = error.details() or ""
-        if code == "INTERNAL" and details == _LOST_WHILE_SENDING:
-            return RemoteError("the connection was lost while a request was sent", "UNAVAILABLE")
+        if code in _LOST and details.startswith(_LOST[code]):
+            return RemoteError("the connection was lost during the call", "UNAVAILABLE")
         return RemoteError(details, code)
     status.message = status.message or error.details() or ""
     return from_status(status, code)
