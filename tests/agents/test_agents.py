@@ -120,7 +120,7 @@ async def test_a_turn_that_mini_swe_agent_drops_stays_a_leaf_of_its_own(
     assert all(t.reasons == ("EXACT",) for t in result.trajectories)
 
 
-async def test_agents_that_are_not_installed_are_a_failure_that_says_what_to_do(
+async def test_missing_agents_are_a_failure_that_names_the_remedy(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.agents.processes.ENVIRONMENT", tmp_path)

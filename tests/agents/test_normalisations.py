@@ -344,7 +344,7 @@ async def test_results_of_tools_are_text_however_they_come(mesh: Mesh, content: 
                      id="one call of two"),
     ],
 )  # fmt: skip
-async def test_what_is_another_message_branches_and_keeps_the_leaf(
+async def test_another_message_branches_and_keeps_the_leaf(
     mesh: Mesh, ask: str, change: Callable[[Said], Said]
 ) -> None:
     async with conversing(mesh) as conversation:

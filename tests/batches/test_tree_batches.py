@@ -145,7 +145,7 @@ def test_deliveries_are_read_like_their_sessions_and_sessions_without_a_turn_hav
     assert (len(empty.token_ids), empty.paths(), empty.unpack(empty.token_ids)) == (0, [], [])
 
 
-def test_what_has_no_place_is_refused_by_name_or_left_out_and_counted() -> None:
+def test_a_field_without_a_place_is_refused_by_name_or_left_out_and_counted() -> None:
     unrewarded = one_tree("unrewarded", reward=None)
     with pytest.raises(MissingRewardError, match="tree of session unrewarded: session unrewarded"):
         pack_trees([unrewarded])
@@ -163,7 +163,7 @@ def test_what_has_no_place_is_refused_by_name_or_left_out_and_counted() -> None:
     assert batch.left_out[0].trained_tokens == batch.loss_mask.sum()
 
 
-def test_each_form_refuses_sessions_of_the_other_and_names_what_takes_them() -> None:
+def test_each_form_refuses_sessions_of_the_other_and_names_the_form_for_them() -> None:
     with pytest.raises(InvalidFieldError, match=r"session s has turns and no tree.*rows_of"):
         pack_trees([session("s", [linear("t", 2, 3)])])
     with pytest.raises(InvalidFieldError, match=r"session s has turns.*pack_trees"):

@@ -24,7 +24,7 @@ def model(tmp_path: Path, tokenizer_dir: Path) -> Path:
     return tmp_path
 
 
-def test_the_report_says_what_was_found(model: Path) -> None:
+def test_the_report_has_the_findings(model: Path) -> None:
     (model / "chat_template.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text())
     done = check(model)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_the_report_says_what_was_found(model: Path) -> None:
     assert "tool calls            hermes\nreasoning             think\n" in done.stdout
 
 
-def test_the_report_says_where_calls_cannot_be_read_and_what_to_set(model: Path) -> None:
+def test_the_report_says_where_calls_cannot_be_read_and_names_the_setting(model: Path) -> None:
     template = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text(template.replace("tool_call>", "other_call>"))
     done = check(model)

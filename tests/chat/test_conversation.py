@@ -66,7 +66,7 @@ def test_each_prompt_begins_with_the_ids_of_the_turns_before_it(model: ChatModel
     assert conversation.token_ids.tolist() == second + said
 
 
-def test_a_prompt_is_what_the_chat_template_renders(model: ChatModel) -> None:
+def test_a_prompt_equals_the_chat_templates_render(model: ChatModel) -> None:
     conversation = Conversation(model)
     first = conversation.prompt([ASK])
     take(conversation, [*model.tokenizer.encode("42").tolist(), *model.stop_token_ids[:1]])

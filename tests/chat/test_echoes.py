@@ -34,7 +34,7 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     return tree.search(tree.start(CONTEXT, groups), groups)[0], nodes
 
 
-def test_every_serialiser_has_echoed_what_is_plain() -> None:
+def test_every_serialiser_has_echoed_a_plain_conversation() -> None:
     assert len(RECORDED) == 8
     for one in RECORDED:
         assert one["version"]
@@ -42,7 +42,7 @@ def test_every_serialiser_has_echoed_what_is_plain() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDED, ids=[one["serialiser"] for one in RECORDED])
-def test_an_echo_of_any_language_goes_on_from_what_was_sampled(record: dict[str, Any]) -> None:
+def test_an_echo_of_any_language_continues_the_sample(record: dict[str, Any]) -> None:
     for source, echo in record["echoes"].items():
         match, (node_id,) = met([called(source)], called(echo))
         assert (match.depth, match.node.node_id) == (2, node_id), source

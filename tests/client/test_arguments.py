@@ -37,7 +37,7 @@ def client() -> Client:
         pytest.param("sampling", {"sampling": {"top_k": "all"}}, id="sampling of another type"),
     ],
 )
-def test_what_no_session_can_have_is_named(field: str, wrong: dict[str, Any]) -> None:
+def test_an_impossible_field_of_a_session_is_named(field: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         client().session_request(**wrong)
     assert caught.value.field == field
@@ -51,7 +51,7 @@ def test_what_no_session_can_have_is_named(field: str, wrong: dict[str, Any]) ->
         pytest.param("metadata", {"metadata": {"task": 7}}, id="metadata that is no text"),
     ],
 )
-async def test_what_no_close_can_say_is_named(field: str, wrong: dict[str, Any]) -> None:
+async def test_an_impossible_field_of_a_close_is_named(field: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         await client().close_session(SESSION, **wrong)
     assert caught.value.field == field
@@ -81,7 +81,7 @@ async def test_a_later_reward_that_is_no_number_is_named() -> None:
         pytest.param("consumer", {"consumer": 7}, id="a name that is no text"),
     ],
 )
-def test_what_no_subscription_can_ask_for_is_named(field: str, wrong: dict[str, Any]) -> None:
+def test_an_impossible_field_of_a_subscription_is_named(field: str, wrong: dict[str, Any]) -> None:
     arguments = {"consumer": "trainer", "unit": "group", **wrong}
     with pytest.raises(InvalidFieldError) as caught:
         Subscription(NOWHERE, **arguments)

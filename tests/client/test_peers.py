@@ -122,7 +122,7 @@ async def test_a_subscription_goes_on_after_an_answer_that_is_no_message() -> No
     assert session.session_id == "a"
 
 
-async def test_what_only_a_newer_mesh_names_reaches_the_trainer_by_its_number() -> None:
+async def test_an_enum_value_of_a_newer_mesh_reaches_the_trainer_by_its_number() -> None:
     newer = record("a")
     setattr(newer, "outcome", 99)  # noqa: B010 - the stubs know no such number
     newer.trajectories[0].reasons.extend([98])  # type: ignore[list-item]

@@ -190,7 +190,7 @@ async def test_a_transfer_is_described_and_not_sent() -> None:
     assert router.chunks == []
 
 
-async def test_an_engine_is_told_all_of_the_init_with_what_is_its_own_instead() -> None:
+async def test_an_engine_gets_the_whole_init_with_its_own_fields_replaced() -> None:
     router, info = push_router(), {"master_port": 7, "rank_offset": 1}
     async with pushing(router) as client:
         await client.init_weight_transfer("nccl", info, {"e2": {"rank_offset": 5}})

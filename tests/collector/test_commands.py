@@ -210,7 +210,7 @@ async def test_images_are_exported_once_beside_the_rows_that_name_them(tmp_path:
     assert found == {f"{names[0]}.png": b"cat", f"{names[1]}.png": b"dog"}
 
 
-async def test_parquet_without_pyarrow_says_what_to_do(
+async def test_parquet_without_pyarrow_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -42,7 +42,7 @@ def test_they_are_all(services: dict[str, Any]) -> None:
     assert set(services) == {*SERVICES, *others}
 
 
-def test_what_is_hardened_and_what_has_a_port_of_the_host(services: dict[str, Any]) -> None:
+def test_services_are_hardened_and_few_have_a_port_of_the_host(services: dict[str, Any]) -> None:
     for name in (*SERVICES, *TOOLS, "tokens", "policy"):
         service = services[name]
         assert service["read_only"], name

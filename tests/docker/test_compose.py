@@ -178,7 +178,7 @@ def inside(container: str, command: str) -> str:
     return subprocess.check_output(["docker", "exec", container, "sh", "-c", command], text=True)
 
 
-async def test_sigterm_is_a_clean_end_and_volumes_keep_what_was_not_acknowledged(
+async def test_sigterm_is_a_clean_end_and_volumes_keep_unacknowledged_sessions(
     project: Project,
 ) -> None:
     async with Client(project.addresses()) as client:

@@ -104,7 +104,7 @@ async def test_a_stranger_gets_nowhere(secure: Project) -> None:
             await http.get(f"{plain}/healthz")
 
 
-async def test_prometheus_finds_every_container_and_knows_what_the_board_shows(
+async def test_prometheus_finds_every_container_and_has_the_series_of_the_board(
     secure: Project,
 ) -> None:
     async with Client(secure.addresses()) as client:

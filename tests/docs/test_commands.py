@@ -77,7 +77,7 @@ def check_flags(words: list[str], known: str) -> None:
             assert re.search(rf"{re.escape(word.partition('=')[0])}(?![\w-])", known), word
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_names_its_kind() -> None:
     for path in PAGES:
         fences = re.findall(r"^```(\w*)$", path.read_text("utf-8"), re.M)
         for language in fences[::2]:

@@ -31,7 +31,7 @@ def test_the_page_of_settings_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == configuration.page(), AGAIN
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_description() -> None:
     for service, config in configuration.CONFIGS.items():
         for setting in describe(config, service):
             assert setting.doc, setting.variable
@@ -43,7 +43,7 @@ def test_the_page_of_parsers_is_current() -> None:
     assert (ROOT / "docs" / "parsers.md").read_text("utf-8") == parsers.document(), AGAIN
 
 
-def test_every_reason_of_the_contract_says_what_it_means_and_what_to_do() -> None:
+def test_every_reason_of_the_contract_has_a_meaning_and_a_remedy() -> None:
     found = errors.contract(errors.PROTO.read_text("utf-8"))
     assert found.keys() == {name.removeprefix("ERROR_REASON_") for name in ErrorReason.keys()[1:]}
     assert all(len(paragraphs) == 2 and all(paragraphs) for paragraphs in found.values())
@@ -55,7 +55,7 @@ def test_a_reason_is_that_of_one_error() -> None:
         assert found.setdefault(one.reason, one) is one
 
 
-def test_the_curve_shows_what_was_measured(tmp_path: Path) -> None:
+def test_the_curve_shows_the_measured_points(tmp_path: Path) -> None:
     rows = measured(TABLE.read_text("utf-8"))
     assert len(rows) == 30
     draw(rows, tmp_path / "curve.svg")

@@ -122,7 +122,7 @@ async def test_a_mesh_runs_from_it(
     ("words", "extra"),
     [(["up"], "mesh"), (["gateway"], "gateway"), (["template", "check", "x"], "gateway")],
 )
-def test_what_is_not_installed_is_named(
+def test_a_missing_package_is_named(
     commands: Path, tmp_path: Path, words: list[str], extra: str
 ) -> None:
     done = call(commands / "rollmesh", *words, folder=tmp_path)
@@ -244,7 +244,7 @@ def kit_packages(folder: Path) -> Path:
     return packages
 
 
-def test_the_lock_holds_what_the_extra_asks_for() -> None:
+def test_the_lock_has_the_packages_of_the_extra() -> None:
     """So what `pip install rollmesh[mesh]` brings is what these tests ran with."""
     python = ENVIRONMENT / "bin" / "python"
     code = (

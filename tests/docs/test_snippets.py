@@ -219,7 +219,7 @@ def shown(cases: dict[str, Any]) -> list[Block]:
 
 
 @pytest.mark.parametrize("block", shown(WITH_MESH), ids=lambda block: block.name)
-async def test_a_snippet_does_with_a_mesh_what_its_page_says(block: Block, mesh: Mesh) -> None:
+async def test_a_snippet_does_with_a_mesh_as_its_page_says(block: Block, mesh: Mesh) -> None:
     await WITH_MESH[block.name](block, mesh)
 
 

@@ -52,7 +52,7 @@ async def traced(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[tuple[Cli
             yield client, tracer
 
 
-async def test_the_walks_are_what_happens(traced: tuple[Client, Tracer]) -> None:
+async def test_the_walks_equal_the_recorded_calls(traced: tuple[Client, Tracer]) -> None:
     client, tracer = traced
     async with client.subscribe("walks", unit="session") as sessions:
         session = await client.open_session(client.session_request())

@@ -180,7 +180,7 @@ def after(calls: tuple[str, ...], *, paused: bool) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("calls", [*product(CALLS), *product(CALLS, CALLS)])
-async def test_calls_in_an_update_change_only_what_comes_after_it(
+async def test_calls_in_an_update_change_only_later_tokens(
     world: World, other_model_dir: Path, calls: tuple[str, ...], *, was_paused: bool
 ) -> None:
     first = asyncio.Event()

@@ -80,7 +80,7 @@ def test_a_pause_outlasts_a_sleep(events: list[str], actions: list[Action]) -> N
 
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("calls", [(), *product(EVENTS), *product(EVENTS, EVENTS)])
-def test_calls_in_an_update_change_only_what_follows_it(
+def test_calls_in_an_update_change_only_the_tokens_after_it(
     calls: tuple[str, ...], *, was_paused: bool
 ) -> None:
     """The model is held for the whole update, and afterwards it is as if the calls came then."""

@@ -59,7 +59,7 @@ async def test_an_upload_that_does_not_fit_the_disk_or_has_empty_chunks_is_refus
     await update(engine, header(safetensors_bytes=len(WEIGHTS)), chunk(WEIGHTS))
 
 
-async def test_a_folder_is_read_for_what_it_is(engine: ServiceProcess, tmp_path: Path) -> None:
+async def test_a_folder_is_read_by_its_contents(engine: ServiceProcess, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "checkpoint", tmp_path / "elsewhere"
     folder.mkdir()
     os.mkfifo(folder / "a.safetensors")

@@ -39,7 +39,7 @@ PLAIN: list[Any] = [{"role": "user", "content": "plain"}]
 ASK: list[Any] = [{"role": "user", "content": "at length"}]
 
 
-async def test_a_sidecar_takes_from_the_gateway_what_its_agent_reads() -> None:
+async def test_a_sidecar_takes_from_the_gateway_as_much_as_its_agent_reads() -> None:
     gateway, passed = ScriptedGateway(), 0
 
     async def script(request: gateway_pb2.ChatRequest) -> Events:

@@ -84,7 +84,7 @@ async def test_a_consumer_that_does_not_read_holds_up_no_other_and_little_memory
         assert await slow.acknowledged() == set(UNITS)
 
 
-async def test_what_a_stream_does_not_read_goes_to_another_of_its_consumer(stub: Any) -> None:
+async def test_units_that_a_stream_does_not_read_go_to_another_of_its_consumer(stub: Any) -> None:
     async with subscribing(stub, lease_ms=SOON_MS) as slow:
         await slow.opened()
         await slow.grant(MANY)
@@ -124,7 +124,7 @@ async def reads_on(stream: Stream, until: str) -> set[str]:
             await stream.acknowledge(response.delivery.delivery_id)
 
 
-async def test_what_is_not_read_at_one_collector_is_delivered_by_another(tmp_path: Path) -> None:
+async def test_units_not_read_at_one_collector_are_delivered_by_another(tmp_path: Path) -> None:
     async with (
         postgres_database() as database,
         stub_at(tmp_path, store=database.url) as stub,
@@ -142,7 +142,7 @@ async def test_what_is_not_read_at_one_collector_is_delivered_by_another(tmp_pat
         assert (await standing(stub, "trainer")).acknowledged == len(UNITS) + 1
 
 
-async def test_what_a_reader_that_leaves_never_read_goes_to_its_successor_at_once(
+async def test_unread_units_of_a_reader_that_leaves_go_to_its_successor_at_once(
     stub: Any,
 ) -> None:
     await ingest(stub, UNITS)

@@ -115,7 +115,7 @@ def test_a_pod_has_the_secret_of_its_own_role_alone(name: str) -> None:
         assert paths == {one: f"accepted/{one}" for one in Role}
 
 
-def test_the_secrets_are_what_the_tools_make(tmp_path: Path) -> None:
+def test_the_secrets_have_the_form_that_the_tools_make(tmp_path: Path) -> None:
     (secrets,) = parsed((MANIFESTS / "locks" / "kustomization.yaml").read_text())
     made = {one["name"]: one["files"] for one in secrets["secretGenerator"]}
     accepted = [f"tokens/accepted/{one}" for one in sorted(Role)]
@@ -255,7 +255,7 @@ SERVED = {"router": ["Router", "Peer"]}
 
 
 @each_overlay
-def test_the_network_lets_through_what_the_table_of_roles_allows(name: str) -> None:
+def test_the_network_allows_the_calls_of_the_table_of_roles(name: str) -> None:
     policies = list(of_kind(overlay(name), "NetworkPolicy").values())
     labels = {"app.kubernetes.io/name": "rollmesh"}
     peers = {

@@ -73,7 +73,7 @@ async def test_equal_requests_at_the_same_time_are_siblings_and_their_retries_ar
         assert (await delivered(client, session)).turns == 14
 
 
-async def test_a_gateway_that_stops_records_what_it_sent(shared: Mesh) -> None:
+async def test_a_gateway_that_stops_records_its_sent_answers(shared: Mesh) -> None:
     async with shared.client() as client:
         async with client.session() as session:
             first = await ask(shared.openai(session))

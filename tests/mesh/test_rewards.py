@@ -137,7 +137,7 @@ async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajecto
         pytest.param(Rewards(session=float("nan")), "nan is not a finite", id="not a number"),
     ],
 )
-async def test_a_reward_of_what_is_not_there_is_refused_and_loses_nothing(
+async def test_a_reward_of_an_unknown_turn_is_refused_and_loses_nothing(
     shared: Mesh, client: Client, rewards: Rewards, text: str
 ) -> None:
     session = await client.open_session(client.session_request())
@@ -153,7 +153,7 @@ async def test_a_reward_of_what_is_not_there_is_refused_and_loses_nothing(
     assert turn_rewards(found) == [None, 1.0]
 
 
-async def test_a_reward_function_sees_what_was_said(shared: Mesh, client: Client) -> None:
+async def test_a_reward_function_sees_the_conversation(shared: Mesh, client: Client) -> None:
     opened: list[Session] = []
 
     async def run(sample: str, session: Session) -> str:

@@ -127,7 +127,7 @@ async def test_a_function_that_cannot_be_imported_stops_the_start(function: str,
     assert said in last
 
 
-async def test_a_scorer_without_a_function_says_what_to_run() -> None:
+async def test_a_scorer_without_a_function_names_the_command() -> None:
     code, errors = await run_refused("scorer", port=0)
     assert code == 2
     assert errors.startswith("rollmesh scorer: function: is empty; run rollmesh scorer package")

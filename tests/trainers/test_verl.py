@@ -142,7 +142,7 @@ async def test_columns_have_the_dtypes_that_verl_writes_itself(ran: Ran) -> None
     assert dtypes["rollout_log_probs"] == dtypes["rm_scores"] == "torch.float32"
 
 
-async def test_what_the_data_set_brought_is_carried_along(ran: Ran) -> None:
+async def test_columns_of_the_data_set_are_carried_along(ran: Ran) -> None:
     uids = [key.split("_")[0] for key in ran.read["keys"]]
     assert ran.column("uid") == uids
     assert ran.column("session_id") == [int(key.split("_")[1]) for key in ran.read["keys"]]
@@ -158,7 +158,7 @@ async def test_turns_count_as_verl_counts_them(ran: Ran) -> None:
     assert ran.column("num_turns") == [4] * _TRAINED  # two of the user, two of the model
 
 
-async def test_extra_fields_say_what_the_scorer_said_and_which_weights_sampled(ran: Ran) -> None:
+async def test_extra_fields_have_the_scorers_info_and_the_weights_versions(ran: Ran) -> None:
     rows = zip(ran.read["keys"], ran.column("extra_fields"), ran.trajectories(), strict=True)
     for key, extra, trajectory in rows:
         said = {} if key.startswith("flaky") else {"accuracy": 0.5}
@@ -168,7 +168,7 @@ async def test_extra_fields_say_what_the_scorer_said_and_which_weights_sampled(r
         assert extra["reasons"] == list(trajectory.reasons)
 
 
-async def test_tags_are_what_the_replay_buffer_and_the_metrics_read(ran: Ran) -> None:
+async def test_tags_have_the_names_that_the_replay_buffer_and_the_metrics_read(ran: Ran) -> None:
     for tag, trajectory in zip(ran.read["tags"], ran.trajectories(), strict=True):
         prompt, tokens = trajectory.prompt_tokens, len(trajectory.token_ids)
         assert tag == {
@@ -199,7 +199,7 @@ async def test_sessions_of_the_broken_agent_are_closed_as_failed(ran: Ran) -> No
     assert {outcomes["first", at] for at in range(_SAMPLES)} == {"COMPLETED"}
 
 
-async def test_verls_own_reward_manager_scores_what_came_without_a_reward(ran: Ran) -> None:
+async def test_verls_own_reward_manager_scores_sessions_without_a_reward(ran: Ran) -> None:
     found, session = ran.read["validated"], ran.sessions["checked", 0]
     assert found["keys"] == ["checked_0_0"]
     assert session.reward is None

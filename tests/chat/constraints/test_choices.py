@@ -11,7 +11,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from tests.chat.constraints.grammars import CONTEXT, REQUIRED, TOOLS
 
 
-def test_what_is_free_has_no_constraint() -> None:
+def test_a_free_answer_has_no_constraint() -> None:
     form = AnswerFormat("hermes", reasoning=True)
     for wanted in (Wanted(), Wanted(Calls.NONE), Wanted(one_call=True)):
         assert constraint_of(wanted, form, CONTEXT, inside_reasoning=False) is None

@@ -34,7 +34,7 @@ def begin_of(format_: AnswerFormat) -> str:
 
 
 @pytest.mark.parametrize("format_", ALL)
-def test_what_is_sampled_is_read_as_whole_calls(compiler: Compiler, format_: AnswerFormat) -> None:
+def test_sampled_text_is_read_as_whole_calls(compiler: Compiler, format_: AnswerFormat) -> None:
     ended = several = 0
     for seed in range(12):
         text = compiler.sample(tag_of(REQUIRED, format_), seed, begin_of(format_))

@@ -27,7 +27,7 @@ def new_answer(tokenizer: Tokenizer, *stops: str) -> Answer:
     )
 
 
-def test_what_comes_together_leaves_together(tokenizer: Tokenizer) -> None:
+def test_sessions_that_arrive_together_leave_together(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The answer is 42.").tolist()
     assert len(ids) > 1  # else this shows nothing
     assert new_answer(tokenizer).feed(ids) == [TextEvent("The answer is 42.")]

@@ -177,7 +177,7 @@ def test_calls_of_a_format_that_nobody_knows_are_unknown_and_not_hermes() -> Non
 
 
 @pytest.mark.vllm
-def test_what_is_left_to_vllm_is_what_vllm_has() -> None:
+def test_formats_left_to_vllm_exist_in_vllm() -> None:
     detected = {name.removeprefix(VLLM) for name, _ in SIGNS if name.startswith(VLLM)}
     assert detected <= vllm_parsers.names()
 

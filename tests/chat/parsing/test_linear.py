@@ -103,7 +103,7 @@ def test_a_parser_is_linear_in_every_opening_of_its_format(name: str) -> None:
         (HARMONY, "", "a"),
     ],
 )
-def test_an_answer_that_never_ends_what_it_begins_is_read_in_linear_time(
+def test_an_answer_of_unclosed_openings_is_read_in_linear_time(
     name: str, opening: str, filler: str
 ) -> None:
     assert is_linear(lambda text: parse(name, pieces(text)), opening, filler)

@@ -136,7 +136,7 @@ async def test_a_killed_worker_is_started_again(parser: VllmParser) -> None:
     assert parser.pid not in {None, before}
 
 
-async def test_who_leaves_and_who_is_late_do_not_disturb_others(parser: VllmParser) -> None:
+async def test_a_cancelled_and_a_late_caller_do_not_disturb_others(parser: VllmParser) -> None:
     assert await parser.read("text", b"[]") == Reading("ok", ())
     worker = psutil.Process(parser.pid)
     worker.suspend()

@@ -84,7 +84,7 @@ def text_behind(
     )
 
 
-def test_after_a_message_that_was_not_sampled_stands_what_the_template_prints() -> None:
+def test_the_templates_text_follows_a_message_that_was_not_sampled() -> None:
     continuation, tokenizer = load("gptoss")
     asked = sampled(continuation, tokenizer, Message("assistant", "So."), "So.").parent
     assert asked is not None
@@ -285,7 +285,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
         ),
     ],
 )
-def test_what_follows_a_harmony_answer(
+def test_the_text_that_follows_a_harmony_answer(
     answer: Message, text: str, finish: Finish, then: Message, behind: str
 ) -> None:
     continuation, tokenizer = load("gptoss", "<|return|>", "<|call|>")

@@ -79,7 +79,7 @@ def test_a_model_stops_at_the_header_of_every_other_role(glm: families.Family) -
         ),
     ],
 )
-def test_what_was_sampled_and_what_follows_are_the_templates_own_render(
+def test_sampled_text_and_its_continuation_equal_the_templates_own_render(
     glm: families.Family,
     continuation: Continuation,
     answer: Message,

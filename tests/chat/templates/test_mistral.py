@@ -88,7 +88,7 @@ def encoded(
 
 
 @pytest.mark.parametrize("name", families.mistral_names())
-def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) -> None:
+def test_a_continuation_equals_the_packages_encoding(name: str, made: Path) -> None:
     continuation, _ = families.load_mistral(name)
     reference = Reference.from_file(families.mistral_file(name, made), ValidationMode.test)
     whole_, behind_ = 0, 0

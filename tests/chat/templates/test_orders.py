@@ -140,7 +140,7 @@ def test_a_line_break_before_the_end_token_is_continued(
         assert one.is_exact(messages, sampled=len(messages) - 1)
 
 
-def test_an_answer_of_several_parts_ends_with_what_is_not_inside(
+def test_an_answer_of_several_parts_ends_with_the_text_outside(
     case: Callable[[str], Case],
 ) -> None:
     one = case(PARTS.replace("END", "message<|sep|><|end_of_msg|>"))

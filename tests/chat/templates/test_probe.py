@@ -47,7 +47,7 @@ def continuation(name: str) -> Continuation | None:
 
 
 @pytest.mark.parametrize("name", families.names())
-def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
+def test_a_continuation_equals_transformers_render(name: str) -> None:
     found = continuation(name)
     if found is None:
         return  # refused. That the reason is given is the table's test
@@ -77,7 +77,7 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_tables_in_the_docs_are_what_the_code_finds() -> None:
+def test_the_tables_in_the_docs_equal_the_findings_of_the_code() -> None:
     """But for the other packages, and the results of comparisons: those are long tests."""
     text = (ROOT / "docs" / "templates.md").read_text()
     tables = page.tables_of(text)

@@ -56,7 +56,7 @@ CODEX = (BE, NOW, ASK, ASK, CALLED, GOT, SAID, ASK)
         pytest.param(SystemRule(joins_first=True), [], [], id="nothing"),
     ],
 )
-def test_a_rule_says_what_the_template_is_given(
+def test_a_rule_names_the_templates_input(
     rule: SystemRule, given: list[Message], seen: list[Message]
 ) -> None:
     assert rule.apply(given) == seen

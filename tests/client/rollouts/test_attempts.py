@@ -19,7 +19,7 @@ from tests.collector.collectors import collector_at
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 
-async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(
+async def test_cancelling_a_rollout_closes_open_sessions_as_aborted(
     gateway: ScriptedGateway, client: Client
 ) -> None:
     started = asyncio.Event()
@@ -225,7 +225,7 @@ def test_every_place_of_every_group_has_one_session_that_counts_whatever_fails(
         assert not last & {close.session_id for close in gateway.closed if close.superseded}
 
 
-async def test_cancelling_twice_still_closes_what_is_open(
+async def test_cancelling_twice_still_closes_open_sessions(
     gateway: ScriptedGateway, client: Client
 ) -> None:
     started, cleaning = asyncio.Event(), asyncio.Event()

@@ -55,7 +55,9 @@ async def test_a_session_is_kept_before_it_is_acknowledged(mesh: Mesh) -> None:
     assert (session.reward, session.outcome, len(session.trajectories)) == (0.5, "COMPLETED", 1)
 
 
-async def test_what_is_not_kept_by_a_cancelled_trainer_is_for_its_successor(mesh: Mesh) -> None:
+async def test_deliveries_that_a_cancelled_trainer_did_not_keep_go_to_its_successor(
+    mesh: Mesh,
+) -> None:
     keeping = asyncio.Event()
     kept: list[str] = []
 

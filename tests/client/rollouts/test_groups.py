@@ -53,12 +53,12 @@ def test_a_place_that_the_group_does_not_have_is_refused(index: int) -> None:
         pytest.param(0, 0, id="none"),
     ],
 )
-def test_what_a_group_needs_is_all_any_or_a_number(needed: str | int, count: int) -> None:
+def test_a_group_needs_all_any_or_a_number(needed: str | int, count: int) -> None:
     assert needed_of(needed, 4) == count  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("needed", ["most", -1, 5])
-def test_a_group_cannot_need_what_it_does_not_have(needed: str | int) -> None:
+def test_a_group_cannot_need_more_than_its_seats(needed: str | int) -> None:
     with pytest.raises(InvalidFieldError, match="needed"):
         needed_of(needed, 4)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def test_a_quantile_is_within_five_percent(seconds: list[float], share: float) -
     assert exact / 1.05 <= found <= exact * 1.05
 
 
-def test_a_summary_stays_small_and_says_what_came_of_it() -> None:
+def test_a_summary_stays_small_and_has_the_outcomes() -> None:
     summary = RolloutSummary()
     assert (summary.mean_reward, str(summary)) == (None, "")
     for at in range(100):

@@ -81,7 +81,7 @@ async def test_samples_are_taken_as_places_become_free_and_groups_wait_to_be_tak
     assert len(gateway.closed) >= 1
 
 
-async def test_leaving_early_ends_what_runs_and_closes_it(
+async def test_leaving_early_ends_running_agents_and_closes_their_sessions(
     gateway: ScriptedGateway, client: Client
 ) -> None:
     async def run(prompt: int, session: Session) -> float:

@@ -146,7 +146,7 @@ async def test_a_reward_that_the_runner_left_in_the_session_stays_where_nothing_
     assert (rewards.reward, dict(rewards.turn_rewards)) == (1.0, {2: 0.5})
 
 
-async def test_a_result_that_is_no_reward_fails_and_says_what_to_do(client: Client) -> None:
+async def test_a_result_that_is_no_reward_fails_with_the_remedy(client: Client) -> None:
     _, outcome = await one_sample(client, answer)
     assert outcome.error_type == "InvalidFieldError"
     assert "give the rollout a reward function" in outcome.error
@@ -171,12 +171,12 @@ def test_rewards_are_read_from_what_runners_return(value: object, rewards: Rewar
 
 
 @pytest.mark.parametrize("value", ["much", [1], {"reward": "much"}, {"turn_rewards": {"3": None}}])
-def test_what_is_no_reward_is_refused(value: object) -> None:
+def test_a_value_that_is_no_reward_is_refused(value: object) -> None:
     with pytest.raises(InvalidFieldError, match="reward"):
         read_rewards(value)
 
 
-def test_a_transcript_leaves_auxiliary_turns_out_of_what_is_last() -> None:
+def test_the_last_turn_of_a_transcript_is_not_auxiliary() -> None:
     def node(at: int, parent: int, lineage: str, text: str) -> gateway_pb2.SessionNode:
         return gateway_pb2.SessionNode(
             node_id=at,

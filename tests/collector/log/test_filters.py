@@ -87,7 +87,7 @@ def sampled_by(version: int) -> session_pb2.SessionRecord:
         ),
     ],
 )
-def test_each_rule_takes_out_what_is_beyond_it(
+def test_each_rule_removes_sessions_beyond_it(
     rules: dict[str, Any], version: int | None, head: session_pb2.SessionRecord, reason: str
 ) -> None:
     verdict = judged(pb.DeliveryFilter(**rules), version, [head])
@@ -190,7 +190,7 @@ def test_the_lag_counts_from_the_oldest_token_that_is_trained_here() -> None:
     assert oldest_trained_version(one) is None
 
 
-def test_what_is_usable_leaves_the_lag_aside() -> None:
+def test_usable_sessions_do_not_depend_on_the_lag() -> None:
     rules = pb.DeliveryFilter(max_policy_lag=0, max_tokens=6)
     assert usable(rules, sampled_by(0))
     assert not usable(pb.DeliveryFilter(max_tokens=5), session())

@@ -30,7 +30,7 @@ def loaded(unit: Unit, *sessions: session_pb2.SessionRecord, attempt: int = 1) -
     return made
 
 
-def test_a_response_has_what_the_filter_leaves_of_every_session() -> None:
+def test_a_response_has_the_filtered_part_of_every_session() -> None:
     made = loaded(Unit(1, "g", ("a", "b"), partial=True), mixed("a"), record("b"), attempt=2)
     response = made.response()
     assert response is not None

@@ -18,7 +18,7 @@ def consumer(**fields: Any) -> pb.Consumer:
     return pb.Consumer(**{"name": "c", "unit": GROUPS, **fields})
 
 
-def test_a_new_consumer_has_what_was_given_and_a_default_lease() -> None:
+def test_a_new_consumer_has_the_given_settings_and_a_default_lease() -> None:
     given = consumer(groups=pb.GroupPolicy(min_samples=2), filter=RULES, policy_version=0)
     given.seen_unix_ms = 7
     expected = consumer(

@@ -76,7 +76,7 @@ async def test_collectors_with_one_store_score_each_session_once(
     assert service.calls == dict.fromkeys("abcd", 1)
 
 
-async def test_what_a_dead_collector_was_to_score_is_scored_by_another(
+async def test_sessions_that_a_dead_collector_had_to_score_are_scored_by_another(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Counting()

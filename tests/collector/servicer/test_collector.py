@@ -157,7 +157,7 @@ async def test_a_name_keeps_its_unit(collector: ServiceProcess) -> None:
             await take(other, 1)
 
 
-async def test_what_was_not_acknowledged_comes_again_to_the_successor(
+async def test_deliveries_without_acknowledgement_are_repeated_to_the_successor(
     collector: ServiceProcess,
 ) -> None:
     for at in range(3):

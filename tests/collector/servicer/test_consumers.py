@@ -114,7 +114,7 @@ async def test_an_unknown_consumer_is_a_typed_error(stub: Any, call: Any) -> Non
         await call(stub, "nobody")
 
 
-async def test_an_update_replaces_what_is_set_and_keeps_the_rest(stub: Any) -> None:
+async def test_an_update_replaces_the_set_fields_and_keeps_the_others(stub: Any) -> None:
     rules = pb.DeliveryFilter(max_tokens=5, max_turns=6)
     await create(stub, filter=rules, lease_ms=7, policy_version=1)
     assert (await update(stub, lease_ms=8, unit=SESSION)).filter == rules
@@ -242,7 +242,7 @@ async def test_a_new_filter_holds_from_the_next_delivery_and_ends_no_stream(stub
         assert await stream.acknowledged() == {"a"}
 
 
-async def test_a_new_group_policy_decides_what_is_not_acknowledged_and_delivers_it_anew(
+async def test_a_new_group_policy_decides_unacknowledged_groups_and_redelivers_them(
     stub: Any,
 ) -> None:
     first, later = pb.GroupPolicy(samples=1), pb.GroupPolicy(samples=2)

@@ -36,7 +36,7 @@ async def test_a_consumer_that_comes_back_in_time_is_seen_anew(store: Store) -> 
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_collector_forgets_who_left_and_keeps_who_waits(
+async def test_a_collector_forgets_readers_that_left_and_keeps_waiting_ones(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (

@@ -36,7 +36,7 @@ async def test_an_error_names_the_session_of_a_call_and_the_others_may_be_sent_a
     assert list((await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates) == [True, True]
 
 
-async def test_the_first_of_two_ingests_of_one_id_is_what_is_delivered(stub: Any) -> None:
+async def test_the_first_of_two_ingests_of_one_id_is_delivered(stub: Any) -> None:
     first, other = record("s"), record("s")
     other.trajectories[0].CopyFrom(trajectory("s", tokens=9))
     assert not await ingest(stub, first)

@@ -78,7 +78,7 @@ async def test_the_lag_follows_the_version_that_the_consumer_tells(stub: Any) ->
         assert await stream.delivered(1) == ["newest"]  # "new" became stale
 
 
-async def test_a_delivery_says_what_was_taken_out_of_it(stub: Any) -> None:
+async def test_a_delivery_lists_its_removed_trajectories(stub: Any) -> None:
     mixed, other = record("a"), trajectory("a")
     other.trajectory_id, other.turns = "a-2", 5
     mixed.trajectories.append(other)
@@ -108,7 +108,7 @@ async def test_a_group_goes_out_at_its_deadline_without_anyone_asking(tmp_path: 
         assert (delivery.delivery_id, delivery.partial) == ("g", True)
 
 
-async def test_a_seek_ends_the_streams_and_brings_back_what_was_acknowledged(stub: Any) -> None:
+async def test_a_seek_ends_the_streams_and_redelivers_acknowledged_sessions(stub: Any) -> None:
     await ingest_all(stub, "a", "b")
     async with subscribing(stub, credits_=2) as stream:
         assert await stream.delivered(2) == ["a", "b"]
@@ -191,7 +191,7 @@ async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
     assert isinstance(await refused(call.read()), SessionUnknownError)
 
 
-async def test_the_sdk_shows_what_was_kept_back_and_the_sessions_behind_it(tmp_path: Path) -> None:
+async def test_the_sdk_shows_withheld_units_and_their_sessions(tmp_path: Path) -> None:
     names = [f"{at:04}" for at in range(1002)]  # more than a page
     kept = names[1:]
     options = SubscribeOptions(filter=pb.DeliveryFilter(max_policy_lag=0), policy_version=3)

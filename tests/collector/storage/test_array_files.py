@@ -94,7 +94,7 @@ async def test_repeats_leave_no_file(tmp_path: Path) -> None:
         assert await store.session("c", arrays=True) == long_record("c")
 
 
-async def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
+async def test_a_refused_session_leaves_no_file(tmp_path: Path) -> None:
     async with open_store(tmp_path, KEEP) as store:
         with pytest.raises(InvalidFieldError, match="group_size"):
             await ingest(store, [long_record("a", "g", 0, 2), long_record("b", "g", 1, 3)])
@@ -106,7 +106,9 @@ async def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
         assert (await store.counts()).stored_bytes < 9 * TOKENS
 
 
-async def test_what_a_killed_collector_left_unnamed_goes_at_the_next_start(tmp_path: Path) -> None:
+async def test_unnamed_files_of_a_killed_collector_are_removed_at_the_next_start(
+    tmp_path: Path,
+) -> None:
     async with open_store(tmp_path, KEEP) as store:
         await ingest(store, [long_record("a"), long_record("b")])
     (tmp_path / "arrays" / "2").write_bytes(b"written, and never committed")

@@ -126,7 +126,7 @@ async def test_a_consumer_whose_settings_are_damaged_holds_up_nobody(
 
 
 @pytest.mark.parametrize("name", ["lost+found", "7", "notes.txt", "٣", "007"])
-async def test_what_is_not_ours_beside_the_arrays_stays_and_hurts_nobody(
+async def test_foreign_files_beside_the_arrays_stay_and_do_no_harm(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     foreign = tmp_path / "arrays" / name

@@ -40,7 +40,7 @@ async def test_a_group_that_was_settled_under_another_policy_counts_once_where_i
         pytest.param(TWO, ONE, ["g0"], id="two-then-one"),
     ],
 )
-async def test_a_new_policy_decides_what_was_delivered_and_not_acknowledged(
+async def test_a_new_policy_decides_deliveries_without_acknowledgement(
     store: Store, before: pb.GroupPolicy, after: pb.GroupPolicy, sessions: list[str]
 ) -> None:
     await fill(store, [*group("f", 0, 1, 2), *group("g", 0, 1, 2)])
@@ -56,7 +56,7 @@ async def test_a_new_policy_decides_what_was_delivered_and_not_acknowledged(
 
 
 @pytest.mark.parametrize("after", [pytest.param(NONE, id="none"), pytest.param(TWO, id="two")])
-async def test_a_new_policy_after_a_seek_brings_what_the_seek_left_open(
+async def test_a_new_policy_after_a_seek_delivers_the_units_that_the_seek_left_open(
     store: Store, after: pb.GroupPolicy
 ) -> None:
     await fill(store, [one for name in "abcd" for one in group(name, 0, 1, 2)])
@@ -67,7 +67,7 @@ async def test_a_new_policy_after_a_seek_brings_what_the_seek_left_open(
     assert await again.take_all() == ["c", "d"]
 
 
-async def test_a_seek_after_a_new_policy_brings_back_what_was_acknowledged_before_it(
+async def test_a_seek_after_a_new_policy_redelivers_units_acknowledged_before_it(
     store: Store,
 ) -> None:
     await fill(store, [one for name in "abc" for one in group(name, 0, 1, 2)])
@@ -97,7 +97,7 @@ async def test_a_seek_by_time_finds_groups_by_when_they_were_complete(
     assert await reader.take_all() == ["b", "c"]
 
 
-async def test_what_a_former_policy_listed_stays_listed_once(store: Store) -> None:
+async def test_units_listed_by_a_former_policy_stay_listed_once(store: Store) -> None:
     await fill(store, group("g", 0, 1, 2))
     reader = await Reader.open(store, unit=GROUP, groups=TWO)
     await reader.take_all()

@@ -92,7 +92,7 @@ async def test_a_server_killed_is_survived_and_nothing_acknowledged_is_lost(
         assert seen['rollmesh_collector_store_errors_total{reason="STORE_AWAY"}'] >= 1
 
 
-async def test_a_server_killed_while_sessions_are_stored_keeps_what_was_acknowledged(
+async def test_a_server_killed_while_sessions_are_stored_keeps_acknowledged_ones(
     database: Database,
 ) -> None:
     stored: list[str] = []

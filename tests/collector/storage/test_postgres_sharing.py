@@ -77,7 +77,7 @@ async def test_collectors_that_write_at_the_same_time_decide_about_a_group_once(
         ]
 
 
-async def test_what_a_dead_collector_held_goes_to_another(
+async def test_units_held_by_a_dead_collector_go_to_another(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with postgres_store(database.url) as heir:
@@ -92,7 +92,7 @@ async def test_what_a_dead_collector_held_goes_to_another(
                 assert await until(reader.take) == [("b", 2, ["b"])]
 
 
-async def test_what_a_stopped_collector_lost_to_another_is_not_delivered_by_it(
+async def test_units_that_a_stopped_collector_lost_to_another_are_not_delivered_by_it(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with postgres_store(database.url) as heir:
@@ -112,7 +112,7 @@ async def test_what_a_stopped_collector_lost_to_another_is_not_delivered_by_it(
                 assert [one and one.unit.unit_id for one in loaded] == [None, "b", None]
 
 
-async def test_what_a_living_collector_holds_stays_its_own_until_it_leaves(
+async def test_units_held_by_a_living_collector_stay_its_own_until_it_leaves(
     database: Database,
 ) -> None:
     async with postgres_store(database.url) as other:
@@ -129,7 +129,7 @@ async def test_what_a_living_collector_holds_stays_its_own_until_it_leaves(
 
 
 @pytest.mark.parametrize("call", ["fetch", "release"])
-async def test_what_a_collector_holds_unknowingly_is_fetched_again(
+async def test_units_held_without_its_knowledge_are_fetched_again_by_a_collector(
     database: Database, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     async def lost(self: Any, work: Any) -> Any:
@@ -195,7 +195,7 @@ async def test_a_collector_hears_of_each_seek_of_another_and_not_of_its_own(
         assert await other.changed() == []
 
 
-async def test_what_was_fetched_before_a_seek_was_heard_of_is_for_everyone_again(
+async def test_units_fetched_before_the_news_of_a_seek_are_free_again(
     database: Database,
 ) -> None:
     async with (

@@ -286,7 +286,7 @@ async def _opened(store: Store, count: int) -> Hook:
         pytest.param(_left, id="retention"),
     ],
 )
-async def test_the_statements_of_a_call_do_not_grow_with_what_it_is_about(
+async def test_the_statements_of_a_call_do_not_grow_with_its_sessions(
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
     prepared: Callable[[Store, int], Awaitable[Hook]],

@@ -77,7 +77,7 @@ async def test_a_repeat_of_a_removed_session_is_still_a_repeat(opened: Opener) -
         assert (await store.standing("late")).open == 0
 
 
-async def test_a_group_leaves_as_a_whole_and_what_comes_later_is_surplus(opened: Opener) -> None:
+async def test_a_group_leaves_as_a_whole_and_later_sessions_are_surplus(opened: Opener) -> None:
     async with opened(HOUR) as store:
         sessions = await Reader.open(store, "sessions")
         groups = await Reader.open(store, "groups", GROUP)
@@ -113,7 +113,7 @@ async def test_a_group_with_the_id_of_a_session_leaves_without_it(opened: Opener
         assert (await store.filtered("sessions", 10, ""))[0] == [listed]
 
 
-async def test_what_a_deleted_consumer_held_may_leave(opened: Opener) -> None:
+async def test_units_held_by_a_deleted_consumer_may_leave(opened: Opener) -> None:
     async with opened(HOUR) as store:
         one, _ = await Reader.open(store, "one"), await Reader.open(store, "gone")
         await fill(store, [record("a")])
@@ -123,7 +123,7 @@ async def test_what_a_deleted_consumer_held_may_leave(opened: Opener) -> None:
         assert await store.retain(10**9) == 1
 
 
-async def test_what_a_consumer_skipped_does_not_hold_it(opened: Opener) -> None:
+async def test_units_that_a_consumer_skipped_do_not_hold_the_log(opened: Opener) -> None:
     async with opened(HOUR) as store:
         await fill(store, [record("a")])
         await Reader.open(store, "late", start=pb.Position(end=pb.LOG_END_LATEST))

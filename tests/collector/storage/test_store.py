@@ -101,7 +101,7 @@ async def test_pages_hold_everything_once_and_in_order(store: Store) -> None:
     assert await reader.ids() == ["s7"]
 
 
-async def test_what_is_open_comes_again_with_its_attempt(store: Store) -> None:
+async def test_open_units_are_redelivered_with_their_attempt(store: Store) -> None:
     await fill(store, [record("a"), record("b"), record("c")])
     reader = await Reader.open(store)
     assert [attempt for _, attempt, _ in await reader.take()] == [1, 1, 1]
@@ -113,7 +113,7 @@ async def test_what_is_open_comes_again_with_its_attempt(store: Store) -> None:
     assert (standing.acknowledged, standing.open) == (1, 2)
 
 
-async def test_what_was_never_delivered_cannot_be_acknowledged(store: Store) -> None:
+async def test_a_unit_that_was_never_delivered_cannot_be_acknowledged(store: Store) -> None:
     await fill(store, [record("a")])
     reader = await Reader.open(store)
     assert await reader.settle("a") == []
@@ -219,7 +219,7 @@ async def test_an_over_sampled_group_goes_out_with_its_first_usable_samples(stor
     assert await other.take() == [("g", 1, ["g0", "g1", "g2", "g3"])]
 
 
-async def test_a_policy_that_comes_later_decides_about_what_is_stored(store: Store) -> None:
+async def test_a_later_policy_decides_about_stored_sessions(store: Store) -> None:
     await fill(store, [*group("g", 0, 1), *group("h", 0, 1, 2), *group("i", 0)], now_ms=10)
     plain = await Reader.open(store, unit=GROUP)
     assert await plain.take_all() == ["h"]
@@ -304,7 +304,7 @@ async def test_a_seek_moves_a_consumer_forwards_or_back(
     assert (await store.standing("c")).open == 0
 
 
-async def test_a_seek_back_brings_what_an_earlier_one_skipped(store: Store) -> None:
+async def test_a_seek_back_delivers_the_units_that_an_earlier_one_skipped(store: Store) -> None:
     await fill(store, [record("a"), record("b")])
     reader = await Reader.open(store, start=LATEST)
     assert await reader.fetch() == []

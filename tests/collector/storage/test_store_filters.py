@@ -11,7 +11,7 @@ from tests.collector.records import record, trajectory
 from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, sessions_of
 
 
-async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
+async def test_units_dropped_by_a_filter_are_settled_and_listed(store: Store) -> None:
     await fill(store, [auxiliary("a"), record("b")])
     reader = await Reader.open(store, filter=MAIN_ONLY)
     first, second = await reader.fetch()
@@ -39,7 +39,9 @@ async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
     }
 
 
-async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store) -> None:
+async def test_trajectories_that_a_filter_removes_from_a_delivery_are_listed_once(
+    store: Store,
+) -> None:
     mixed = record("a")
     other = trajectory("a")
     other.trajectory_id, other.lineage = "a-2", trajectory_pb2.LINEAGE_AUXILIARY
@@ -56,7 +58,7 @@ async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store
     assert [(part.reason, part.count) for part in entry.removed] == [(pb.FILTER_REASON_LINEAGE, 1)]
 
 
-async def test_what_became_stale_before_its_redelivery_is_dropped_then(store: Store) -> None:
+async def test_a_unit_that_is_stale_at_its_redelivery_is_dropped_then(store: Store) -> None:
     await fill(store, [record("a")])
     reader = await Reader.open(store, filter=pb.DeliveryFilter(max_policy_lag=1), policy_version=0)
     (unit,) = await reader.fetch()

@@ -164,7 +164,7 @@ def test_as_much_is_fetched_as_the_streams_may_take() -> None:
     assert consumer.wanted() == 64  # a page, not the whole store
 
 
-def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
+def test_a_unit_settled_while_its_page_is_read_is_not_delivered() -> None:
     consumer = Consumer(TRAINER)
     consumer.grant(consumer.open_stream(), 5)
     assert consumer.wanted() == 5

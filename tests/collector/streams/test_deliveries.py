@@ -246,7 +246,7 @@ async def test_a_late_acknowledgement_counts_once(stub: Any) -> None:
         assert (stats.acknowledged, stats.leased, stats.ready) == (1, 0, 0)
 
 
-async def test_a_consumer_that_ends_its_side_still_hears_what_is_acknowledged(stub: Any) -> None:
+async def test_a_consumer_that_ends_its_side_still_hears_of_acknowledgements(stub: Any) -> None:
     await ingest_all(stub, "a")
     async with subscribing(stub, credits_=1) as stream:
         await stream.delivered(1)

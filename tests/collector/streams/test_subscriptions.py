@@ -59,7 +59,7 @@ async def test_an_acknowledgement_can_be_asked_for_again_after_a_cancelled_wait(
             await subscription.acknowledge(delivery)
 
 
-async def test_without_credits_what_comes_is_judged_by_the_version_of_when_it_was_asked_for(
+async def test_without_credits_a_unit_is_judged_by_the_version_at_its_request(
     tmp_path: Path,
 ) -> None:
     rules = collector_pb2.DeliveryFilter(max_policy_lag=1)

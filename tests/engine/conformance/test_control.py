@@ -68,7 +68,7 @@ async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
     assert not (await engine.info()).paused
 
 
-async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Engine) -> None:
+async def test_a_pause_that_aborts_ends_requests_with_their_tokens_so_far(engine: Engine) -> None:
     result = Result()
     async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for response in responses:

@@ -47,7 +47,7 @@ async def test_the_most_likely_ids_come_with_each_sampled_one(engine: Engine, ch
     assert (plain.top_ids, plain.ids) == ([], result.ids)
 
 
-async def test_what_is_masked_is_not_sampled_and_log_probs_stay_the_models(engine: Engine) -> None:
+async def test_masked_tokens_are_not_sampled_and_log_probs_stay_the_models(engine: Engine) -> None:
     if (await engine.info()).backend == "scripted":
         pytest.skip("a script is to keep the masks itself")
     greedy = {"temperature": 0.0}

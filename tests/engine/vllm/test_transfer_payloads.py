@@ -103,7 +103,7 @@ class _Joining:
         self.received = group.broadcast_obj(None, src=0)
 
 
-def test_what_a_stranger_puts_into_the_store_is_not_unpickled(tmp_path: Path, master: Any) -> None:
+def test_foreign_entries_of_the_store_are_not_unpickled(tmp_path: Path, master: Any) -> None:
     from vllm.distributed import utils
 
     worker = WeightReceiver()
@@ -192,6 +192,6 @@ def test_a_malformed_handle_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("handles", [7, "x", [7], [{"GPU-1": []}], {"GPU-1": None}], ids=str)
-def test_what_is_no_handle_is_refused(handles: Any) -> None:
+def test_bytes_that_are_no_handle_are_refused(handles: Any) -> None:
     with pytest.raises(ValueError, match="ipc_handles"):
         with_handles({**NAMED, "ipc_handles": handles})

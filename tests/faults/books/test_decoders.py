@@ -26,7 +26,7 @@ def kept(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("findings*"))
 
 
-def test_each_target_takes_its_seeds_and_what_was_found(tmp_path: Path) -> None:
+def test_each_target_takes_its_seeds_and_earlier_findings(tmp_path: Path) -> None:
     feeder = Feeder(TARGETS, Findings(tmp_path / "findings"))
     for at, data in feeder.inputs():
         feeder.feed(at, data)
@@ -64,7 +64,7 @@ def test_an_untyped_error_and_a_broken_property_are_findings(tmp_path: Path) -> 
     assert "KeyError" in kept(tmp_path)
 
 
-def test_frames_are_what_was_framed() -> None:
+def test_frames_are_read_as_they_were_written() -> None:
     assert frames(framed([b"", b"ab", b"c"])) == [b"", b"ab", b"c"]
     assert frames(framed([b"abc"])[:-1]) == [b"ab"]
 

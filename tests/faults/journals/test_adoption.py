@@ -55,7 +55,7 @@ async def delivered(client: Client, count: int) -> Sequence[SessionResult]:
         return [(await anext(found)).sessions[0] for _ in range(count)]
 
 
-async def test_a_dead_gateways_sessions_go_on_at_another_and_what_was_closed_is_handed_over(
+async def test_a_dead_gateways_sessions_continue_at_another_and_closed_ones_are_delivered(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:

@@ -55,7 +55,7 @@ async def turns(client: openai.AsyncOpenAI, messages: list[Any]) -> list[str]:
     return [whole.choices[0].message.content or "", "".join(pieces)]
 
 
-async def test_agents_are_answered_by_the_gateway_that_they_ask_whoever_has_the_session(
+async def test_agents_are_answered_by_the_asked_gateway_wherever_the_session_is(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with (

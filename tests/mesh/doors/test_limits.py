@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("limit", ["nodes", "tokens", "bytes"])
-async def test_a_full_session_says_so_and_keeps_what_it_has(shared: Mesh, limit: str) -> None:
+async def test_a_full_session_says_so_and_keeps_its_turns(shared: Mesh, limit: str) -> None:
     await shared.restart("gateway", **{f"max_session_{limit}": 2})
     async with shared.client() as client:
         async with client.session() as session:
@@ -50,7 +50,7 @@ async def test_a_session_whose_record_would_be_too_large_says_so_and_can_be_clos
     assert sum(9 * len(one.token_ids) for one in result.trajectories) < 40_000
 
 
-async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(shared: Mesh) -> None:
+async def test_an_idle_session_is_closed_with_its_turns(shared: Mesh) -> None:
     async with shared.client() as client:
         session = await client.open_session(gateway_pb2.CreateSessionRequest())
         agent = shared.openai(session, max_retries=5)

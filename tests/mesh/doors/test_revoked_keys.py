@@ -45,7 +45,7 @@ async def revoke(mesh: Mesh, role: str, *session_ids: str) -> tuple[int | None, 
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_an_ended_key_is_refused_and_whoever_opened_the_session_goes_on(mesh: Mesh) -> None:
+async def test_an_ended_key_is_refused_and_the_sessions_opener_continues(mesh: Mesh) -> None:
     async with mesh.client() as client, client.session() as session, client.session() as other:
         agent, ended = mesh.openai(session), session.api_key
         await agent.chat.completions.create(model="policy", messages=ASK)

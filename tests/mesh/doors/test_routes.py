@@ -130,7 +130,7 @@ async def test_a_route_with_a_key_opens_with_that_key_and_with_nothing_else(
     assert wrong == []
 
 
-async def test_an_open_route_answers_whoever_asks(mesh: Mesh, http: httpx2.AsyncClient) -> None:
+async def test_an_open_route_answers_every_caller(mesh: Mesh, http: httpx2.AsyncClient) -> None:
     async with mesh.client() as client, client.session() as session:
         for name in OPEN:
             for headers in ({}, bearer(session.api_key), bearer("guessed" * 8)):

@@ -43,7 +43,7 @@ async def setting_of(mesh: Mesh) -> gateway_pb2.SpecialTextPolicy.ValueType:
     return info.special_text
 
 
-async def test_each_setting_does_what_it_says_and_is_said(
+async def test_each_setting_has_its_effect_and_is_shown(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     tokenizer = Tokenizer(tokenizer_dir)

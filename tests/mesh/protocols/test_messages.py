@@ -251,7 +251,7 @@ async def test_a_small_context_is_told_in_the_words_that_claude_code_reads(think
             await ask(agent, user("word " * 9000))
 
 
-async def test_errors_are_what_the_sdk_expects(thinking: Mesh) -> None:
+async def test_errors_have_the_form_that_the_sdk_expects(thinking: Mesh) -> None:
     async with thinking.client() as client:
         async with client.session() as session:
             pass

@@ -47,7 +47,7 @@ async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[An
     return [chunk async for chunk in stream]
 
 
-async def test_the_sdk_reads_what_the_servers_are(shared: Mesh) -> None:
+async def test_the_sdk_reads_the_servers_descriptions(shared: Mesh) -> None:
     async with shared.client() as client:
         infos = await client.server_infos()
     assert {name: info.service for name, info in infos.items()} == {
@@ -58,7 +58,7 @@ async def test_the_sdk_reads_what_the_servers_are(shared: Mesh) -> None:
     assert server_pb2.CAPABILITY_TOOL_CALLS in infos["gateway"].capabilities
 
 
-async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(shared: Mesh) -> None:
+async def test_a_tool_loop_is_one_trajectory_of_sampled_tokens(shared: Mesh) -> None:
     async with shared.client() as client:
         async with client.session(metadata={"task": "7"}) as session:
             agent = shared.openai(session)
@@ -204,7 +204,7 @@ async def test_a_length_cut_is_a_length_and_can_be_continued(shared: Mesh) -> No
     assert not trajectory.loss_mask[cut.end]
 
 
-async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
+async def test_errors_have_the_form_that_the_sdk_expects(shared: Mesh) -> None:
     async with shared.client() as client:
         async with client.session() as session, client.session() as other:
             agent = shared.openai(session)
@@ -269,7 +269,7 @@ async def test_a_timeout_and_the_sdks_retries_make_one_sample(slow: Mesh) -> Non
     assert [trajectory.turns for trajectory in result.trajectories] == [1]
 
 
-async def test_a_close_ends_what_is_still_being_sampled(slow: Mesh) -> None:
+async def test_a_close_ends_running_generations(slow: Mesh) -> None:
     async with slow.client() as client:
         async with client.session() as session:
             stream = await ask(slow.openai(session), user("at length"), stream=True)

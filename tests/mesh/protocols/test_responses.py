@@ -272,7 +272,7 @@ async def test_a_limit_leaves_the_response_incomplete(shared: Mesh) -> None:
     assert events[-1].response.usage.output_tokens == 3
 
 
-async def test_the_size_of_a_prompt_is_what_the_turn_reports(shared: Mesh) -> None:
+async def test_the_size_of_a_prompt_equals_the_turns_usage(shared: Mesh) -> None:
     async with shared.client() as client, client.session() as session:
         agent = shared.openai(session)
         fields: Any = {"input": "compute", "tools": [TOOL], "instructions": "You compute."}

@@ -128,7 +128,7 @@ async def test_a_refused_bad_word_is_named_as_the_agent_sent_it(mesh: Mesh) -> N
         pytest.param("agent", {}, {}, (1, 1), id="nobody"),
     ],
 )
-async def test_a_response_says_what_it_was_sampled_with(
+async def test_a_response_has_its_sampling_parameters(
     mesh: Mesh,
     policy: Any,
     own: dict[str, float],

@@ -60,7 +60,7 @@ async def test_a_call_ends_as_openai_ends_it(shared: Mesh, choice: Any, finish: 
         assert chunks[-1].choices[0].finish_reason == finish
 
 
-async def test_what_was_constrained_says_so_and_a_choice_begins_no_root(shared: Mesh) -> None:
+async def test_constrained_answers_are_marked_and_a_choice_begins_no_root(shared: Mesh) -> None:
     async with shared.client() as client:
         async with client.session() as session:
             agent = shared.openai(session)

@@ -39,7 +39,7 @@ async def ask(agent: openai.AsyncOpenAI, messages: list[Any], **more: Any) -> An
     return answer.choices[0].message
 
 
-async def test_what_was_sampled_can_be_gone_on_from_restored_and_closed(
+async def test_sampled_turns_can_be_continued_restored_and_closed(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     rules = [(f"ask {name}", call(arguments)) for name, arguments in HARD.items()]

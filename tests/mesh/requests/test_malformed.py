@@ -143,7 +143,7 @@ def whole_bodies() -> Iterator[tuple[bytes, str]]:
     yield b'\xef\xbb\xbf{"messages": 5}', "body"
 
 
-async def test_every_malformed_body_is_refused_with_the_name_of_what_is_wrong(shared: Mesh) -> None:
+async def test_every_malformed_body_is_refused_with_the_name_of_the_field(shared: Mesh) -> None:
     rows = [*whole_bodies(), *messages(), *parameters()]
     assert len(rows) > 200
     wrong: list[str] = []
@@ -163,7 +163,7 @@ async def test_every_malformed_body_is_refused_with_the_name_of_what_is_wrong(sh
         assert after.choices[0].message.content is not None
 
 
-async def test_what_is_odd_and_allowed_is_answered(shared: Mesh) -> None:
+async def test_odd_but_allowed_bodies_are_answered(shared: Mesh) -> None:
     odd = [
         body(seed=2**63 - 1, n=4),
         body(seed=-(2**63), n=2),

@@ -134,7 +134,7 @@ async def test_a_key_is_not_given_again_for_other_returns(shared: Mesh, session:
     assert refused.value.code == "idempotency_key_reused"
 
 
-async def test_what_nobody_asked_for_is_not_sent(shared: Mesh, session: Session) -> None:
+async def test_fields_that_were_not_requested_are_not_sent(shared: Mesh, session: Session) -> None:
     answer = await ask(shared.openai(session))
     assert answer.choices[0].logprobs is None
     assert "token_ids" not in answer.choices[0].model_extra
@@ -250,7 +250,7 @@ async def test_a_turn_of_another_distribution_says_so(
     }
 
 
-async def test_what_the_engine_refuses_is_named_as_it_was_asked_for(
+async def test_a_refusal_of_the_engine_uses_the_requests_own_names(
     shared: Mesh, session: Session
 ) -> None:
     agent = shared.openai(session)

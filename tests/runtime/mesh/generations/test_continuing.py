@@ -63,7 +63,7 @@ def test_a_constraint_begins_anew() -> None:
     sampled=st.lists(st.integers(8, 99), max_size=9),
     min_tokens=st.integers(0, 10),
 )
-def test_the_rest_asks_for_what_is_left(sampled: list[int], min_tokens: int) -> None:
+def test_the_rest_asks_for_the_remaining_tokens(sampled: list[int], min_tokens: int) -> None:
     first = request(min_tokens=min_tokens, temperature=0.5)
     rest = continued(first, ids_of(*sampled), "again")
     assert unpack_ids(rest.token_ids_u32le, "ids").tolist() == [1, 2, 3, *sampled]

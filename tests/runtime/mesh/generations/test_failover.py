@@ -194,7 +194,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-async def test_what_comes_of_engines(
+async def test_outcomes_of_engines(
     engines: list[list[Step]], yielded: list[list[int] | None], sampled: list[int]
 ) -> None:
     fleet, order = Fleet(*engines), order_of()
@@ -203,7 +203,7 @@ async def test_what_comes_of_engines(
     assert not fleet.engines
 
 
-async def test_an_engine_is_asked_for_what_is_left_and_lost_ones_are_left_out() -> None:
+async def test_an_engine_is_asked_for_the_remaining_tokens_and_lost_ones_are_left_out() -> None:
     fleet = Fleet([some(1, 2), DEAD], [DEAD], [last(3)])
     await run(fleet, order_of())
     assert [one.sampling.max_tokens for one in fleet.requests] == [6, 4, 4]
@@ -278,7 +278,7 @@ async def test_a_version_that_no_router_has_offered_is_a_lie(
     ("error", "said"),
     [pytest.param(DEAD, "e0 went away", id="dead"), pytest.param(LIE, "e0 is wrong", id="lies")],
 )
-async def test_what_was_sent_cannot_begin_anew(error: Step, said: str) -> None:
+async def test_a_sent_answer_cannot_begin_anew(error: Step, said: str) -> None:
     fleet, order = Fleet([some(1), error]), order_of(sent=lambda: True, seed=1)
     with pytest.raises(EngineLostError, match=said):
         await run(fleet, order)
@@ -332,7 +332,7 @@ async def test_an_engine_is_told_once_that_no_more_is_wanted() -> None:
     assert order.is_complete
 
 
-async def test_what_is_stopped_before_it_has_an_engine_asks_none() -> None:
+async def test_a_generation_stopped_before_it_has_an_engine_asks_none() -> None:
     fleet, order = Fleet([last(1)]), order_of()
     order.stop(STOP)
     assert await run(fleet, order) == ([], [])
@@ -347,7 +347,7 @@ async def test_an_engine_that_dies_when_no_more_is_wanted_is_not_replaced() -> N
     assert order.generation.finish.reason == STOP
 
 
-async def test_what_was_enough_of_a_lie_is_not_enough() -> None:
+async def test_an_earlier_proof_of_a_lie_is_not_enough() -> None:
     fleet, order = Fleet([some(1), LIE], [some(2), last(3)]), order_of()
     assert await run(fleet, order, stop_after=1) == ([[1], None, [2], [3]], [2, 3])
 

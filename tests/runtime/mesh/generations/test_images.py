@@ -59,7 +59,7 @@ def test_hashes_that_are_missing_survive_the_wire_whole() -> None:
     st.lists(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=4), max_size=12),
     st.integers(0, 12),
 )
-def test_what_is_held_stays_within_its_bound_and_is_what_came(
+def test_held_images_stay_within_their_bound_and_are_the_received_ones(
     requests: list[list[tuple[int, bool]]], bound: int
 ) -> None:
     held = HeldBytes(bound)
@@ -80,7 +80,7 @@ def test_what_is_held_stays_within_its_bound_and_is_what_came(
         assert held.held_bytes == sum(sizes)
 
 
-def test_what_was_used_longest_ago_makes_room() -> None:
+def test_the_least_recently_used_entry_makes_room() -> None:
     held = HeldBytes(3)
     held.take([image(b"a"), image(b"b"), image(b"c")])
     held.take([image(b"a", send=False)])

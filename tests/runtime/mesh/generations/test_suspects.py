@@ -252,7 +252,7 @@ async def test_a_verdict_is_forgotten_after_ten_minutes(monkeypatch: pytest.Monk
     await die(suspects, "e2", request())
 
 
-async def test_what_is_remembered_is_bounded() -> None:
+async def test_remembered_entries_are_bounded() -> None:
     suspects = Suspects()
     for at in range(1_100):
         asked = request()

@@ -57,7 +57,7 @@ def test_leases_come_before_sessions() -> None:
     assert ids([first]) == ({"0": "e0", "1": "e1"}, {})
 
 
-def test_what_ends_meanwhile_is_not_stated() -> None:
+def test_leases_that_ended_meanwhile_are_not_stated() -> None:
     holdings = held(2, 2)
     restating = Restating(holdings)
     del holdings.leases["0"]
