@@ -1,9 +1,9 @@
 """From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
 
 `rows_of` reads sessions. `pad`, `pack`, `ragged` and `split` lay them out. `pack_trees` lays out
-complete trees. `to_torch` and `to_tensordict` convert batches, `image_tensors` has what the model
-needs for their images. Nothing is truncated: a trajectory
-that does not fit is refused, or left out and counted.
+complete trees. `to_torch` and `to_tensordict` convert batches, `image_tensors` has the tensors
+that the model needs for their images. Nothing is truncated: a trajectory that does not fit is
+refused, or left out and counted.
 
 May import `client` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""What a vision model needs beside the tokens of a row: its images as its processor makes them."""
+"""Inputs of a vision model beside the tokens of a row: images as its processor makes them."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ class ImageInputs:
     """The inputs of a model for one row or tree of N tokens, beside its token ids."""
 
     tensors: dict[str, Any]
-    """What the model's image processor returns for the images, in their order: torch tensors by the
+    """The output of the model's image processor for the images, in order: torch tensors by the
     names of the model's arguments (`pixel_values`, `image_grid_thw`, ...). Empty without images."""
     position_ids: NDArray[np.int64]
     """int64 [3, N] if the model has multi-dimensional positions: temporal, height, width. Otherwise
@@ -144,7 +144,7 @@ def refuse_images(
     """Refuses images without a processor: positions may depend on their sizes.
 
     Raises:
-        InvalidFieldError: There are images and no processor. Names what has them.
+        InvalidFieldError: There are images and no processor. Names the trajectory.
     """
     if images and processor is None:
         raise InvalidFieldError(

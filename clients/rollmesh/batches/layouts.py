@@ -54,7 +54,7 @@ class Batch:
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`. None without a processor."""
+    """The model's inputs for the images of each of `trajectories`. None without a processor."""
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Splits any [R, L, ...] into one [N, ...] for each of `trajectories`, in their order."""

@@ -55,7 +55,7 @@ class MissingRewardError(RollmeshError):
 
 
 class PackageMissingError(RollmeshError):
-    """What was asked for needs a package that is not installed.
+    """A function needs a package that is not installed.
 
     Install the package that the message names.
     """

@@ -55,7 +55,7 @@ class SplitBatch:
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`. None without a processor."""
+    """The model's inputs for the images of each of `trajectories`. None without a processor."""
 
 
 def split(
@@ -157,7 +157,7 @@ class RaggedBatch:
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trajectories`. None without a processor."""
+    """The model's inputs for the images of each of `trajectories`. None without a processor."""
 
 
 def ragged(rows: Rows, *, processor: ImageProcessor | None = None) -> RaggedBatch:

@@ -60,7 +60,7 @@ class TreeBatch:
     left_out: tuple[LeftOut, ...]
     """Sessions that are not in the batch, by id."""
     images: tuple[ImageInputs, ...] = ()
-    """What the model needs for the images of each of `trees`. None without a processor."""
+    """The model's inputs for the images of each of `trees`. None without a processor."""
 
     def paths(self) -> list[NDArray[np.int64]]:
         """Returns the tokens from a root to each leaf, tree by tree, oldest leaf first.

@@ -54,7 +54,7 @@ class LocalGateway:
 
 
 class _Context:
-    """What a servicer uses of a gRPC context."""
+    """The part of a gRPC context that servicers use."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
         self._metadata = metadata

@@ -82,7 +82,7 @@ class Supervisor:
                 await stopped
             finally:
                 # All at once, so that the longest grace bounds the stop. Turns that run go on: a
-                # gateway needs no router for them, and an engine finishes what it samples.
+                # gateway needs no router for them, and an engine finishes its generations.
                 async with asyncio.TaskGroup() as stops:
                     for child in self._children:
                         stops.create_task(child.stop())

@@ -12,7 +12,7 @@ from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 
 class ServerCalls(Connections):
-    """Asks the servers what they are."""
+    """Asks the servers for their descriptions."""
 
     async def server_infos(self) -> dict[str, server_pb2.GetServerInfoResponse]:
         """Returns release and capabilities of the router, a gateway and a collector, by name.

@@ -52,7 +52,7 @@ class SubscribeOptions:
     groups: collector_pb2.GroupPolicy | None = None
     """When a group is delivered. None: when all its samples have arrived."""
     filter: collector_pb2.DeliveryFilter | None = None
-    """What is filtered out. None: nothing."""
+    """The filter. None: everything passes."""
     policy_version: int | None = None
     """The version being trained. Update it with `Subscription.report_version`."""
 
@@ -325,7 +325,7 @@ _PAGE = 1000
 
 
 class DeliveryCalls(Connections):
-    """Subscribes to the collector, and reads and scores what it holds."""
+    """Subscribes to the collector, and reads and scores its sessions."""
 
     def subscribe(
         self,
@@ -491,7 +491,7 @@ class DeliveryCalls(Connections):
                 raise
 
     async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
-        """Returns what was filtered out for a consumer, and why, oldest first."""
+        """Returns the units filtered for a consumer, with reasons, oldest first."""
         request = collector_pb2.ListFilteredRequest(consumer=consumer, page_size=_PAGE)
         entries: list[collector_pb2.FilteredEntry] = []
         while True:

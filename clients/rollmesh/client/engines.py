@@ -17,13 +17,13 @@ PAUSE_MODES = {
     "abort": engine_pb2.PAUSE_MODE_ABORT,
     "wait": engine_pb2.PAUSE_MODE_WAIT,
 }
-"""What happens to running generations, by name."""
+"""The treatment of running generations, by name."""
 
 
 class EngineControlError(RollmeshError):
     """A control call failed at an engine. `results` has the result of every engine.
 
-    Read the results. The engines that are not among the failures did what was asked.
+    Read the results. The other engines succeeded.
     """
 
     code = "INTERNAL"
@@ -58,7 +58,7 @@ class EngineCalls(Connections):
         """Pauses sampling. Turns of sessions wait until the engines resume.
 
         Args:
-            mode: What happens to running generations: "keep" continues them later, "abort" ends
+            mode: The treatment of running generations: "keep" continues them later, "abort" ends
                 them, "wait" lets them run to their end.
             model: Name of the model.
         """

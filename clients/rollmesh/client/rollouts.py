@@ -617,7 +617,7 @@ class Attempts:
     async def _completed(
         self, session: Session, ended: Callable[[], SampleOutcome]
     ) -> SampleOutcome:
-        """Closes a session and, with `on_session`, hands over what the collector delivers.
+        """Closes a session and, with `on_session`, hands over its delivered result.
 
         Raises:
             InvalidFieldError: The rewards do not fit the session, which is still open.

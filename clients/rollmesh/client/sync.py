@@ -19,7 +19,7 @@ from rollmesh.client.deliveries import Subscription as AsyncSubscription
 from rollmesh.client.rollouts import GroupOutcome, RolloutSummary, rollout, rollout_groups
 from rollmesh.client.sessions import Delivery, Session
 
-# An event loop in a thread, for callers without one. Ctrl-C cancels what they wait for.
+# An event loop in a thread, for callers without one. Ctrl-C cancels their call.
 
 _Result = TypeVar("_Result")
 _END_S = 60.0

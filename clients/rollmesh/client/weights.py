@@ -197,7 +197,7 @@ class WeightCalls(Connections):
                 over NCCL or CUDA IPC. An engine that joins after a `Transfer` waits for the next
                 push.
             policy_version: Must be higher than the last one, which `policy_version` returns.
-            mode: What happens to running requests. "keep" continues them with the new weights.
+            mode: The treatment of running requests. "keep" continues them with the new weights.
             allow_partial: Whether a failed engine is only reported in its result.
             model: Name of the model. May be empty if the mesh has only one.
 

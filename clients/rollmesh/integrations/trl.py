@@ -66,7 +66,7 @@ class MeshRollouts:
             limits: Other time limits.
             retries: Which failed attempts are retried.
             reward: Scores a finished agent. None: the runner returns the rewards.
-            sampling_policy: What becomes of an agent's own temperature, top_p and the like, which
+            sampling_policy: The treatment of an agent's own temperature, top_p and the like, which
                 the trainer would not know of: they are ignored, or a 400.
 
         Raises:

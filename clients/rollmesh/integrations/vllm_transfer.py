@@ -40,7 +40,7 @@ class MeshWeightSync:
             client: The synchronous client.
             backend: Backend that the engines were started with.
             ranks_per_engine: Workers of one engine: tensor times pipeline parallel size.
-            mode: What happens to running requests during an update.
+            mode: The treatment of running requests during an update.
             model: Name of the model. May be empty if the mesh has only one.
         """
         self._client = client

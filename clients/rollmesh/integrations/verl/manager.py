@@ -65,8 +65,8 @@ class Settings:
     limits: TimeLimits = field(default_factory=TimeLimits)
     retries: Retries = field(default_factory=Retries)
     sampling_policy: Literal["enforce", "refuse"] = "enforce"
-    """What becomes of an agent's own temperature, top_p and the like, which verl would not know of:
-    they are ignored, or a 400."""
+    """The treatment of an agent's own temperature, top_p and the like, unknown to verl: they are
+    ignored, or a 400."""
     status: PromptStatus = "any_failed"
     """When a prompt counts as a failure."""
     flat_extra_fields: bool = False

@@ -37,7 +37,7 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """They run to their end, and Pause returns afterwards."""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
-    """What happens to running generations while the engine is paused."""
+    """The treatment of running generations while the engine is paused."""
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
 """The field is not set."""
@@ -81,7 +81,7 @@ class GenerateRequest(_message.Message):
     """
     sampled_tokens: _builtins.int
     """Number of ids at the end of the prompt that another engine sampled before it was lost: this
-    generation continues that one. `max_tokens` and `min_tokens` count what is left.
+    generation continues that one. `max_tokens` and `min_tokens` count the rest.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
@@ -184,7 +184,7 @@ class StreamGenerateRequest(_message.Message):
     """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:
-        """What to sample."""
+        """The prompt and its sampling parameters."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class BeginGeneration(_message.Message):
     """Id of the client's request, for the engine's log. May be empty."""
     @_builtins.property
     def request(self) -> Global___StreamGenerateRequest:
-        """What to sample."""
+        """The prompt and its sampling parameters."""
 
     def __init__(
         self,
@@ -702,7 +702,7 @@ class PauseRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     mode: Global___PauseMode.ValueType
-    """What happens to running generations."""
+    """The treatment of running generations."""
     model: _builtins.str
     """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
     the engine's own.
@@ -818,7 +818,7 @@ Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsHeader(_message.Message):
-    """What the update is and how to apply it."""
+    """The kind of update and how to apply it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -834,7 +834,7 @@ class UpdateWeightsHeader(_message.Message):
     because the router decides which weights its engines hold.
     """
     pause_mode: Global___PauseMode.ValueType
-    """What happens to running generations. With KEEP they continue with the new weights."""
+    """The treatment of running generations. With KEEP they continue with the new weights."""
     checkpoint_dir: _builtins.str
     """Path of a directory of safetensors files, readable by the engine."""
     safetensors_bytes: _builtins.int

@@ -71,7 +71,7 @@ class _LeaseOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseOut
     """
 
 class LeaseOutcome(_LeaseOutcome, metaclass=_LeaseOutcomeEnumTypeWrapper):
-    """What a turn says about the engine of its lease."""
+    """A turn's verdict on the engine of its lease."""
 
 LEASE_OUTCOME_UNSPECIFIED: LeaseOutcome.ValueType  # 0
 """Nothing: the turn was cancelled, was refused for want of capacity, or failed for a reason of its
@@ -216,7 +216,7 @@ class ReplicaHello(_message.Message):
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
-    """What it is. Decides which other fields are read."""
+    """Its kind. Decides which other fields are read."""
     address: _builtins.str
     """Its address, host:port."""
     model: _builtins.str
@@ -244,7 +244,7 @@ class ReplicaHello(_message.Message):
     https: _builtins.bool
     """Whether agents reach it by HTTPS. Sidecars only."""
     path_prefix: _builtins.str
-    """What the paths of its URLs begin with, such as "/rollmesh". Empty means nothing. Sidecars only."""
+    """The prefix of its URLs' paths, such as "/rollmesh". Empty means nothing. Sidecars only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -523,7 +523,7 @@ Global___Restatement: _TypeAlias = Restatement  # noqa: Y015
 
 @_typing.final
 class EngineHoldings(_message.Message):
-    """What a gateway holds on one engine."""
+    """The leases of a gateway on one engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -667,7 +667,7 @@ class ReleaseLease(_message.Message):
     the only one.
     """
     outcome: Global___LeaseOutcome.ValueType
-    """What the turn says about the engine."""
+    """The turn's verdict on the engine."""
     def __init__(
         self,
         *,
@@ -1234,7 +1234,7 @@ class PauseEnginesRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     mode: _engine_pb2.PauseMode.ValueType
-    """What happens to running generations."""
+    """The treatment of running generations."""
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     request_id: _builtins.str
@@ -1582,7 +1582,7 @@ Global___PushWeightsRequest: _TypeAlias = PushWeightsRequest  # noqa: Y015
 
 @_typing.final
 class PushWeightsHeader(_message.Message):
-    """What is pushed and how the engines apply it."""
+    """The pushed weights and how the engines apply them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1598,7 +1598,7 @@ class PushWeightsHeader(_message.Message):
     policy_version: _builtins.int
     """Version of the new weights, above the `last_policy_version` of the model."""
     pause_mode: _engine_pb2.PauseMode.ValueType
-    """What happens to running generations. With KEEP they continue with the new weights."""
+    """The treatment of running generations. With KEEP they continue with the new weights."""
     checkpoint_dir: _builtins.str
     """Path of a directory of safetensors files, readable by every engine."""
     safetensors_bytes: _builtins.int

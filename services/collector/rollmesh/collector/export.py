@@ -72,7 +72,7 @@ def rows_of(
 
 
 def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
-    """Returns what identifies a session and its outcome, by the names of the rows."""
+    """Returns the identity of a session and its outcome, by the names of the rows."""
     purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
     return {
         "session_id": session.session_id,

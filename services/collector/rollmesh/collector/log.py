@@ -1,7 +1,7 @@
 """Pure decisions about deliveries: units, groups, filters and consumers' settings. No I/O.
 
-A *unit* is what one delivery holds: a session, or a group. Logs list units in the order in which
-they became complete: one log of sessions, one of groups with all their samples, and one for each
+A *unit* is the content of one delivery: a session, or a group. Logs list units in the order of
+their completion: one log of sessions, one of groups with all their samples, and one for each
 consumer with a group policy of its own, which is filled when the consumer's units are fetched. The
 members of a unit are fixed when it enters a log. A consumer has *settled* a unit once it
 acknowledged it or its filter dropped it.

@@ -66,13 +66,13 @@ def watch(name: str, ready: Callable[[], int], leased: Callable[[], int]) -> Non
 
 
 def forget(name: str) -> None:
-    """Removes what is shown of a deleted consumer."""
+    """Removes the series of a deleted consumer."""
     for metric in (READY, LEASED, DELIVERIES, ACKNOWLEDGED, FILTERED):
         metric.remove_by_labels({"consumer": name})
 
 
 def count_filtered(consumer: str, verdict: Verdict) -> None:
-    """Counts what a settled verdict filtered for a consumer."""
+    """Counts the units that a settled verdict filtered for a consumer."""
     for part in verdict.removed:
         name = reason_name(part.reason)
         FILTERED.labels(consumer, name, "trajectory").inc(part.count)

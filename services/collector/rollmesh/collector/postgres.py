@@ -119,7 +119,7 @@ class PostgresBackend(Backend):
         return result
 
     async def enter(self) -> None:
-        """Marks this collector as alive. From here on it hears of what others change."""
+        """Marks this collector as alive. From here on it hears of others' changes."""
 
         def enter(tx: Transaction) -> _News:
             self._stay_alive(tx)
@@ -128,7 +128,7 @@ class PostgresBackend(Backend):
         self._heard = (await self.write(enter))._replace(last_seq=-1)
 
     async def leave(self) -> None:
-        """Leaves what this collector holds to the others, if the server can be reached."""
+        """Leaves this collector's units to the others, if the server can be reached."""
         with suppress(RollmeshError):
             await self.write(lambda tx: tx.db.run("DELETE FROM collectors WHERE id = ?1", self._me))
 
@@ -280,7 +280,7 @@ class PostgresBackend(Backend):
 
     @contextmanager
     def _in_doubt(self, consumer: str) -> Iterator[None]:
-        """After a call that failed, what this collector holds for a consumer is in doubt."""
+        """After a failed call, it is in doubt which units this collector holds for a consumer."""
         try:
             yield
         except BaseException:
@@ -336,7 +336,7 @@ async def open_postgres(
     """Opens the store in a database. One without a store gets the tables of this release.
 
     Raises:
-        ConfigError: The URL is invalid, or the server may lose or garble what it stores.
+        ConfigError: The URL is invalid, or the server may lose or garble its data.
         StoreAwayError: The server could not be reached for a minute.
         StoreError: The store was written by another version. Nothing in it has changed.
     """

@@ -123,7 +123,7 @@ class Scoring:
                 await asyncio.sleep(_TAKE_OVER_S)
 
     async def _take_over(self) -> None:
-        """Queues what an earlier process, or a collector that died, has left."""
+        """Queues sessions left by an earlier process or a dead collector."""
         room = self._waiting.maxsize - self._waiting.qsize()
         if not room:
             return

@@ -1,4 +1,4 @@
-"""The session store: what it keeps, and what every operation does, over either database.
+"""The session store: its contents and operations, over either database.
 
 A `Store` runs functions over a `Transaction`. A `Backend` runs the transactions, and is the only
 place that knows the dialect: `sqlite.py` (one collector, large arrays in files) and `postgres.py`
@@ -93,7 +93,7 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Totals of what is stored."""
+    """Totals of the stored sessions."""
 
     sessions: int
     trajectories: int
@@ -270,7 +270,7 @@ class Store:
         self._retention = retention
         self._retained_to = 0
         self.store_id = store_id
-        """Identifies what is stored: collectors with the same one share a store."""
+        """Identifies the store: collectors with the same one share a store."""
         self.turn = backend.turn
         self.lost = backend.lost
         self.changed = backend.changed
@@ -523,7 +523,7 @@ class Store:
         return [(n, session_id) for n, session_id in rows]
 
     async def counts(self) -> Counts:
-        """Returns totals of what is stored."""
+        """Returns totals of the stored sessions."""
         return await self.backend.read(
             lambda tx: Counts(
                 sessions=tx.total("sessions"),
@@ -881,7 +881,7 @@ def _with_policies(tx: Transaction) -> list[pb.Consumer]:
 
 
 def tick(tx: Transaction, now_ms: int) -> bool:
-    """Acts on what is due and returns whether anything became deliverable."""
+    """Acts on due deadlines and returns whether anything became deliverable."""
     late = tx.db.rows(
         "SELECT session_id, group_key FROM sessions WHERE due_ms <= ?1 LIMIT ?2",
         now_ms,
@@ -955,7 +955,7 @@ def _list_once(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry])
 
 
 def _list_filtered(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry]) -> None:
-    """Lists and counts what was filtered for a consumer, or for all readers of a log."""
+    """Lists and counts filtered units of a consumer, or for all readers of a log."""
     if not entries:
         return
     tx.db.run_many(
@@ -1261,7 +1261,7 @@ def load(tx: Transaction, units: Sequence[Unit], consumer: pb.Consumer) -> list[
 def count_attempts(
     tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
 ) -> list[Loaded | None]:
-    """Counts attempts for the units that are delivered, and lists what is removed from them.
+    """Counts attempts for delivered units, and lists the trajectories removed from them.
 
     Returns:
         The units. None stands for one that left the consumer's log or that another collector has.

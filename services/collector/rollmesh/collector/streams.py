@@ -120,7 +120,7 @@ class Consumer:
         return bool(self._credits) and self._credits.keys() <= self._stalled
 
     def wanted(self) -> int:
-        """Returns how many units to fetch: what the streams may take beyond what is held.
+        """Returns how many units to fetch: the credits of the streams beyond the held units.
 
         Regardless of credits, fewer than twice `_MOST_FETCHED` units are held ready, not counting
         those returned by streams.
@@ -492,7 +492,7 @@ class Subscriptions:
             reader.cancel()
             self._streams.discard(stream)
             stream.consumer.close_stream(stream.id)
-            # A stream may end after the service: the next start reads what it had not given back.
+            # A stream may end after the service: the next start reads the units not given back.
             release = partial(self._release, stream.consumer)
             begun(self.tasks, contained(release, "units not released"))
             self._wake_all()

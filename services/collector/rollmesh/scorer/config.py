@@ -35,7 +35,7 @@ class ScorerConfig(ServerConfig):
         """Validates the settings.
 
         Raises:
-            ConfigError: Names the setting and what to give.
+            ConfigError: Names the setting and the remedy.
         """
         super().__post_init__()
         if not _FUNCTION.fullmatch(self.function):

@@ -3,7 +3,7 @@
 Frames consist of a 4-byte little-endian length and a message. Standard input carries one
 `SessionRecord` per frame. Standard output carries a byte 1 and `SessionRewards`, or a byte 0 and
 the error text. The first frame on standard output says whether the function was imported. The
-function itself reads an empty standard input, and what it prints goes to standard error.
+function itself reads an empty standard input, and its output goes to standard error.
 
 The process kills itself and everything it started when its standard input ends, because then the
 scorer is gone.

@@ -47,7 +47,7 @@ def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
 
 
 class ChangedEcho:
-    """An echo that differs from what was sampled by more than blank text and names.
+    """An echo that differs from the sample by more than blank text and names.
 
     It is compared with many sampled messages, so it is read once.
     """

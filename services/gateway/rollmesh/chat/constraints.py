@@ -247,7 +247,7 @@ def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Forma
 
 
 def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
-    """Returns what comes before the answer: free text up to the delimiter that ends it."""
+    """Returns the part before the answer: free text up to the delimiter that ends it."""
     if format_.in_channels:
         begin, end, after = _CHANNELED[format_.in_channels]
         others = [delimiter for delimiter in CHANNELS[format_.in_channels] if delimiter != end]

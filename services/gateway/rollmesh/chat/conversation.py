@@ -53,7 +53,7 @@ class ChatModel:
 
     tokenizer: ModelTokenizer
     continuation: Continuation
-    """Adds messages to a conversation. Its `profile` says what the chat template does."""
+    """Adds messages to a conversation. Its `profile` describes the chat template."""
     format: AnswerFormat
     """How the model writes tool calls and reasoning."""
     image_rule: ImageRule | None = None
@@ -126,7 +126,7 @@ class Conversation:
             model: The model.
             tools: Tools in their OpenAI form.
             template_options: Extra variables of the chat template.
-            special_text: What happens to text of messages that spells a special token: "parity"
+            special_text: The treatment of text of messages that spells a special token: "parity"
                 (it becomes that token, as in `apply_chat_template`), "plain" (it stays text) or
                 "refuse" (an error).
 
@@ -215,7 +215,7 @@ class Conversation:
         return _joined((self.token_ids, *added, opening))
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids, end tokens included. Returns what is now certain of the answer."""
+        """Takes sampled ids, end tokens included. Returns the newly certain part of the answer."""
         turn = self._begun()
         ids = [int(id_) for id_ in token_ids]
         turn.sampled += ids
@@ -226,7 +226,7 @@ class Conversation:
         turn = self._begun()
         events = [*turn.answer.end_text(), *turn.answer.finish()]
         self._answer, self.malformed = turn.answer.message(), turn.answer.malformed
-        # Where the template allows one call, what follows it is no part of the answer.
+        # Where the template allows one call, the text after it is no part of the answer.
         sampled = np.array(turn.sampled[: turn.answer.stopped_at], np.uint32)
         ended = bool(len(sampled)) and int(sampled[-1]) in self._model.continuation.closing_ids
         ids = np.concatenate([turn.opening, sampled])

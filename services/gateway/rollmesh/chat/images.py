@@ -317,7 +317,7 @@ def locate(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> list[Plac
     return found
 
 
-# Encodes what a template prints, with the runs of images in it.
+# Encodes a template's text, with the runs of images in it.
 
 
 class ImageEncoder:

@@ -35,7 +35,7 @@ class Image:
     at: int
     """Number of characters of the content before it."""
     sha256: str
-    """SHA-256 of its bytes, hexadecimal: what it is compared by."""
+    """SHA-256 of its bytes, hexadecimal. Images are compared by it."""
     width: int
     """Pixels."""
     height: int

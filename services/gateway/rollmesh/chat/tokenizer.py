@@ -51,12 +51,12 @@ class TextStream(Protocol):
         ...
 
     def finish(self) -> str:
-        """Returns what is left: bytes that did not become a character, as U+FFFD."""
+        """Returns the rest: bytes that did not become a character, as U+FFFD."""
         ...
 
 
 class ModelTokenizer(Protocol):
-    """Encodes what a template prints and decodes ids."""
+    """Encodes a template's text and decodes ids."""
 
     stop_ids: frozenset[int]
     """Ids at which the model is known to stop."""

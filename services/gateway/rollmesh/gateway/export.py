@@ -150,7 +150,7 @@ def _export(
     """Returns the trajectory of a leaf.
 
     Args:
-        trajectory: What becomes the trajectory. Empty, and without arrays afterwards.
+        trajectory: The message to fill. Empty, and without arrays afterwards.
         session_id: Id of the session.
         leaf: The last node of the trajectory.
         lineage: Its lineage.
@@ -424,7 +424,7 @@ def write_head(
 
 
 def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
-    """Checks that a close's rewards refer to what the session's record will contain.
+    """Checks that a close's rewards refer to turns of the session's record.
 
     Raises:
         InvalidFieldError: A reward is invalid. The error names the first one.

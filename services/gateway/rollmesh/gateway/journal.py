@@ -429,7 +429,7 @@ _NODE_COLUMNS = (
     " tops, answer, sampling, images"
 )
 BLOB_COLUMNS = "n, node_id, token_ids, logprobs, images"
-"""What a record's arrays are made of."""
+"""The source of a record's arrays."""
 
 
 def read_nodes(

@@ -41,7 +41,7 @@ _NEEDED = {
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Serves one router. Its state is what its members report.
+    """Serves one router. Its state is built from its members' reports.
 
     Control calls go to all engines of a model in parallel and return a result per engine. Engines
     are told the request id of the call, so a repeat at another router does nothing again.

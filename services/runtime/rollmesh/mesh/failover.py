@@ -375,7 +375,7 @@ class Failover:
                 yield None
             elif order.is_complete:
                 return
-            # An engine that aborted did what an operator asked, and may be tried again.
+            # An engine that aborted obeyed an operator, and may be tried again.
             was_lost = not isinstance(error, GenerationAbortedError)
             if order.generation.taken > held:
                 lost.clear()

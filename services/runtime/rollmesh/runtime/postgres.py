@@ -441,7 +441,7 @@ async def prepare_database(
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
-        ConfigError: The server may lose or garble what it stores.
+        ConfigError: The server may lose or garble its data.
         StoreError: The tables have another version. Nothing in them has changed.
     """
     backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)

@@ -54,12 +54,12 @@ class IncrementalDecoder:
         return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
 
     def finish(self) -> str:
-        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        """Returns the rest: bytes that never became a character, as U+FFFD."""
         return self._stream.finish()
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text and holds back what may begin one."""
+    """Finds the first stop string in a growing text and holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
         """Looks for any of `stops`, none of them empty. The text may keep the one that is found."""
@@ -171,7 +171,7 @@ class Answer:
         return self._parser is not None and (self._parser.malformed or self._left_out)
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids. Returns what is now certain. Ids after a stop are ignored."""
+        """Takes sampled ids. Returns the newly certain part. Ids after a stop are ignored."""
         if not (self._stops.wanted or self._one_call):
             text = self._decoder.feed_all(token_ids)
             return self._split(text) if text else []
@@ -188,7 +188,7 @@ class Answer:
                 events += self._by_id(text)
             else:
                 certain.append(text)
-        # Split once: what came together also leaves together.
+        # Split once: pieces that came together also leave together.
         return events + self._split("".join(certain))
 
     @property
@@ -197,7 +197,7 @@ class Answer:
         return self._parser if isinstance(self._parser, WholeCallParser) else None
 
     def end_text(self) -> list[ParserEvent]:
-        """Ends the ids. Returns what is now certain."""
+        """Ends the ids. Returns the rest of the answer."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decode(self._decoder.finish()))

@@ -114,7 +114,7 @@ def _call_of(render: Render) -> tuple[str, bool]:
 
 
 def _answer_of(render: Render, answer: Message, context: RenderContext) -> str:
-    """Returns the text of an answer, without what the generation prompt prints of it."""
+    """Returns the text of an answer, without the part that the generation prompt prints."""
     whole = render((_USER, answer), context)
     opened = render((_USER,), context, generation_prompt=True)
     both = enumerate(zip(whole, opened, strict=False))
@@ -200,7 +200,7 @@ def _shown_by(text: str) -> Iterator[str]:
 
 
 def _verified(found: AnswerFormat, source: str, printed: Printed) -> AnswerFormat:
-    """Returns the format that reads what the template prints, among those that its text shows.
+    """Returns the format that reads the template's calls, among those that its text shows.
 
     Where the template prints no call, nothing is to be checked. A format that only vLLM can parse
     is taken by its delimiters, because vLLM takes seconds to import.
@@ -255,7 +255,7 @@ def choose(
     prints, or if only vLLM can parse it and vLLM is not installed.
 
     Args:
-        template_source: What the format is detected in.
+        template_source: The source in which the format is detected.
         render: Prints a conversation with the template.
         tokenizer: The model's.
         tool_parser: The setting of the gateway.

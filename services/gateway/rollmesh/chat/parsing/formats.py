@@ -124,7 +124,7 @@ class AnswerFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What must stay in the decoded text, special tokens included."""
+        """Strings that must stay in the decoded text, special tokens included."""
         if self.in_channels:
             return CHANNELS[self.in_channels]
         delimiters = FORMATS[self.tools].delimiters if self.tools in FORMATS else self.shown
@@ -144,7 +144,7 @@ class AnswerFormat:
 
     @property
     def _openings(self) -> tuple[str, ...]:
-        """What may begin the calls of an answer."""
+        """Possible beginnings of the calls of an answer."""
         if self.tools.startswith(VLLM):
             return VLLM_OPENINGS.get(self.tools.removeprefix(VLLM), ())
         format_ = FORMATS.get(self.tools)

@@ -71,7 +71,7 @@ class ToolParser(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: the parser is not inside a call or what may begin one."""
+        """Whether all text was passed on: the parser is outside of calls and their beginnings."""
         ...
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -206,7 +206,7 @@ class StepParser(BaseParser, ABC):
 
     @abstractmethod
     def _end(self, events: list[ParserEvent]) -> None:
-        """Reads what is held when no more text comes."""
+        """Reads the held text when no more comes."""
 
 
 class Coming:

@@ -62,7 +62,7 @@ class ReasoningSplitter:
         return self._state == "call"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Takes text. Returns what is now certain: reasoning, and rest."""
+        """Takes text. Returns the newly certain text: reasoning, and rest."""
         self._late.append(text)
         if self._wait is not None and not self._wait(text):
             return "", ""
@@ -84,7 +84,7 @@ class ReasoningSplitter:
         return thought, rest
 
     def finish(self) -> tuple[str, str]:
-        """Ends the text. Returns what is left: reasoning, and rest."""
+        """Ends the text. Returns the held text: reasoning, and rest."""
         self._gather()
         if self._state == "inside":
             thought = self._held if self._thought else self._held.lstrip()

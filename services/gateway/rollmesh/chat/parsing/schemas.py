@@ -1,4 +1,4 @@
-"""What the JSON schema of a tool says about the kinds of values, for formats without types."""
+"""The kinds of values by the JSON schema of a tool, for formats without types."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

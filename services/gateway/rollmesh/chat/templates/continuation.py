@@ -1,12 +1,12 @@
 r"""Exact continuation of a conversation through the model's own chat template.
 
-Past tokens are never tokenized again. To find what a new message adds, the message is rendered
+Past tokens are never tokenized again. To find the ids of a new message, the message is rendered
 after a short fixed window and the window is cut off, so the cost does not grow with the session.
 
 A marker shows where to cut. After the marked content of the window's last message the template
 prints the text that ends that message (its *tail*). The cut is after the first token of the tail
 that is never merged with its neighbours, so the text on both sides tokenizes separately as it does
-together. The rest of the tail (the *closing*) begins what the next message adds. In ChatML:
+together. The rest of the tail (the *closing*) begins the next message's ids. In ChatML:
 
     head    <|im_start|>system ... <|im_end|>
     delta   \n<|im_start|>user ... <|im_end|>
@@ -14,7 +14,7 @@ together. The rest of the tail (the *closing*) begins what the next message adds
 
 A sampled answer is never rendered: the cut after it is after the token that ends it. So a template
 that prints earlier answers differently (without their reasoning, say) can still be continued: the
-session keeps what was sampled. Each template is probed when it is loaded (`probe`).
+session keeps the sampled ids. Each template is probed when it is loaded (`probe`).
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.codec.arrays import TokenIds
 
-# Compares what a template would print with the ids that a session holds.
+# Compares a template's text with the ids of a session.
 #
 # A session keeps the tokens that were sampled. If the template would now print them differently (it
 # drops reasoning, strips whitespace, formats a call's arguments differently, or the text tokenizes
@@ -95,7 +95,7 @@ class HeldGroup(Protocol):
 
     @property
     def sample(self) -> object | None:
-        """What was sampled. None for a group that the template printed."""
+        """The sampled ids. None for a group that the template printed."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class HeldGroup(Protocol):
 
 
 class Comparison(NamedTuple):
-    """What the template would print, against what a turn's prompt holds."""
+    """The template's text against the ids of a turn's prompt."""
 
     at: int | None
     """Index of the first node of the path that is printed otherwise, its length where only what the
@@ -158,7 +158,7 @@ def divide(
 
     Args:
         ids: The ids of all groups, and of what opens the model's turn. Uint32 [N].
-        known: The ids of each group. None for an answer, which takes what is left between others.
+        known: The ids of each group. None for an answer, which takes the rest between others.
         generation_prompt: What opens the model's turn. Uint32 [N].
 
     Returns:
@@ -257,7 +257,7 @@ _DATES = re.compile(
 
 
 def shown_time(source: str) -> Callable[[int], int]:
-    """Returns the function that rounds a time, unix seconds, to what a template can print of it.
+    """Returns the function that rounds a time, unix seconds, to the precision of a template.
 
     Args:
         source: Text of the template.
@@ -378,7 +378,7 @@ class Continuation:
         return self._images.places(group, ids)
 
     def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
-        """Returns ids that follow a node, adapted to what the node really holds.
+        """Returns ids that follow a node, adapted to the node's own ids.
 
         A truncated answer is closed as the template closes it. Where the header of the next turn
         ends answers, a sampled header is kept and not repeated. If the next turn has another
@@ -394,7 +394,7 @@ class Continuation:
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
     def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> TokenIds:
-        """Returns the ids between the last of `groups` and what the model samples. Uint32 [N].
+        """Returns the ids between the last of `groups` and the sample. Uint32 [N].
 
         Raises:
             TemplateRenderError: The template has no answer after such a group.
@@ -424,7 +424,7 @@ class Continuation:
         added: Sequence[TokenIds],
         show: Show,
     ) -> Comparison:
-        """Compares a turn's prompt with what the template would print now.
+        """Compares a turn's prompt with the template's text now.
 
         An append-only template always prints an answer the same way, so each answer is compared
         once. For other templates the whole conversation is rendered.
@@ -432,7 +432,7 @@ class Continuation:
         Args:
             path: The nodes of a path.
             fresh: The groups that a request adds to it.
-            context: What is rendered beside them.
+            context: The variables of the render.
             added: The ids that those add, and those that open the model's turn. Uint32 [N] each.
             show: Returns groups as the template will see them.
         """
@@ -469,7 +469,7 @@ class Continuation:
         Args:
             path: Nodes that hold the beginning of a conversation.
             groups: The whole conversation.
-            context: What is rendered beside it.
+            context: The variables of the render.
             show: Returns groups as the template will see them.
 
         Returns:
@@ -533,7 +533,7 @@ class Continuation:
     def _known(
         self, cutter: Cutter, groups: Sequence[MessageGroup], at: int, context: RenderContext
     ) -> TokenIds | None:
-        """Returns the ids of a group. None for an answer, whose ids depend on what follows.
+        """Returns the ids of a group. None for an answer, whose ids depend on the next group.
 
         Of two answers in a row the second is rendered, because one of them has to be known.
         """
@@ -547,7 +547,7 @@ class Continuation:
         return template.render(messages, context, generation_prompt=True)
 
     def _closing(self, node: HeldGroup) -> TokenIds:
-        """Returns what is missing at the end of a node. Uint32 [0] or [1].
+        """Returns the ids missing at the end of a node. Uint32 [0] or [1].
 
         Where calls have their own end token, only that token closes them.
         """

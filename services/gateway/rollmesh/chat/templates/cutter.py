@@ -64,7 +64,7 @@ class Boundaries:
         """Returns the messages to render in front of a group.
 
         Args:
-            before: What the group stands after.
+            before: The kind of group before it.
             previous: The group in front of it. An answer's calls are part of the window.
         """
         if before != "assistant":
@@ -79,16 +79,16 @@ class Boundaries:
         text: str,
         options: RenderContext,
     ) -> str:
-        """Returns what a render prints after the last message of its window.
+        """Returns the text of a render after the last message of its window.
 
         Args:
             before: Place after the window.
             window: The messages in front.
-            text: Render of the window and what follows it.
-            options: What it was rendered with.
+            text: Render of the window and its continuation.
+            options: The template's options.
 
         Raises:
-            TemplateRenderError: What follows changes how the window is printed.
+            TemplateRenderError: The continuation changes how the window is printed.
         """
         if before == "assistant":
             return self._after_answer(window, text, options)

@@ -1,4 +1,4 @@
-"""Loads what a model's directory says about conversations: its template and its tokenizer."""
+"""Loads the conversation files of a model's directory: its template and its tokenizer."""
 
 from pathlib import Path
 from typing import Any

@@ -139,7 +139,7 @@ class MistralTemplate:
         self._any_end = get_validator(version, mode=ValidationMode.agnostic)
         self._before_answer = get_validator(version, mode=ValidationMode.test)
         self.source = f"mistral_common {version.value} {' '.join(tokenizer.control_names)}"
-        """Version and control tokens: what tells how answers are written."""
+        """Version and control tokens, which decide how answers are written."""
         self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
 
     def render(
@@ -230,7 +230,7 @@ class _Stream:
         return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:
-        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        """Returns the rest: bytes that never became a character, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
     def bytes_of(self, token_id: int) -> bytes:

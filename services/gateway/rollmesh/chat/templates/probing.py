@@ -309,7 +309,7 @@ _TWO = (Message("system", "one7zq"), Message("system", "two7zq"))
 
 @dataclass(frozen=True, slots=True)
 class SystemRule:
-    """What becomes of a conversation's system messages before the template sees them."""
+    """The form of a conversation's system messages before the template sees them."""
 
     joins_first: bool = False
     """Whether those at the beginning are one, their texts separated by an empty line."""
@@ -403,7 +403,7 @@ class Probed:
     profile: TemplateProfile
     cutter: Cutter
     template: ModelTemplate
-    """The template, behind what it needs to be given system messages."""
+    """The template, behind its adapter for system messages."""
 
 
 def probe(
@@ -415,7 +415,7 @@ def probe(
         template: The template.
         options_json: Extra variables of the template: a JSON object, or empty.
         tokenizer: Its tokenizer.
-        image: What the template prints for an image. Empty if the model takes none.
+        image: The template's text for an image. Empty if the model takes none.
 
     Raises:
         TemplateRefusedError: It cannot be continued exactly. The message describes the difference.

@@ -1,7 +1,7 @@
 """Text of users and tools that spells a special token, such as `<|im_end|>` on a web page.
 
 Chat templates print such text beside their own special tokens, and tokenizers cannot tell the two
-apart: the text closes its turn and may open another. A setting says what happens:
+apart: the text closes its turn and may open another. A setting decides:
 
 * parity: the text becomes the token, as in `apply_chat_template`. The turn carries SPECIAL_TEXT.
 * plain: it stays text. A marker is put into it before the template prints it, so that the tokenizer
@@ -30,7 +30,7 @@ _CONTEXTS_BYTES = 16 * 1024 * 1024
 
 
 class SpecialText:
-    """Applies the setting to what a request adds."""
+    """Applies the setting to the messages that a request adds."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, setting: str, reserved: Sequence[str] = ()
@@ -57,7 +57,7 @@ class SpecialText:
     def apply(
         self, groups: list[MessageGroup], start: int, context: RenderContext
     ) -> tuple[list[MessageGroup], RenderContext, bool]:
-        """Returns what is rendered of a request that adds `groups[start:]`.
+        """Returns the rendered form of a request that adds `groups[start:]`.
 
         Returns:
             The groups and the context as the template will see them, and whether text in them

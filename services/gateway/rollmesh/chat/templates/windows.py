@@ -23,7 +23,7 @@ from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
-"""What a group stands after: templates treat the first system message differently."""
+"""The kind of group before it: templates treat the first system message differently."""
 MARKER, FOLLOWED = "mark7zq", "next7zq"
 _MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
@@ -52,7 +52,7 @@ FOLLOWERS: dict[Place, Message] = {
 
 
 def place(groups: Sequence[MessageGroup], at: int) -> Place:
-    """Returns what the group at an index stands after."""
+    """Returns the kind of group before an index."""
     if at == 0:
         return "start"
     role = groups[at - 1][0].role
@@ -169,7 +169,7 @@ class _Finder:
         return Ends(end, call, tuple(dict.fromkeys(stops)))
 
     def _remedy(self, window: tuple[Message, ...]) -> str:
-        """Returns what to do about a template that does not render a window. Empty if unknown."""
+        """Returns the remedy for a template that does not render a window. Empty if unknown."""
         try:
             self._template.render(window, replace(self._options, tools_json=ANY_TOOLS))
         except TemplateRenderError:
@@ -219,7 +219,7 @@ class _Finder:
                 )
 
     def _inside(self) -> str:
-        """Returns what the template prints between the parts of one answer: never its end."""
+        """Returns the template's text between the parts of one answer: never its end."""
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{FOLLOWED}"}}')
         answers = (
             (Message("assistant", MARKER, (call,)), result("c")),
@@ -237,9 +237,9 @@ class _Finder:
         return "".join(between)
 
     def _call_end(self, end: str) -> str:
-        """Returns what ends an answer with calls.
+        """Returns the end of an answer with calls.
 
-        Where it is not what ends any answer, it is a token at which the model is known to stop, or
+        Where it differs from the end of other answers, it is a token at which the model stops, or
         else the last one that the template prints after a call which no result follows yet.
         """
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARKER}"}}')

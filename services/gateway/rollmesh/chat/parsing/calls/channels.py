@@ -56,7 +56,7 @@ class ChannelParser(StepParser):
     def _end(self, events: list[ParserEvent]) -> None:
         if self._kind is None:
             if self._held.strip() and not self._is_header(self._held):
-                self.malformed = True  # no channel: what the model wrote is all there is
+                self.malformed = True  # no channel: what is the whole answer
                 self.emit_text(self._held, events)
         else:
             self._emit(self._held, events)

@@ -5,10 +5,10 @@ Rules:
   passed through byte for byte up to their closing brace.
 * Text that never becomes a call (no JSON, no name, an unknown name, arguments that are not an
   object) stays text, and the answer is flagged.
-* A call that breaks off or is malformed inside its arguments stays a call with what was sampled,
+* A call that breaks off or is malformed inside its arguments stays a call with the sampled text,
   and the answer is flagged: the beginning may have been streamed. The next call's delimiter ends
   it, unless that delimiter is inside a string.
-* A header is bounded (`_MOST_HEADER`): what is longer has no name that a tool could have.
+* A header is bounded (`_MOST_HEADER`): a longer one has no name that a tool could have.
 * The joined events do not depend on how the text was cut.
 """
 
@@ -46,7 +46,7 @@ class ObjectFormat:
     header: re.Pattern[str]
     """From after `open` to the `{` of the arguments. Groups `name` and, where it has one, `id`."""
     tail: re.Pattern[str]
-    """What may stand between the arguments and `close`."""
+    """Text allowed between the arguments and `close`."""
     close: str
     """Ends a call. Empty if the arguments' last brace does."""
     around: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class ObjectFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What must be visible in the text, special tokens included."""
+        """Strings that must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close, *self.around, *self.inside)))
 
 
@@ -241,7 +241,7 @@ class ObjectCallParser(StepParser):
         return False
 
     def _skip_separators(self) -> bool:
-        """Drops the separators between two calls. Returns whether what follows is certain."""
+        """Drops the separators between two calls. Returns whether the following text is certain."""
         rest = self._held.lstrip(_SEPARATORS)
         if self._format.open.startswith(rest) and rest != self._format.open:
             if not rest:
@@ -304,7 +304,7 @@ class ObjectCallParser(StepParser):
 
     @property
     def _ending(self) -> str:
-        """What ends a body that is not scanned."""
+        """The end of a body that is not scanned."""
         return self._format.close or self._format.open
 
     def _ends_body(self, text: str) -> bool:
@@ -408,7 +408,7 @@ class ObjectCallParser(StepParser):
 
 
 def _has_other_text(text: str) -> bool:
-    """Returns whether a text has more than what may stand between two calls."""
+    """Returns whether a text has more than the separators of two calls."""
     return bool(text.strip(_SEPARATORS))
 
 

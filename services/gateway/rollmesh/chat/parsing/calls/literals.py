@@ -8,7 +8,7 @@ _MOST_DEPTH = 64
 
 
 class NoLiteralError(Exception):
-    """The text is not what the reader looks for."""
+    """The text does not match the reader."""
 
 
 class LiteralReader:
@@ -21,7 +21,7 @@ class LiteralReader:
         self._depth = 0
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Takes what a pattern matches here.
+        """Takes the match of a pattern here.
 
         Raises:
             NoLiteralError: It does not match here.

@@ -175,12 +175,12 @@ class PythonicFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What must be visible in the text, special tokens included."""
+        """Strings that must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close)))
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """What a call may begin with. A list without it begins the answer."""
+        """Possible beginnings of a call. A list without it begins the answer."""
         return tuple(filter(None, (self.open,)))
 
 
@@ -320,7 +320,7 @@ class PythonicCallParser(StepParser):
         self._opened = ""
 
     def _leave_list(self, events: list[ParserEvent]) -> bool:
-        """Makes text of what is neither a call nor an end. Says that another step may follow."""
+        """Makes text of anything but a call or an end. Says that another step may follow."""
         self._refuse("", events)
         self._state = _State.TEXT
         return True

@@ -31,7 +31,7 @@ from rollmesh.chat.parsing.schemas import Schema, Schemas
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _MOST_REFUSED = 32
-"""Calls of one answer that are refused. What follows is text. Each is read from its own opening."""
+"""Calls of one answer that are refused. The rest is text. Each is read from its own opening."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rollmesh.chat.parsing.parser import BaseParser, ParserEvent
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a parser found in an answer."""
+    """The findings of a parser in an answer."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -47,7 +47,7 @@ class WholeCallParser(BaseParser):
         return []
 
     def take(self, reading: Reading | None) -> None:
-        """Takes what was found. None if the parser failed."""
+        """Takes the findings. None if the parser failed."""
         self._reading = reading
 
     def finish(self) -> list[ParserEvent]:

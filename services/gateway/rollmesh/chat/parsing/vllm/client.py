@@ -31,7 +31,7 @@ class _WorkerDiedError(Exception):
 
 
 class _WorkerFailedError(Exception):
-    """The worker, or vLLM's parser, said what is wrong."""
+    """The worker, or vLLM's parser, named an error."""
 
 
 class VllmParser:
@@ -76,7 +76,7 @@ class VllmParser:
         return self._process.pid if self._process is not None else None
 
     async def read(self, text: str, tools_json: bytes) -> Reading | None:
-        """Returns what an answer contains. None if that cannot be known."""
+        """Returns the contents of an answer. None if that cannot be known."""
         if self._waiting >= self._max_waiting:
             self._report("busy", f"{self._waiting} answers wait")
             return None
