@@ -21,7 +21,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 SNIPPET = "docs/deploy/ray.md python 1"
 SERVICES = ["collector", "engine-0", "gateway-0", "router", "sidecar"]
@@ -47,7 +47,7 @@ async def drive(cluster: Cluster, program: str, *words: str, **settings: Any) ->
         env={**os.environ, "RAY_ADDRESS": str(cluster.address)},
         **settings,
     )
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         output, _ = await process.communicate()
     assert process.returncode == 0, f"{process.returncode}: {output.decode()}"
     return output.decode()
@@ -82,7 +82,7 @@ async def test_of_two_drivers_one_brings_the_mesh_up_and_the_other_joins(
 ) -> None:
     first, second = meshes
     assert sorted(one.brought_up for one in meshes) == [False, True]
-    found = await asyncio.gather(*(asyncio.to_thread(one.wait, 120) for one in meshes))
+    found = await asyncio.gather(*(asyncio.to_thread(one.wait, 240) for one in meshes))
     assert [one.name for one in found[0]] == [one.name for one in found[1]] == SERVICES
     assert first.addresses.router == second.addresses.router
     for mesh in meshes:
@@ -180,7 +180,7 @@ async def test_the_next_driver_starts_the_services_that_a_dead_one_left_out(
         mesh.wait(0.1)
     mesh = await asyncio.to_thread(Mesh, own, name="half")
     assert not mesh.brought_up
-    found = await asyncio.to_thread(mesh.wait, 120)
+    found = await asyncio.to_thread(mesh.wait, 240)
     assert [one.name for one in found] == SERVICES
     await asyncio.to_thread(mesh.down)
     with pytest.raises(MeshError, match="was taken down"):

@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.cli.up import free_ports
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             async for line in process.stdout:
                 if b"Ray runtime started" in line:
                     break
@@ -66,7 +66,7 @@ async def test_the_error_names_the_variable_of_the_token(
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **shown, "RAY_AUTH_TOKEN_PATH": str(other)},
     )
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         _, errors = await process.communicate()
     assert process.returncode == 1
     last = errors.decode().strip().splitlines()[-1]

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.paths import ROOT
 from tests.processes import run_to_end
+from tests.ray_on_busy_machines import PATIENT
 
 ENVIRONMENT = ROOT / ".venv-trainers"
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,6 +35,7 @@ async def run_with(python: str | Path, script: str, folder: Path, /, **arguments
         "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in _SOURCES),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        **PATIENT,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TMPDIR": str(folder),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

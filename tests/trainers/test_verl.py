@@ -18,7 +18,7 @@ _SAMPLES = 3
 _SUPERSEDED = _SAMPLES + 1  # of the broken agent, which is tried again, and of the flaky one
 _SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1  # of four prompts and one of the validation set
 _TRAINED = 3 * _SAMPLES  # of four prompts. One is broken
-pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         sessions: dict[tuple[str, int], SessionResult] = {}
         superseded: list[SessionResult] = []
         async with client.subscribe("audit", unit="session") as deliveries:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 while len(sessions) + len(superseded) < _SESSIONS:
                     (session,) = (await anext(deliveries)).sessions
                     if session.superseded:

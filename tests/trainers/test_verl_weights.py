@@ -29,7 +29,7 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
             )
             session.reward = 1.0
         async with client.subscribe("trainer", unit="session") as deliveries:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 (delivered,) = (await anext(deliveries)).sessions
     (trajectory,) = delivered.trajectories
     assert set(trajectory.policy_versions[trajectory.loss_mask]) == {STEP}
