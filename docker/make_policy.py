@@ -18,7 +18,7 @@ def main() -> None:
         _log.info("%s already contains a model; it is kept", target)
         return
     # Imports torch, which takes longer than everything else where a model is there.
-    from examples.demo.policy import make_policy  # noqa: PLC0415
+    from examples.demo.policy import make_policy
 
     with tempfile.TemporaryDirectory() as folder:
         report = make_policy(Path(folder), seed=0, progress=_show)

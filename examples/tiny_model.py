@@ -37,7 +37,7 @@ def make(folder: Path, *, weights: bool) -> None:
         "tie_word_embeddings": True,
     }
     if weights:
-        from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - optional
+        from transformers import Qwen3Config, Qwen3ForCausalLM  # optional
 
         Qwen3ForCausalLM(Qwen3Config(**shape, dtype="float32")).save_pretrained(folder)
         return

@@ -92,8 +92,8 @@ def make_model_dir(
         tags: Texts of one id each.
         spread: Standard deviation of the weights.
     """
-    import torch  # noqa: PLC0415 - only the tests with vLLM have it
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    import torch  # only the tests with vLLM have it
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer([*corpus] * 50, 400, path, CONTEXT_TOKENS)
     if tags:
@@ -122,15 +122,15 @@ def make_model_dir(
 
 def load_network(path: Path) -> Any:
     """The model in torch, float32."""
-    import torch  # noqa: PLC0415 - these take six seconds
-    from transformers import Qwen3ForCausalLM  # noqa: PLC0415
+    import torch  # these take six seconds
+    from transformers import Qwen3ForCausalLM
 
     return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def torch_logprobs(path: Path, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """What torch gives for each id of the vocabulary after each of `ids`, by position and id."""
-    import torch  # noqa: PLC0415
+    import torch
 
     with torch.no_grad():
         logits = load_network(path)(torch.tensor(np.array(ids, np.int64))[None]).logits[0]

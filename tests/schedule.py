@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - not installed in every environment
+    from xdist.scheduler import LoadScopeScheduling  # not installed in every environment
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc] # the checkers skip xdist
         """A module's tests share a worker and the module's fixtures. So do those of a group."""

@@ -98,7 +98,7 @@ class RpcAttack:
         if violation := caller.violation(_path(method), outcome):
             self._findings.found("role_violations", where, violation, *sent)
 
-    def _count(self, is_stream: bool) -> int:  # noqa: FBT001 - of one thing
+    def _count(self, is_stream: bool) -> int:  # of one thing
         return self._rng.choice((0, 1, 1, 2, 3, 8, 40)) if is_stream else 1
 
     def _inputs(self, method: MethodDescriptor, count: int) -> Iterator[bytes]:

@@ -104,7 +104,7 @@ def continuation(name: str) -> Continuation:
 
 def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> str | None:
     """Transformers' own render. None where the template refuses the conversation."""
-    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - it is large
+    from transformers.utils.chat_template_utils import (  # it is large
         render_jinja_template,
     )
 
@@ -118,7 +118,7 @@ def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> 
             add_generation_prompt=True,
             **family.variables,
         )
-    except Exception:  # noqa: BLE001 - whatever a template raises
+    except Exception:  # whatever a template raises
         return None
     return str(texts[0])
 
@@ -212,7 +212,7 @@ def mistral_file(name: str, folder: Path) -> Path:
     """The file of a tokenizer. One of a later version is made in `folder`."""
     if name not in _LATER:
         return MISTRAL / name
-    from mistral_common.tokens.tokenizers.tekken import Tekkenizer  # noqa: PLC0415 - it is large
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer  # it is large
 
     made = json.loads((MISTRAL / "tekken_240718.json").read_text())
     tokens: list[str] = [str(one["token_str"]) for one in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
@@ -229,7 +229,7 @@ def mistral_file(name: str, folder: Path) -> Path:
 
 @cache
 def load_mistral(name: str) -> "tuple[Continuation, MistralTokenizer]":
-    from rollmesh.chat.templates.mistral import (  # noqa: PLC0415 - it is large
+    from rollmesh.chat.templates.mistral import (  # it is large
         MistralTemplate,
         MistralTokenizer,
     )

@@ -26,8 +26,8 @@ async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterat
 async def postgres_store(
     url: str, retention: Retention = KEEP, **limits: int
 ) -> AsyncIterator[Store]:
-    from rollmesh.collector.postgres import open_postgres as open_  # noqa: PLC0415
-    from rollmesh.runtime.postgres import Limits  # noqa: PLC0415
+    from rollmesh.collector.postgres import open_postgres as open_
+    from rollmesh.runtime.postgres import Limits
 
     async with open_(url, retention, Limits(**limits)) as store:
         yield store

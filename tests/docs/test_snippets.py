@@ -144,7 +144,7 @@ async def verl_runner(block: Block, folder: Path) -> None:
 async def trl_trainer(block: Block, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL has not been told of this vLLM yet
-        from trl import GRPOTrainer  # noqa: PLC0415 - it imports torch and vLLM
+        from trl import GRPOTrainer  # it imports torch and vLLM
 
         trainer = create_autospec(GRPOTrainer)
     names = {

@@ -64,7 +64,7 @@ class StoreTrainer(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
-        import vllm.distributed.weight_transfer.nccl_engine as module  # noqa: PLC0415
+        import vllm.distributed.weight_transfer.nccl_engine as module
 
         module.open_trainer_endpoint = lambda info: join(info, 0)
         return super().trainer_init(init_info, client=client, source=source)

@@ -20,7 +20,7 @@ def sqlite_journal(folder: Path) -> AbstractAsyncContextManager[Journal]:
 async def postgres_journals(
     url: str, *, model: str = "policy", files: ModelFiles = MODEL, lease_ms: int = 60_000
 ) -> AsyncIterator[Journals]:
-    from rollmesh.gateway.postgres import ServedModel, open_postgres  # noqa: PLC0415
+    from rollmesh.gateway.postgres import ServedModel, open_postgres
 
     async with open_postgres(url, ServedModel(model, files), lease_ms) as journals:
         yield journals

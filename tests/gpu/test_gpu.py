@@ -116,12 +116,12 @@ async def transfer_mesh(
 
 async def send(client: Client, backend: str, info: Any, model: Path) -> None:
     """Pushes a model from the first GPU by vLLM's own trainer side."""
-    from vllm.distributed.weight_transfer import (  # noqa: PLC0415 - only with a GPU
+    from vllm.distributed.weight_transfer import (  # only with a GPU
         ModuleSource,
         WeightTransferTrainerFactory,
     )
 
-    from rollmesh.integrations.vllm_transfer import MeshWeightSync  # noqa: PLC0415
+    from rollmesh.integrations.vllm_transfer import MeshWeightSync
 
     network = load_network(model).to("cuda:0")
     sync = MeshWeightSync(client, backend)
@@ -141,7 +141,7 @@ async def send(client: Client, backend: str, info: Any, model: Path) -> None:
 async def test_weights_by_nccl(
     tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     with monkeypatch.context() as patched:
@@ -153,7 +153,7 @@ async def test_weights_by_nccl(
 
 
 async def test_weights_by_cuda_ipc(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> None:
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     async with transfer_mesh(tmp_path, model_dir, other_model_dir, "ipc") as (engine, client):
         await send(client, "ipc", IPCTrainerInitInfo(rank=0), other_model_dir)
@@ -163,7 +163,7 @@ async def test_weights_by_cuda_ipc(tmp_path: Path, model_dir: Path, other_model_
 @pytest.mark.skipif(bool(docker_problem()), reason=docker_problem() or "docker runs")
 @pytest.mark.timeout(1800)
 async def test_the_gpu_profile_of_compose_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.docker.compose import gpu_project  # noqa: PLC0415 - asks docker
+    from tests.docker.compose import gpu_project  # asks docker
 
     with gpu_project() as project:
         async with open_channel(

@@ -25,10 +25,10 @@ def words_of(pod: str, part: str, variables: dict[str, str]) -> list[str]:
 
 
 def test_workers_load_the_model_as_the_leader_does() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollmesh.engine.vllm.backend import _arguments, read_options  # noqa: PLC0415
+    from rollmesh.engine.vllm.backend import _arguments, read_options
 
     variables = {"LWS_LEADER_ADDRESS": "10.0.0.1", "LWS_WORKER_INDEX": "1"}
     (given,) = [

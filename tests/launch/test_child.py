@@ -54,7 +54,7 @@ async def started(child: Scripted, times: int) -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in its group", "in another session"])
 async def test_a_killed_process_is_started_again_while_its_child_holds_the_pipe(
-    apart: bool,  # noqa: FBT001
+    apart: bool,
 ) -> None:
     child = Scripted(PROGRAM.format(apart=apart, then=FOR_EVER))
     async with asyncio.TaskGroup() as tasks:

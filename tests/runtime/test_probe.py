@@ -41,7 +41,7 @@ async def probed(*flags: str, **variables: object) -> tuple[int, str]:
 def certified(tmp_path: Path) -> Any:
     """A CA, and a file with a certificate for `gateway.mesh` alone and its key."""
     pytest.importorskip("cryptography", reason="it makes the certificates")
-    from tests.certificates import Authority  # noqa: PLC0415 - needs the package
+    from tests.certificates import Authority  # needs the package
 
     authority = Authority(tmp_path)
     authority.server("gateway.mesh")
@@ -162,7 +162,7 @@ def test_without_a_port_it_asks_at_the_services_default() -> None:
 
 
 async def test_it_trusts_no_other_ca(certified: tuple[str, str], tmp_path: Path) -> None:
-    from tests.certificates import Authority  # noqa: PLC0415 - needs the package
+    from tests.certificates import Authority  # needs the package
 
     (tmp_path / "other").mkdir()
     other = Authority(tmp_path / "other").certificate

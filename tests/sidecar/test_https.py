@@ -39,7 +39,7 @@ def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Any:
-    from tests.sidecar.certificates import Authority  # noqa: PLC0415 - needs cryptography
+    from tests.sidecar.certificates import Authority  # needs cryptography
 
     return Authority.make(tmp_path / "certificates")
 

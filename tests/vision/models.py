@@ -48,9 +48,9 @@ def make_vision_dir(kind: str, path: Path) -> Path:
 
 def make_vision_model(kind: str, path: Path, seed: int = 0) -> Path:
     """Writes a whole random model of about 0.2 M parameters that vLLM can load."""
-    import torch  # noqa: PLC0415 - these take six seconds
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415
-    from transformers import AutoConfig, AutoModelForImageTextToText  # noqa: PLC0415
+    import torch  # these take six seconds
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     make_vision_dir(kind, path)
     torch.manual_seed(seed)

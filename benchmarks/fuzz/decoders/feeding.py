@@ -41,7 +41,7 @@ class Feeder:
             target.run(data)
         except target.errors:
             pass
-        except Exception as error:  # noqa: BLE001 - any other error is a finding
+        except Exception as error:  # any other error is a finding
             what = f"{type(error).__name__}: {error}"
             self._findings.found("untyped_errors", target.name, what, data)
         if time.process_time() - began > _SLOW_S:

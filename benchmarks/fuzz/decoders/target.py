@@ -125,7 +125,7 @@ def one_frame(*changes: Change) -> Change:
     return change
 
 
-def expect(right: bool, what: str) -> None:  # noqa: FBT001 - like assert
+def expect(right: bool, what: str) -> None:  # like assert
     """Raises unless a property holds.
 
     Raises:

@@ -247,7 +247,7 @@ class RewardCalls:
         def work() -> None:
             try:
                 value, give_it = self._function(episode), scored.set_result
-            except BaseException as error:  # noqa: BLE001 - the edge of the thread: the loop raises it
+            except BaseException as error:  # the edge of the thread: the loop raises it
                 kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 value, give_it = kept, scored.set_exception  # type: ignore[assignment]
             with contextlib.suppress(
@@ -544,7 +544,7 @@ class Attempts:
             started_ms = clock.monotonic_ms()
             try:
                 session = await self._open(seat, request)
-            except Exception as error:  # noqa: BLE001 - a lost seat is an outcome
+            except Exception as error:  # a lost seat is an outcome
                 _log.warning(
                     "session could not be opened: %s",
                     _text(error),
@@ -557,7 +557,7 @@ class Attempts:
             else:
                 try:
                     outcome = await self._attempt(seat, session, attempt, started_ms)
-                except Exception as error:  # noqa: BLE001 - a lost session is an outcome
+                except Exception as error:  # a lost session is an outcome
                     _log.warning(
                         "session lost: %s", _text(error), extra=_where(seat, attempt, error)
                     )
@@ -604,7 +604,7 @@ class Attempts:
             session.rewards = Rewards()
             await self._abort(session)
             raise
-        except Exception as error:  # noqa: BLE001 - a failed agent is an outcome
+        except Exception as error:  # a failed agent is an outcome
             return await self._failed(seat, session, attempt, error, ended)
         try:
             return await self._completed(session, partial(ended, "COMPLETED", result=result))
@@ -631,7 +631,7 @@ class Attempts:
             try:
                 delivered = await arrival.session(self._limits.delivery_s)
                 await self._settings.on_session(outcome, delivered)
-            except Exception as error:  # noqa: BLE001 - the trainer's code failed
+            except Exception as error:  # the trainer's code failed
                 said, kind = _text(error), type(error).__name__
                 _log.warning(
                     "session lost", extra=fields(session_id=session.session_id, error=said)
@@ -949,7 +949,7 @@ def _write(summary: RolloutSummary, total: int | None) -> None:
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Show]:
-    from rich import console, progress  # noqa: PLC0415 - optional
+    from rich import console, progress  # optional
 
     columns: tuple[Any, ...] = (
         progress.TextColumn("rollout"),
@@ -1019,7 +1019,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
                     task = tasks.create_task(self._run(seat))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
-        except Exception as error:  # noqa: BLE001 - `__anext__` raises it
+        except Exception as error:  # `__anext__` raises it
             self._source_error = error
         while self._running:
             await asyncio.wait(self._running)
@@ -1161,7 +1161,7 @@ async def _rolling(
                         working.append(tasks.create_task(arrivals.serve()))
                     try:
                         yield running
-                    except Exception as raised:  # noqa: BLE001 - raised below, not in a group
+                    except Exception as raised:  # raised below, not in a group
                         error = raised
                     for task in working:
                         task.cancel()

@@ -179,7 +179,7 @@ async def _hold(
     """Enters a context, waits until it is to be left, and leaves it, possibly with an error."""
     try:
         value = await scope.__aenter__()
-    except Exception as error:  # noqa: BLE001 - raised in the caller's thread
+    except Exception as error:  # raised in the caller's thread
         entry.set_exception(error)
         return
     except BaseException:  # the context ended its own task

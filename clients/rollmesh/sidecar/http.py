@@ -516,7 +516,7 @@ class Handshake(asyncio.Protocol):
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
             is_done = True
-        except Exception as error:  # noqa: BLE001 - a client's bytes may fail in any way
+        except Exception as error:  # a client's bytes may fail in any way
             REFUSED.labels("TLS_HANDSHAKE").inc()
             _log.debug("TLS handshake failed: %s", type(error).__name__)
         finally:

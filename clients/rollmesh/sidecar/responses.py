@@ -992,6 +992,6 @@ async def _answered(request: Request, work: Callable[[Request], Awaitable[bytes]
         http = HttpError(200, await work(request), JSON)
     except ClientDisconnect:
         return Response()
-    except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
+    except Exception as error:  # the edge: everything becomes an answer
         http = _http_error(typed(error))
     return as_response(http, RESPONSES.request_id_header, uuid.uuid4().hex)

@@ -385,7 +385,7 @@ class TurnEndpoint:
             await _while_present(body.receive, answering(turn, reply))
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
+        except Exception as error:  # the edge: everything becomes an answer
             await reply.fail(typed(error))
 
     async def _receive(self, scope: Scope, body: "_Body", head: Head) -> bytes:

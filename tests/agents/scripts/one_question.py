@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def ask_openai(model: str, question: str) -> str:
-    from openai import OpenAI  # noqa: PLC0415 - each client takes seconds to import
+    from openai import OpenAI  # each client takes seconds to import
 
     stream = OpenAI().chat.completions.create(
         model=model, messages=[{"role": "user", "content": question}], stream=True
@@ -16,7 +16,7 @@ def ask_openai(model: str, question: str) -> str:
 
 
 def ask_litellm(model: str, question: str) -> str:
-    import litellm  # noqa: PLC0415
+    import litellm
 
     answer = litellm.completion(
         model=f"openai/{model}",
@@ -27,7 +27,7 @@ def ask_litellm(model: str, question: str) -> str:
 
 
 def ask_langchain(model: str, question: str) -> str:
-    from langchain_openai import ChatOpenAI  # noqa: PLC0415
+    from langchain_openai import ChatOpenAI
 
     return str(ChatOpenAI(model=model).invoke(question).content)
 

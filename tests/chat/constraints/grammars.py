@@ -74,8 +74,8 @@ class Compiler:
     """xgrammar over a tokenizer in which the marks are special tokens, or text."""
 
     def __init__(self, folder: Path, *, special: bool) -> None:
-        import xgrammar  # noqa: PLC0415 - imports torch
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+        import xgrammar  # imports torch
+        from transformers import PreTrainedTokenizerFast
 
         tokenizer = make_tokenizer(CORPUS * 50, 400, folder, 2048)
         if special:

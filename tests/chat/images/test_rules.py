@@ -36,7 +36,7 @@ def grids(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ImageRule, Any]:
     """A rule and the processor that it must equal."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: PLC0415 - large
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # large
         Qwen2VLImageProcessorPil,
     )
 
@@ -63,7 +63,7 @@ def test_a_grid_has_as_many_ids_as_the_processor_has_merged_patches(
 
 
 def test_the_ids_of_a_grid_are_those_of_a_processed_picture(grids: tuple[ImageRule, Any]) -> None:
-    from PIL import Image  # noqa: PLC0415 - as above
+    from PIL import Image  # as above
 
     rule, processor = grids
     for width, height in ((140, 100), (3, 90), (333, 77), (28, 28)):

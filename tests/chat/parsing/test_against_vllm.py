@@ -44,7 +44,7 @@ class Peer:
     """vLLM's parsers, over a tokenizer with all their special tokens."""
 
     def __init__(self) -> None:
-        from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
+        from vllm.entrypoints.openai.chat_completion.protocol import (
             ChatCompletionRequest,
         )
 
@@ -55,8 +55,8 @@ class Peer:
 
     @functools.cached_property
     def _tokenizers(self) -> dict[bool, Any]:
-        from tokenizers import Tokenizer, models  # noqa: PLC0415
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
 
         made: dict[bool, Any] = {}
         for new in (False, True):
@@ -67,7 +67,7 @@ class Peer:
         return made
 
     def read(self, writer: str, text: str) -> Reading:
-        from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
+        from vllm.tool_parsers import ToolParserManager
 
         made = ToolParserManager.get_tool_parser(WRITERS[writer].format)
         parser = made(self._tokenizers[writer != "mistral array"], self.request.tools)

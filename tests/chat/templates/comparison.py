@@ -154,7 +154,7 @@ class Model:
         Raises:
             TemplateRefusedError: Its template cannot be continued.
         """
-        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - it is large
+        from transformers import PreTrainedTokenizerFast  # it is large
 
         template, tokenizer = load_model(folder)
         continuation = Continuation(template, tokenizer)
@@ -187,7 +187,7 @@ class Model:
                 return_dict=False,
                 **given,
             )
-        except Exception:  # noqa: BLE001 - whatever a template raises
+        except Exception:  # whatever a template raises
             return None
         return [int(id_) for id_ in ids]
 

@@ -83,7 +83,7 @@ def encoded(
     request: Any = ChatCompletionRequest.from_openai(plain, json.loads(tools) if tools else None)
     try:
         return list(reference.encode_chat_completion(request).tokens)
-    except Exception:  # noqa: BLE001 - whatever the package raises
+    except Exception:  # whatever the package raises
         return None
 
 

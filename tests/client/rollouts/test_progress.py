@@ -108,7 +108,7 @@ def test_on_a_terminal_without_rich_there_are_lines(
 @pytest.mark.parametrize("wanted", [None, False], ids=["nobody looks", "progress=False"])
 def test_where_nobody_looks_or_wants_it_nothing_is_written(
     file: io.StringIO,
-    wanted: bool | None,  # noqa: FBT001 - a table's column
+    wanted: bool | None,  # a table's column
 ) -> None:
     with redirect_stderr(file), showing(4, wanted=wanted) as show:
         show(summary(4))

@@ -244,7 +244,7 @@ async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
     assert await mine.remove()
     assert (await mine.lost()).reason == "JOURNAL_MOVED"
     tables = ("sessions", "nodes", "contexts", "session_contexts", "sent", "outbox", "closes")
-    counts = {name: database.sql(f"SELECT count(*) FROM {name}") for name in tables}  # noqa: S608
+    counts = {name: database.sql(f"SELECT count(*) FROM {name}") for name in tables}
     assert counts["sessions"] == counts["contexts"] == counts["closes"] == "1"
     assert database.sql("SELECT count(*) FROM journals") == "1"
     assert await other.run(outbox.read_closes) == {"t"}

@@ -241,7 +241,7 @@ class Counting:
         return ids
 
 
-PLAIN = Step("why", Message("assistant", "Here."), 0, False, False, True, True, False)  # noqa: FBT003
+PLAIN = Step("why", Message("assistant", "Here."), 0, False, False, True, True, False)
 
 
 @pytest.mark.parametrize(

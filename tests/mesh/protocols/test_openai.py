@@ -83,7 +83,7 @@ async def test_a_tool_loop_is_one_trajectory_of_sampled_tokens(shared: Mesh) -> 
     assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
     # the second space in the arguments, which was sampled and which no render would restore.
-    from transformers import AutoTokenizer  # noqa: PLC0415 - it imports torch
+    from transformers import AutoTokenizer  # it imports torch
 
     reference = AutoTokenizer.from_pretrained(shared.model)
     whole = [*messages, {"role": "assistant", "content": "It is 42."}]

@@ -35,8 +35,8 @@ def make_taught_dir(path: Path, lessons: Sequence[Lesson]) -> Path:
 
     Its chat template prints reasoning, and its tokenizer has the tags of reasoning.
     """
-    import torch  # noqa: PLC0415 - only the tests with vLLM have it
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    import torch  # only the tests with vLLM have it
+    from transformers import AutoTokenizer
 
     make_model_dir(
         path, corpus=[*CORPUS, *(one.answer for one in lessons)], tags=_TAGS, spread=0.02

@@ -110,7 +110,7 @@ def test_numbers_may_be_negative(given: list[str]) -> None:
     [(text, True) for text in ("1", "true", "True", "YES", "on")]
     + [(text, False) for text in ("0", "false", "False", "no", "OFF")],
 )
-def test_booleans(text: str, expected: bool) -> None:  # noqa: FBT001 - a table
+def test_booleans(text: str, expected: bool) -> None:  # a table
     assert parse(f"--strict={text}").strict is expected
 
 

@@ -185,7 +185,7 @@ async def test_a_stop_cancels_a_start(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["alone", "with a stop"])
-async def test_a_start_that_fails_raises_its_own_error(stops: bool) -> None:  # noqa: FBT001
+async def test_a_start_that_fails_raises_its_own_error(stops: bool) -> None:
     stop = asyncio.Event()
 
     class Failing(ScriptedService):
@@ -294,7 +294,7 @@ async def test_the_metrics_endpoint_asks_for_the_token_of_its_file(tmp_path: Pat
 
 async def test_a_service_with_a_certificate_serves_its_metrics_over_https(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="it makes the certificates")
-    from tests.certificates import Authority  # noqa: PLC0415 - needs the package
+    from tests.certificates import Authority  # needs the package
 
     authority = Authority(tmp_path)
     authority.server("localhost")

@@ -127,7 +127,7 @@ async def test_the_log_of_a_process_is_json_and_has_the_traceback(
 async def test_lines_below_the_level_are_not_logged(
     tmp_path: Path,
     level: str,
-    said: bool,  # noqa: FBT001 - a table
+    said: bool,  # a table
 ) -> None:
     async with started(tmp_path, f"--log-level={level}") as process:
         await process.wait_line("READY")

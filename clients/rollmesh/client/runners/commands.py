@@ -172,7 +172,7 @@ class _Tail(asyncio.Protocol):
             del self.data[: -self._max_bytes]
             self.cut = True
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's
+    def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
 
 

@@ -333,7 +333,7 @@ class AgentLoopManager:
             asyncio.run(self._rollouts.serve(lambda: self._ready.set_result(None)))
         except asyncio.CancelledError:  # by `close`
             return
-        except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
+        except Exception as error:  # raised in the trainer's thread
             if not self._ready.done():
                 self._ready.set_exception(error)
 

@@ -130,7 +130,7 @@ def decoder(model: Path | None) -> Decoder | None:
         raise ConfigError("tokenizer: needs the package tokenizers; run: pip install tokenizers")
     if not file.is_file():
         raise ConfigError(f"tokenizer: there is no {file}; give the folder of the model")
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only for texts
+    from tokenizers import Tokenizer  # only for texts
 
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
@@ -277,8 +277,8 @@ class _Parquet:
 @contextmanager
 def _parquet(part: Path) -> Iterator[_Parquet]:
     try:
-        import pyarrow as arrow  # noqa: PLC0415 - large, and needed only here
-        from pyarrow import parquet  # noqa: PLC0415
+        import pyarrow as arrow  # large, and needed only here
+        from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(
             "to: .parquet needs the pyarrow package; install it, or give .jsonl"

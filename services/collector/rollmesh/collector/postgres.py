@@ -164,7 +164,7 @@ class PostgresBackend(Backend):
     ) -> dict[str, bytes | SessionDamagedError]:
         """Returns the arrays of stored sessions."""
         found = tx.db.rows(
-            f"SELECT session_id, arrays FROM sessions WHERE session_id {tx.db.within(1)}",  # noqa: S608
+            f"SELECT session_id, arrays FROM sessions WHERE session_id {tx.db.within(1)}",
             tx.db.listed(session_ids),
         )
         return dict(found)
@@ -172,7 +172,7 @@ class PostgresBackend(Backend):
     def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
         """Counts the bytes of the sessions of groups as removed."""
         size: int = tx.db.value(
-            "SELECT CAST(coalesce(sum(octet_length(head) + octet_length(arrays)), 0) AS BIGINT)"  # noqa: S608
+            "SELECT CAST(coalesce(sum(octet_length(head) + octet_length(arrays)), 0) AS BIGINT)"
             f" FROM sessions WHERE group_key {tx.db.within(1)}",
             tx.db.listed(keys),
         )
@@ -320,7 +320,7 @@ class PostgresBackend(Backend):
     def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> set[str]:
         """Returns which of the units it still holds. While stopped it may have lost some."""
         rows = tx.db.rows(
-            "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+            "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"
             f" AND holder = ?2 AND unit_id {tx.db.within(3)}",
             consumer,
             self._me,

@@ -140,7 +140,7 @@ class Scoring:
                 await self._score(scorer, session_id)
             except (SessionUnknownError, SessionDamagedError):  # removed, or logged as damaged
                 continue
-            except Exception as error:  # noqa: BLE001 - one session must not stop the others
+            except Exception as error:  # one session must not stop the others
                 _log.error(
                     "session not scored", exc_info=error, extra=fields(session_id=session_id)
                 )

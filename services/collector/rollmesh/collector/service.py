@@ -61,7 +61,7 @@ def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
     if config.store == "sqlite":
         return open_sqlite(config.data_dir, retention)
     try:  # not needed by the SQLite store
-        from rollmesh.collector.postgres import open_postgres  # noqa: PLC0415
+        from rollmesh.collector.postgres import open_postgres
     except ImportError as error:
         raise ConfigError(
             "store: a PostgreSQL store needs the psycopg package: pip install 'rollmesh[collector]'"

@@ -271,7 +271,7 @@ class SqliteBackend(Backend):
     ) -> dict[str, bytes | SessionDamagedError]:
         """Returns the arrays of stored sessions, or the error that they are damaged."""
         rows = tx.db.rows(
-            "SELECT session_id, arrays, file, at, size FROM sessions"  # noqa: S608
+            "SELECT session_id, arrays, file, at, size FROM sessions"
             f" WHERE session_id {tx.db.within(1)}",
             tx.db.listed(session_ids),
         )
@@ -287,7 +287,7 @@ class SqliteBackend(Backend):
         """Notes the files that hold arrays of the groups."""
         assert isinstance(tx, _Transaction)
         rows = tx.db.rows(
-            "SELECT DISTINCT file FROM sessions WHERE file IS NOT NULL"  # noqa: S608
+            "SELECT DISTINCT file FROM sessions WHERE file IS NOT NULL"
             f" AND group_key {tx.db.within(1)}",
             tx.db.listed(keys),
         )

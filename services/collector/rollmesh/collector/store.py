@@ -227,7 +227,7 @@ class Backend:
     def to_score(self, tx: Transaction, limit: int) -> list[str]:
         """Takes sessions that wait for rewards and that no living collector has taken to score."""
 
-    async def turn(self, duty: str, every_ms: int) -> bool:  # noqa: ARG002 - of all collectors
+    async def turn(self, duty: str, every_ms: int) -> bool:
         """Returns whether this collector does a duty now, as one does in `every_ms`."""
         return True
 
@@ -242,18 +242,18 @@ class Backend:
     def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
         """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
 
-    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:  # noqa: ARG002
+    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
         """Takes units that another collector fetched and left."""
         return []
 
     def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
         """Keeps fetched units from the other collectors."""
 
-    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:  # noqa: ARG002
+    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:
         """Returns which of the units this collector still holds."""
         return set(unit_ids)
 
-    async def fetch(self, consumer: str, work: Work[Page]) -> Page:  # noqa: ARG002
+    async def fetch(self, consumer: str, work: Work[Page]) -> Page:
         """Runs the transaction that fetches units for a consumer."""
         return await self.write(work)
 
@@ -589,7 +589,7 @@ class Group(NamedTuple):
 def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
     """Stores the sessions of a call and returns for each whether it is a repeat."""
     rows = tx.db.rows(
-        f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"  # noqa: S608
+        f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
         f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
         tx.db.listed([one.arrival.record.session_id for one in sessions]),
     )
@@ -627,7 +627,7 @@ def _insert(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes:
     names = ("session_id", "group_key", "sample_index", "due_ms", "ready", "trajectories", "head")
     columns = (*names, "arrays", *tx.backend.columns)
     places = ", ".join([f"?{number}" for number in range(1, len(columns) + 1)])
-    tx.db.run_many(f"INSERT INTO sessions ({', '.join(columns)}) VALUES ({places})", rows)  # noqa: S608
+    tx.db.run_many(f"INSERT INTO sessions ({', '.join(columns)}) VALUES ({places})", rows)
     tx.backend.resized(tx, size)
     tx.add("sessions", len(rows))
     tx.add("trajectories", trajectories)
@@ -663,7 +663,7 @@ def _find_groups(tx: Transaction, keys: Collection[str]) -> dict[str, Group]:
     if not keys:
         return {}
     rows = tx.db.rows(
-        f"SELECT group_key, size, first_ms FROM groups WHERE group_key {tx.db.within(1)}",  # noqa: S608
+        f"SELECT group_key, size, first_ms FROM groups WHERE group_key {tx.db.within(1)}",
         tx.db.listed(keys),
     )
     return {row[0]: Group(*row) for row in rows}
@@ -675,7 +675,7 @@ def _removed_groups(tx: Transaction, keys: Collection[str]) -> set[str]:
         return set()
     prefix = f"{GROUP_LOG}:"
     rows = tx.db.rows(
-        f"SELECT id FROM removed WHERE id {tx.db.within(1)}",  # noqa: S608
+        f"SELECT id FROM removed WHERE id {tx.db.within(1)}",
         tx.db.listed([prefix + key for key in keys]),
     )
     return {id_.removeprefix(prefix) for (id_,) in rows}
@@ -734,7 +734,7 @@ def _decide(
     """
     keys = {key for _, key in sessions} | groups.keys()
     rows = tx.db.rows(
-        f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",  # noqa: S608
+        f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
         tx.db.listed(keys),
         name,
     )
@@ -762,7 +762,7 @@ def _form_units(
     keys = tx.db.listed([group.key for group in groups])
     head = "head" if consumer.groups.HasField("samples") else "NULL"
     rows = tx.db.rows(
-        f"SELECT group_key, session_id, sample_index, {head} FROM sessions"  # noqa: S608
+        f"SELECT group_key, session_id, sample_index, {head} FROM sessions"
         f" WHERE group_key {tx.db.within(1)} AND ready = 1 ORDER BY n",
         keys,
     )
@@ -773,7 +773,7 @@ def _form_units(
     positions: dict[str, tuple[int, int]] = {}
     if name != GROUP_LOG:
         rows = tx.db.rows(
-            f"SELECT unit_id, seq, made_ms FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",  # noqa: S608
+            f"SELECT unit_id, seq, made_ms FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
             keys,
             GROUP_LOG,
         )
@@ -802,7 +802,7 @@ def _form_units(
         dropped,
     )
     tx.db.run(  # including those that settled a group under another policy
-        "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"  # noqa: S608
+        "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"
         " WHERE p.consumer = consumers.name AND p.settled_ms IS NOT NULL"
         f" AND p.unit_id {tx.db.within(1)}) WHERE log = ?2",
         tx.db.listed([key for _, key, *_ in units]),
@@ -941,7 +941,7 @@ def _list_once(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry])
     if not entries:
         return
     rows = tx.db.rows(
-        f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",  # noqa: S608
+        f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",
         tx.db.listed({entry.delivery_id for entry in entries}),
         owner,
     )
@@ -1201,7 +1201,7 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
     wanted = max(limit - len(taken), 0)
     begin = cursor = max(after, consumer.floor)
     rows = tx.db.rows(
-        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.backend.held}"  # noqa: S608
+        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.backend.held}"
         " FROM units u LEFT JOIN progress p ON p.consumer = ?1 AND p.unit_id = u.unit_id"
         " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4",
         name,
@@ -1232,7 +1232,7 @@ def load(tx: Transaction, units: Sequence[Unit], consumer: pb.Consumer) -> list[
     """Loads the first of the units, up to `LOAD_BYTES`."""
     ids = [session_id for unit in units for session_id in unit.session_ids]
     rows = tx.db.rows(
-        f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",  # noqa: S608
+        f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
         tx.db.listed(ids),
     )
     heads: dict[str, bytes] = dict(rows)
@@ -1273,7 +1273,7 @@ def count_attempts(
     mine = [one if one and one.unit.unit_id in kept else None for one in loaded]
     found = {one.unit.unit_id: one for one in mine if one and one.delivers}
     rows = tx.db.rows(
-        "INSERT INTO progress (consumer, unit_id, attempts)"  # noqa: S608
+        "INSERT INTO progress (consumer, unit_id, attempts)"
         " SELECT c.name, u.unit_id, 1 FROM consumers c JOIN units u ON u.log = c.log"
         f" WHERE c.name = ?1 AND u.unit_id {tx.db.within(2)}"
         " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
@@ -1298,7 +1298,7 @@ def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms
     """Settles units and returns the ids of those that were open."""
     read = _known(tx, name).log
     rows = tx.db.rows(
-        "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+        "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"
         f" AND attempts > 0 AND unit_id {tx.db.within(3)} RETURNING unit_id",
         name,
         now_ms,
@@ -1309,7 +1309,7 @@ def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms
     filtered = {one.unit_id: one for one in settlements if one.reason}
     if filtered:
         rows = tx.db.rows(
-            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"  # noqa: S608
+            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"
             f" SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3 AND unit_id {tx.db.within(4)}"
             " ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = excluded.settled_ms"
             " WHERE progress.settled_ms IS NULL RETURNING unit_id",
@@ -1353,7 +1353,7 @@ them too recently."""
 _OVER = f"""
 SELECT k.group_key FROM (SELECT DISTINCT group_key FROM sessions WHERE n > ?2 AND n <= ?3) k
 WHERE NOT EXISTS (SELECT 1 FROM sessions w WHERE w.group_key = k.group_key AND w.ready = 0)
-  AND NOT EXISTS ({_NEEDED})"""  # noqa: S608
+  AND NOT EXISTS ({_NEEDED})"""
 
 
 class Over(NamedTuple):
@@ -1388,7 +1388,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     if not keys:
         return 0
     rows = db.rows(
-        f"SELECT session_id, trajectories FROM sessions WHERE group_key {db.within(1)}",  # noqa: S608
+        f"SELECT session_id, trajectories FROM sessions WHERE group_key {db.within(1)}",
         db.listed(keys),
     )
     tx.backend.removing(tx, keys)

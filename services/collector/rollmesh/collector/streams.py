@@ -504,7 +504,7 @@ class Subscriptions:
                 await self._take(stream, request)
                 stream.wake.set()
                 await stream.room()
-        except Exception as error:  # noqa: BLE001 - one stream's error must not stop the others
+        except Exception as error:  # one stream's error must not stop the others
             stream.error = error
 
     async def _take(self, stream: Stream, request: pb.SubscribeRequest) -> None:
@@ -691,7 +691,7 @@ async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
                 "store failed, will retry", extra=fields(reason=error.reason, error=str(error))
             )
             await asyncio.sleep(_AFTER_ERROR_S)
-        except Exception as error:  # noqa: BLE001 - one bad row must not stop the rest
+        except Exception as error:  # one bad row must not stop the rest
             metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
             _log.error("maintenance failed, will retry", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)

@@ -35,14 +35,14 @@ def _main(path: str) -> int:
     try:
         module, _, name = path.partition(":")
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # noqa: BLE001 - an import may raise anything
+    except Exception as error:  # an import may raise anything
         _send(out, _failed(error))
         return 1
     _send(out, b"\1")
     while True:
         try:
             answer = b"\1" + _score(function, frames.get()).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - a scorer may raise anything
+        except Exception as error:  # a scorer may raise anything
             answer = _failed(error)
         _send(out, answer)
 

@@ -242,7 +242,7 @@ class GenerationStream:
                 async with aclosing(self._generations.run(request)) as messages:
                     async for message in messages:
                         self._add(number).answer.CopyFrom(message)
-        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+        except Exception as error:  # the edge: everything becomes a status
             self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
 
 

@@ -126,7 +126,7 @@ def _ids(given: str | list[int], config: EngineConfig) -> TokenIds:
             f"script: a text needs the package tokenizers and {file}; install rollmesh[chat] and "
             "give model_path, or write ids"
         )
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only for texts
+    from tokenizers import Tokenizer  # only for texts
 
     encoded = Tokenizer.from_file(str(file)).encode(given, add_special_tokens=False)
     return np.array(encoded.ids, np.uint32)
@@ -234,7 +234,7 @@ class ScriptedBackend:
                 gate.set()
                 gate.clear()
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         """Stops sampling."""
         self._open.clear()
         if mode == engine_pb2.PAUSE_MODE_WAIT:
@@ -263,14 +263,14 @@ class ScriptedBackend:
         elif not self._joined:
             raise WeightTransferError("no trainer has joined; call InitWeightTransfer first")
 
-    async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:  # noqa: ARG002
+    async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
         """Adopts the version."""
         self._policy_version = policy_version
 
     def check_sleep(self) -> None:
         """Returns: it can always sleep."""
 
-    async def sleep(self, level: int) -> None:  # noqa: ARG002 - the protocol's
+    async def sleep(self, level: int) -> None:
         """Ends all requests and samples nothing until `wake_up`."""
         await self.pause(engine_pb2.PAUSE_MODE_ABORT)
 

@@ -142,6 +142,6 @@ def make_backend(config: EngineConfig) -> Backend:
     if problem := config.missing_package():
         raise ConfigError(problem)
     # Imported here: importing vLLM takes seconds, and the scripted backend does not need it.
-    from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
+    from rollmesh.engine.vllm.backend import VllmBackend
 
     return VllmBackend(config)

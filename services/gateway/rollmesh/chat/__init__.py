@@ -23,7 +23,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads exports on first access, because services import only parts of the package."""
-    from importlib import import_module  # noqa: PLC0415
+    from importlib import import_module
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,7 +111,7 @@ class ConstantRule:
     reserved_ids: tuple[int, ...]
     length: int
 
-    def run(self, width: int, height: int) -> TokenIds:  # noqa: ARG002 - of the protocol
+    def run(self, width: int, height: int) -> TokenIds:
         """Returns the ids that stand for an image. Uint32 [K]."""
         return np.full(self.length, self.printed_id, np.uint32)
 

@@ -80,14 +80,14 @@ def _run(
     try:
         identity.present_files(options, environ)
     except ConfigError as error:
-        print(f"rollmesh gateway {tool}: {error}", file=sys.stderr)  # noqa: T201 - the edge
+        print(f"rollmesh gateway {tool}: {error}", file=sys.stderr)
         return 2
     try:
         failed = asyncio.run(work(options))
     except RollmeshError as error:
         failed = [error.message]
     for message in failed:
-        print(f"rollmesh gateway {tool}: {message}", file=sys.stderr)  # noqa: T201 - the edge
+        print(f"rollmesh gateway {tool}: {message}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -182,4 +182,4 @@ async def _retry_or_drop(stub: "Stub", work: str, session_id: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(text)  # noqa: T201 - its output
+    print(text)

@@ -181,7 +181,7 @@ def read_images(tx: Transaction, session_id: str) -> SessionImages:
 def read_image_bytes(tx: Transaction, session_id: str, wanted: Iterable[str]) -> dict[str, bytes]:
     """Returns the bytes of images of a session, by hash."""
     rows = tx.db.rows(
-        f"SELECT sha256, data FROM images WHERE session_id = ?1 AND sha256 {tx.db.within(2)}",  # noqa: S608
+        f"SELECT sha256, data FROM images WHERE session_id = ?1 AND sha256 {tx.db.within(2)}",
         session_id,
         tx.db.listed(wanted),
     )
@@ -349,7 +349,7 @@ def read_open(
     sessions: list[StoredSession] = []
     damaged: dict[str, str] = {}
     ids = tx.db.rows(
-        f"SELECT session_id FROM sessions s WHERE journal = ?1 AND {_OPEN} ORDER BY n",  # noqa: S608
+        f"SELECT session_id FROM sessions s WHERE journal = ?1 AND {_OPEN} ORDER BY n",
         tx.journal_id,
     )
     for (session_id,) in ids:
@@ -449,7 +449,7 @@ def read_nodes(
         columns: Columns of the rows. `n` is the first, and `images` the last.
     """
     return tx.db.rows(
-        f"SELECT {columns} FROM nodes WHERE session_id = ?1 AND n > ?2 ORDER BY n LIMIT ?3",  # noqa: S608
+        f"SELECT {columns} FROM nodes WHERE session_id = ?1 AND n > ?2 ORDER BY n LIMIT ?3",
         session_id,
         after,
         limit,

@@ -75,11 +75,11 @@ PIECE_IMAGE_BYTES = 4 * 1024 * 1024
 _NEXT = "(SELECT coalesce(max(n), 0) + 1 FROM {0} WHERE journal = ?1)"
 """The next position of a journal in a table. Only its gateway adds to it."""
 _ADD_TO_OUTBOX = (
-    "INSERT INTO outbox (journal, n, session_id, request, closed_unix_ms, bytes, state)"  # noqa: S608
+    "INSERT INTO outbox (journal, n, session_id, request, closed_unix_ms, bytes, state)"
     f" VALUES (?1, {_NEXT.format('outbox')}, ?2, ?3, ?4, ?5, ?6)"
 )
 _ADD_CLOSE = (
-    "INSERT INTO closes (journal, n, session_id, request_id, leaves, digest)"  # noqa: S608
+    "INSERT INTO closes (journal, n, session_id, request_id, leaves, digest)"
     f" SELECT journal, {_NEXT.format('closes')}, session_id, request_id, ?3, ?4"
     " FROM sessions WHERE journal = ?1 AND session_id = ?2"
 )
@@ -150,7 +150,7 @@ def stored_close(
     """
     try:
         head = write_head(spec, tree, request, closed_ms, TimeLimit(_WRITE_S))
-    except Exception as error:  # noqa: BLE001 - any error affects only this session
+    except Exception as error:  # any error affects only this session
         told = fields(session_id=spec.session_id, error=repr(error))
         _log.warning("record not written at the close, will retry", extra=told)
         return request.SerializeToString()
@@ -319,7 +319,7 @@ def _forget(tx: Transaction, session_id: str) -> None:
         keys,
     )
     for table in ("sent", "sessions", "outbox"):
-        tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)  # noqa: S608
+        tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)
     if tx.db.row("SELECT 1 FROM closes WHERE session_id = ?1", session_id) is None:
         delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
 
@@ -503,7 +503,7 @@ def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
             data = serialize(record, blobs)
         except SlowRecordError as error:
             written.slow.append((letter.session_id, error))
-        except Exception as error:  # noqa: BLE001 - any error affects only this session
+        except Exception as error:  # any error affects only this session
             reason = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             written.broken.append(dead_letter(letter.session_id, reason, error))
         else:
@@ -743,7 +743,7 @@ class Outbox:
         ids, begun_ms = parcel.session_ids, clock.monotonic_ms()
         try:
             slow = await self._send(parcel)
-        except Exception as error:  # noqa: BLE001 - one parcel must not end the others
+        except Exception as error:  # one parcel must not end the others
             known = isinstance(error, RollmeshError)
             reason = error.reason if isinstance(error, RollmeshError) else type(error).__name__
             _log.warning(

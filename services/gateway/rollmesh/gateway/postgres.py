@@ -62,7 +62,7 @@ _CREATE = f"""
 INSERT INTO journals (journal, secret, epoch, model, tokenizer_sha256, template_sha256, owner,
   backend, alive_until)
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, pg_backend_pid(), {_LATER.format(8)})
-"""  # noqa: S608
+"""
 _TAKE = f"""
 UPDATE journals SET epoch = epoch + 1, owner = ?1, backend = pg_backend_pid(),
   alive_until = {_LATER.format(2)}
@@ -72,7 +72,7 @@ WHERE journal = (
     AND pg_postmaster_start_time() < clock_timestamp() - ?2 * interval '1 millisecond'))
   ORDER BY journal LIMIT 1 FOR UPDATE SKIP LOCKED)
 RETURNING journal, secret, epoch
-"""  # noqa: S608
+"""
 """A server that was started a moment ago was away, so a lease that is over says nothing."""
 _END_STUCK = """
 SELECT pg_terminate_backend(a.pid) FROM journals j JOIN pg_stat_activity a ON a.pid = j.backend
@@ -83,7 +83,7 @@ AND a.xact_start < clock_timestamp() - ?1 * interval '1 millisecond'
 """A gateway that stands still between two statements of a transaction has its journals locked. The
 server ends that by itself only if it waits for no more of the same batch of statements."""
 _EMPTY = " AND ".join(
-    f"NOT EXISTS (SELECT 1 FROM {table} WHERE journal = journals.journal)"  # noqa: S608
+    f"NOT EXISTS (SELECT 1 FROM {table} WHERE journal = journals.journal)"
     for table in ("sessions", "outbox", "dead_letters")
 )
 
@@ -145,7 +145,7 @@ class PostgresJournal(Journal):
         """Removes the journal if it has no sessions and returns whether it did."""
 
         def remove(tx: Transaction) -> bool:
-            is_empty = f"SELECT 1 FROM journals WHERE journal = ?1 AND {_EMPTY}"  # noqa: S608
+            is_empty = f"SELECT 1 FROM journals WHERE journal = ?1 AND {_EMPTY}"
             if tx.db.row(is_empty, tx.journal_id) is None:
                 return False
             _remove(tx.db, [tx.journal_id])
@@ -241,7 +241,7 @@ class PostgresJournals(Journals):
 
         def renew(db: Statements) -> list[Row]:
             return db.rows(
-                f"UPDATE journals SET backend = pg_backend_pid(), alive_until = {_LATER.format(2)}"  # noqa: S608
+                f"UPDATE journals SET backend = pg_backend_pid(), alive_until = {_LATER.format(2)}"
                 " WHERE owner = ?1"
                 f" AND journal {db.within(3)} RETURNING journal, epoch",
                 self._me,
@@ -259,7 +259,7 @@ class PostgresJournals(Journals):
 
         def remove(db: Statements) -> int:
             rows = db.rows(
-                "SELECT journal FROM journals"  # noqa: S608
+                "SELECT journal FROM journals"
                 f" WHERE alive_until < clock_timestamp() - {_ABANDONED} AND {_EMPTY}"
                 " FOR UPDATE SKIP LOCKED"
             )
@@ -281,7 +281,7 @@ class PostgresJournals(Journals):
 
 def _remove(db: Statements, names: Iterable[str]) -> None:
     for table in ("contexts", "session_contexts", "session_keys", "closes", "journals"):
-        db.run_many(f"DELETE FROM {table} WHERE journal = ?1", [(name,) for name in names])  # noqa: S608
+        db.run_many(f"DELETE FROM {table} WHERE journal = ?1", [(name,) for name in names])
 
 
 @asynccontextmanager

@@ -722,7 +722,7 @@ class Registry:
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             session.end(turn, error)
-        except Exception as error:  # noqa: BLE001 - task edge: one turn must not end the others
+        except Exception as error:  # task edge: one turn must not end the others
             _log.exception("turn failed", extra=fields(session_id=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
 
@@ -762,7 +762,7 @@ async def _close(registry: Registry, session: Session) -> None:
         await registry.close(request)
     except RollmeshError:
         raise
-    except Exception as error:  # noqa: BLE001 - affects only this session
+    except Exception as error:  # affects only this session
         await registry.set_aside(session, error)
 
 

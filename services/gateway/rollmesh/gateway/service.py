@@ -172,7 +172,7 @@ class GatewayService:
                 yield journal, None
             return
         try:  # not needed by the journal in a file
-            from rollmesh.gateway.postgres import (  # noqa: PLC0415
+            from rollmesh.gateway.postgres import (
                 ServedModel,
                 open_postgres,
             )

@@ -33,12 +33,12 @@ def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         identity.present_files(options, environ)
         response = asyncio.run(_forget(options.router, options.model))
     except ConfigError as error:
-        print(f"rollmesh router {FORGET}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"rollmesh router {FORGET}: {error}", file=sys.stderr)
         return 2
     except RollmeshError as error:
-        print(f"rollmesh router {FORGET}: {error.message}", file=sys.stderr)  # noqa: T201
+        print(f"rollmesh router {FORGET}: {error.message}", file=sys.stderr)
         return 1
-    print(f"{response.model}: forgot the weights of version {response.policy_version}")  # noqa: T201
+    print(f"{response.model}: forgot the weights of version {response.policy_version}")
     return 0
 
 

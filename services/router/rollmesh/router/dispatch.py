@@ -177,7 +177,7 @@ class Dispatch:
                 if stream_id not in self._outboxes:
                     return
                 await self._take(stream_id, request)
-        except Exception as error:  # noqa: BLE001 - one stream's error must not stop the others
+        except Exception as error:  # one stream's error must not stop the others
             outbox.error = outbox.error or error
 
     async def _take(self, stream_id: str, request: router_pb2.DispatchRequest) -> None:

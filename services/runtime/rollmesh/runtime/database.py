@@ -226,7 +226,7 @@ class Database(AbstractAsyncContextManager["Database"]):
                         if not batch:
                             self._check_files()
                         _run_batch(connection, batch, self._check_files)
-                    except BaseException:  # noqa: BLE001 - the edge of the thread: no caller may hang
+                    except BaseException:  # the edge of the thread: no caller may hang
                         _log.critical("store thread failed", exc_info=True)
                         self._died = True
                         _fail([*batch, *self._jobs.left()])
@@ -443,7 +443,7 @@ class SqliteStatements(Statements):
 
     def within(self, number: int) -> str:
         """Returns SQL for "is one of"."""
-        return f"IN (SELECT value FROM json_each(?{number}))"  # noqa: S608
+        return f"IN (SELECT value FROM json_each(?{number}))"
 
     def listed(self, values: Iterable[str]) -> Any:
         """Returns values as one parameter."""

@@ -402,7 +402,7 @@ class Lane(AbstractAsyncContextManager["Lane"]):
     def _run_batch(self, batch: Sequence[Job[Statements]]) -> None:
         try:
             results = self._transact([work for work, _ in batch])
-        except BaseException as error:  # noqa: BLE001 - the edge of the thread: no caller may hang
+        except BaseException as error:  # the edge of the thread: no caller may hang
             if len(batch) > 1 and not isinstance(error, StoreAwayError):
                 for job in batch:
                     self._run_batch([job])

@@ -31,7 +31,7 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
     async def run() -> None:
         try:
             result = await work
-        except Exception as error:  # noqa: BLE001 - for the caller, not for the group
+        except Exception as error:  # for the caller, not for the group
             if outcome.done():
                 _note_unseen(error)
             else:
@@ -91,7 +91,7 @@ async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
     """
     try:
         await work()
-    except Exception as error:  # noqa: BLE001 - the edge of a task: its group goes on
+    except Exception as error:  # the edge of a task: its group goes on
         _log.error(event, exc_info=error)
 
 

@@ -249,8 +249,8 @@ class FailureLog:
 def failure_log() -> Iterator[FailureLog]:
     """Collects failures while vLLM starts. Later failures appear only in vLLM's log."""
     # pyright mistakes this package for vLLM; workers import this module.
-    from vllm import envs  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
-    from vllm.logger import DEFAULT_LOGGING_CONFIG  # noqa: PLC0415
+    from vllm import envs  # pyright: ignore[reportAttributeAccessIssue]
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
 
     with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:
         log = FailureLog(Path(folder))
@@ -288,7 +288,7 @@ class Loading:
             try:
                 llm = start_llm(config, options, takes_constraints=takes_constraints)
                 self._loaded.set_result(llm)
-            except BaseException as error:  # noqa: BLE001 - the edge of the thread
+            except BaseException as error:  # the edge of the thread
                 self._loaded.set_exception(error)
             self._ended.wait()
 
@@ -347,7 +347,7 @@ def start_llm(
 def _arguments(
     config: EngineConfig,
     options: Mapping[str, Any],
-    takes_constraints: bool,  # noqa: FBT001
+    takes_constraints: bool,
 ) -> dict[str, Any]:
     own: dict[str, Any] = {
         "model": str(config.model_path),

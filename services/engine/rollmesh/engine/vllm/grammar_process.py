@@ -142,7 +142,7 @@ def _compile(text: str, compile_: Compile, write: int) -> None:
     def work() -> None:
         try:
             compile_(text, parsed)
-        except BaseException as error:  # noqa: BLE001 - a library of others may raise anything
+        except BaseException as error:  # a library of others may raise anything
             os.write(write, f"cannot be compiled: {_reason(error)}".encode()[:_MOST_ANSWER])
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -160,7 +160,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _xgrammar() -> Callable[[bytes], Compile]:
-    import xgrammar  # noqa: PLC0415 - only the process needs it
+    import xgrammar  # only the process needs it
 
     def load(vocabulary: bytes) -> Compile:
         tokens = xgrammar.TokenizerInfo.deserialize_json(vocabulary.decode())

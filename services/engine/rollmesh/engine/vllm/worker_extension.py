@@ -63,7 +63,7 @@ def _by_gpu(handles: Any) -> dict[str, tuple[Any, ...]]:
 
 def _arguments(handle: Any) -> tuple[Any, ...]:
     """Returns the arguments of torch's `rebuild_cuda_tensor`."""
-    import torch  # noqa: PLC0415 - workers
+    import torch
 
     known = isinstance(handle, dict) and handle.keys() == set(FIELDS)
     _check(known, f"give a handle the fields {', '.join(FIELDS)}")
@@ -90,7 +90,7 @@ def _value(name: str, value: Any) -> Any:
     return value
 
 
-def _check(fits: bool, problem: str) -> None:  # noqa: FBT001 - what an assertion says
+def _check(fits: bool, problem: str) -> None:
     if not fits:
         raise ValueError(f"ipc_handles: {problem}")
 
@@ -98,7 +98,7 @@ def _check(fits: bool, problem: str) -> None:  # noqa: FBT001 - what an assertio
 @contextmanager
 def only_unique_ids() -> Iterator[None]:
     """Lets this thread unpickle nothing but NCCL's unique id while vLLM joins a group."""
-    from vllm.distributed import utils  # noqa: PLC0415 - workers
+    from vllm.distributed import utils
 
     module: Any = utils
     former, own = module.pickle, threading.get_ident()
@@ -166,7 +166,7 @@ class WeightReceiver:
             engine.shutdown()  # a trainer joined earlier is gone or is joining again
             with only_unique_ids():
                 engine.init_transfer_engine(typed)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        except Exception as error:  # a backend may raise anything
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -176,7 +176,7 @@ class WeightReceiver:
         try:
             updates = with_handles(updates)
             infos = [engine.parse_update_info(self._own_part(update)) for update in updates]
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        except Exception as error:  # a backend may raise anything
             return f"{type(error).__name__}: {error}"
         if not _loads_whole(engine):
             return ""
@@ -225,7 +225,7 @@ def _loads_whole(engine: Any) -> bool:
 
     Other backends write into parameters directly, some of them only in part (sparse updates).
     """
-    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine  # noqa: PLC0415 - workers
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 
     return isinstance(
         engine, nccl_engine.NCCLWeightTransferEngine | ipc_engine.IPCWeightTransferEngine
@@ -234,7 +234,7 @@ def _loads_whole(engine: Any) -> bool:
 
 def _put_back(engine: Any) -> None:
     """Ends an update that loaded nothing: layers that were not loaded get their weights back."""
-    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - workers
+    from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(engine.vllm_config):
         engine.finish_weight_update()
@@ -271,7 +271,7 @@ def _tie_again(model: Any) -> None:
     On CPU the layer also holds a packed copy of its weight, made by post-processing. In a pipeline
     only the last worker has the layer.
     """
-    from vllm.model_executor.models.utils import PPMissingLayer  # noqa: PLC0415 - workers
+    from vllm.model_executor.models.utils import PPMissingLayer
 
     # A vision model holds its language model, under a name that differs between models.
     language = model.get_language_model() if hasattr(model, "get_language_model") else model

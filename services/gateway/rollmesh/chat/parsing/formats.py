@@ -191,7 +191,7 @@ class AnswerFormat:
         """The name of `CHANNELS` in whose channels the model writes. Empty if it has none."""
         return self.tools if self.tools in CHANNELS else self.channels
 
-    def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:  # noqa: FBT001
+    def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:
         if self.in_channels == GEMMA:
             return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
         if self.in_channels == MUSE:

@@ -328,7 +328,7 @@ class Cutter:
             raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
         return self._generation_prompts(last, groups[0][0].role == "system", context.now)
 
-    def _generation_prompt(self, last: Place, behind_system: bool, now: int) -> str:  # noqa: FBT001 - of a cache
+    def _generation_prompt(self, last: Place, behind_system: bool, now: int) -> str:
         template, boundaries = self._behind_system if behind_system else self._plain
         window, options = WINDOWS[last], replace(self._options, now=now)
         text = template.render(window, options, generation_prompt=True)

@@ -186,10 +186,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _tojson(
     value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass these by name
+    ensure_ascii: bool = False,  # templates pass these by name
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
+    sort_keys: bool = False,
 ) -> str:
     text = json.dumps(
         value,

@@ -32,7 +32,7 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
         tokenizer = Tokenizer(model_path)
         return load_template(model_path, tokenizer), tokenizer
     try:
-        from rollmesh.chat.templates.mistral import (  # noqa: PLC0415 - an extra, for such models only
+        from rollmesh.chat.templates.mistral import (  # an extra, for such models only
             MistralTemplate,
             MistralTokenizer,
         )

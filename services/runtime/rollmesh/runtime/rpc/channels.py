@@ -91,7 +91,7 @@ class RenewedChannel(grpc.aio.Channel):
         for channel in list(self._all):
             await channel.close(grace)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002 - gRPC's signature
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Returns the state of the newest channel."""
         return self._current().get_state(try_to_connect)
 

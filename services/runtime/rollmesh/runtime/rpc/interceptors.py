@@ -174,7 +174,7 @@ class _Call:
         try:
             answer = await self._run(request, context)
             self._code = "OK"
-        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+        except Exception as error:  # the edge: everything becomes a status
             await self._fail(error, context)
         else:
             return answer

@@ -137,7 +137,7 @@ class HarmonyParser(ChannelParser):
     def _is_header(self, text: str) -> bool:
         return text.strip().startswith(("<|start|>", "<|channel|>"))
 
-    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - there is one
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         analysis = channel is not None and channel[1] == "analysis"
         if recipient is None:
@@ -151,5 +151,5 @@ class HarmonyParser(ChannelParser):
     def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
         self.emit_arguments(text, events)
 
-    def _end_call(self, events: list[ParserEvent]) -> None:  # noqa: ARG002 - its arguments have left
+    def _end_call(self, events: list[ParserEvent]) -> None:
         self.malformed |= not is_object(self.last_arguments)

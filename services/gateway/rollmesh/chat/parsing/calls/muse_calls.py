@@ -53,7 +53,7 @@ class MuseParser(ChannelParser):
         left = _END.sub("", text).strip()
         return not left or left.startswith(_START) or "to=".startswith(left[:3])
 
-    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - there is one
+    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
         recipient = _RECIPIENT.search(header)
         if recipient is None or recipient[1] == "user":
             return "text"
@@ -86,7 +86,7 @@ class MuseParser(ChannelParser):
         self._end_body(events)
         self._held = rest
 
-    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # noqa: ARG002 - kept till whole
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # kept till whole
         self._body.append(text)
 
     def _end_call(self, events: list[ParserEvent]) -> None:

@@ -60,7 +60,7 @@ class SolarParser(ChannelParser):
         if delimiter not in _ENDS:  # nothing ended this message: it begins the next one
             self._held = delimiter + self._held
 
-    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # noqa: ARG002 - kept till whole
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # kept till whole
         self._body.append(text)
 
     def _end_call(self, events: list[ParserEvent]) -> None:

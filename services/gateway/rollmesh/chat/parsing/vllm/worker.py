@@ -19,11 +19,11 @@ Parse = Callable[[str, list[Any]], dict[str, Any]]
 
 def load(name: str, model_path: Path) -> Parse:
     """Loads vLLM and the parser. Returns what reads one answer."""
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-    from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast
+    from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionRequest,
     )
-    from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
+    from vllm.tool_parsers import ToolParserManager
 
     made = ToolParserManager.get_tool_parser(name)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(model_path / "tokenizer.json"))
@@ -51,7 +51,7 @@ def serve(parse: Parse, requests: TextIO, answers: TextIO) -> None:
         request = json.loads(line)
         try:
             answer = parse(request["text"], request["tools"])
-        except Exception as error:  # noqa: BLE001 - a parser of others may raise anything
+        except Exception as error:  # a parser of others may raise anything
             answer = {"error": f"{type(error).__name__}: {error}"}
         _say({"id": request["id"], **answer}, answers)
 
@@ -70,7 +70,7 @@ def main() -> int:
         os.dup2(2, 1)
         try:
             parse = load(sys.argv[1], Path(sys.argv[2]))
-        except Exception as error:  # noqa: BLE001 - the caller gets the reason
+        except Exception as error:  # the caller gets the reason
             _say({"error": f"{type(error).__name__}: {error}"}, answers)
             return 1
         _say({"ready": True}, answers)
