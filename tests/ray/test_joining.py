@@ -17,6 +17,7 @@ from rollmesh.integrations.ray import Mesh, MeshError
 from rollmesh.integrations.ray.mesh import absolute_tables, check_same
 from rollmesh.runtime.config import ConfigError
 from tests.docs.pages import blocks
+from tests.ray_on_busy_machines import started
 from tests.waiting import until
 
 pytestmark = [
@@ -30,8 +31,9 @@ SERVICES = ["collector", "engine-0", "gateway-0", "router", "sidecar"]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One node."""
-    head = {"num_cpus": 4, "num_gpus": 1, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": 80 << 20})
+    memory = 80 << 20
+    head = {"num_cpus": 4, "num_gpus": 1, "include_dashboard": False, "object_store_memory": memory}
+    nodes = started(Cluster, initialize_head=True, head_node_args=head)
     ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
     yield nodes
     ray.shutdown()

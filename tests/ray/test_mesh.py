@@ -24,6 +24,7 @@ from tests.audited import RULES, agents_go_on
 from tests.collector.postgres_server import postgres_database
 from tests.meshes import write_script
 from tests.models import make_tokenizer_dir
+from tests.ray_on_busy_machines import started
 from tests.waiting import until
 
 pytestmark = [
@@ -46,7 +47,7 @@ MEMORY: dict[str, Any] = {"object_store_memory": 80 << 20}
 def cluster() -> Iterator[Cluster]:
     """A head and two nodes, all on this machine."""
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH, **MEMORY}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
+    nodes = started(Cluster, initialize_head=True, head_node_args=head)
     for _ in range(2):
         nodes.add_node(num_cpus=6, num_gpus=2, **MEMORY)
     ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)

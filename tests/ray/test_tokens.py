@@ -60,11 +60,12 @@ async def test_the_error_names_the_variable_of_the_token(
     address, _ = cluster
     other = tmp_path / "auth_token"
     other.write_text(secrets.token_hex(32))
+    own = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmesh.cli", "ray", "status", f"--address={address}"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **shown, "RAY_AUTH_TOKEN_PATH": str(other)},
+        env={**own, **shown, "RAY_AUTH_TOKEN_PATH": str(other)},
     )
     async with asyncio.timeout(240):
         _, errors = await process.communicate()

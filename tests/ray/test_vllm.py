@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.client import Client
 from rollmesh.integrations.ray import Mesh, Status
+from tests.ray_on_busy_machines import started
 from tests.waiting import until
 
 pytestmark = [
@@ -28,7 +29,7 @@ MEMORY: dict[str, Any] = {"object_store_memory": 80 << 20}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, **MEMORY)
+    started(ray.init, num_cpus=8, include_dashboard=False, log_to_driver=False, **MEMORY)
     yield
     ray.shutdown()
 

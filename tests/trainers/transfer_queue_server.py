@@ -8,12 +8,15 @@ import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf
 
+from tests.ray_on_busy_machines import started
+
 
 @contextmanager
 def running_queue() -> Iterator[None]:
     """Starts Ray and the queue, with places for the actors beyond the machine's cores."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
-        ray.init(
+        started(
+            ray.init,
             address="local",  # not one that runs on this machine already
             num_cpus=8,
             include_dashboard=False,
