@@ -1,7 +1,9 @@
 """Streams between services."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -96,6 +98,8 @@ async def test_a_channel_has_one_stub_of_each_service() -> None:
         ("INTERNAL", "the disk is on fire", "INTERNAL"),
         ("UNKNOWN", "Stream removed (Socket closed)", "UNAVAILABLE"),
         ("UNKNOWN", "the handler raised", "UNKNOWN"),
+        ("CANCELLED", "CANCELLED", "UNAVAILABLE"),
+        ("CANCELLED", "Locally cancelled by application!", "CANCELLED"),
     ],
 )
 def test_a_call_that_grpc_ends_with_its_connection_is_unavailable(
@@ -105,3 +109,44 @@ def test_a_call_that_grpc_ends_with_its_connection_is_unavailable(
     typed = from_rpc_error(error)
     assert isinstance(typed, RemoteError)
     assert typed.code == code
+
+
+async def test_a_call_that_reaches_a_server_as_it_stops_is_unavailable() -> None:
+    async def answer(request: bytes, context: object) -> bytes:
+        await asyncio.sleep(0)
+        return request
+
+    handlers: Any = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    codes: Counter[str] = Counter()
+    cancelled = 0
+
+    async def calls(call: Any) -> None:
+        nonlocal cancelled
+        while True:
+            try:
+                with typed_errors():
+                    await call(b"", timeout=10)
+            except RemoteError as error:
+                codes[error.code] += 1
+                cause = error.__cause__
+                assert isinstance(cause, grpc.aio.AioRpcError)
+                cancelled += cause.code() is grpc.StatusCode.CANCELLED
+                if cause.code() is not grpc.StatusCode.CANCELLED:
+                    return  # it has stopped
+
+    for _ in range(50):  # a stop or two are enough
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.TaskGroup() as tasks:
+            call: Any = channel.unary_unary("/test/Echo")
+            await call(b"", timeout=10)
+            for _ in range(20):
+                tasks.create_task(calls(call))
+            await call(b"", timeout=10)
+            await server.stop(1)
+        if cancelled:
+            break
+    assert cancelled
+    assert set(codes) == {"UNAVAILABLE"}

@@ -573,7 +573,7 @@ def _no_gateway() -> NoGatewayError:
 
 
 _LOST_CODES = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
-_TRANSPORT_CODES = {"UNKNOWN", "INTERNAL", "CANCELLED"}
+_TRANSPORT_CODES = {"UNKNOWN", "INTERNAL"}
 """Of calls that were cut off. A collector's own errors have a reason."""
 _Result = TypeVar("_Result")
 

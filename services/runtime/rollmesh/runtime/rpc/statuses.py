@@ -85,9 +85,12 @@ def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
     return None
 
 
-_LOST = {"INTERNAL": "Internal error from Core", "UNKNOWN": "Stream removed"}
-"""How the details of a call begin that gRPC ended itself, by its code: the connection was lost, to
-a write or under an open stream, and the peer has given no status."""
+_LOST = {
+    "INTERNAL": "Internal error from Core",  # the connection was lost to a write
+    "UNKNOWN": "Stream removed",  # or under an open stream
+    "CANCELLED": "CANCELLED",  # or the call reached a server that stops
+}
+"""How the details of a call begin that gRPC ended itself, by its code. The peer gave no status."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
