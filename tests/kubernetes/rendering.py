@@ -11,7 +11,7 @@ import pytest
 
 from tests.paths import ROOT
 
-ENVIRONMENT = ROOT / ".venv-kube"
+ENVIRONMENT = ROOT / ".venv-check"
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (MANIFESTS / "overlays").iterdir())
 ROLLED = ("StatefulSet", "Deployment")
@@ -30,7 +30,7 @@ components: [{components}]
 
 def tool(name: str, *arguments: str | Path) -> str:
     """Runs a program of the environment. Returns what it prints on standard output."""
-    assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-kube/.ready`"
+    assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-check/.ready`"
     command = [str(ENVIRONMENT / "bin" / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"

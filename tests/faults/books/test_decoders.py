@@ -14,7 +14,7 @@ from benchmarks.fuzz.decoders.target import Target, any_bytes, expect, framed, f
 from benchmarks.fuzz.findings import Findings
 from tests.paths import ROOT
 
-GUIDED = ROOT / ".venv-fuzz"
+GUIDED = ROOT / ".venv-fast"
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_frames_are_read_as_they_were_written() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not (GUIDED / ".ready").exists(), reason="make .venv-fuzz/.ready")
+@pytest.mark.skipif(not (GUIDED / ".ready").exists(), reason="make .venv-fast/.ready")
 def test_half_a_minute_guided_by_coverage_finds_nothing(tmp_path: Path) -> None:
     files = [tmp_path / "findings", tmp_path / "counts"]
     module = "benchmarks.fuzz.decoders.guided"

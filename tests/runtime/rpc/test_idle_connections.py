@@ -167,7 +167,7 @@ async def test_connections_are_bounded_and_open_ones_continue(
         ) as channel:
             await ask(channel, name=NAME)
             async with silent_peer(bound.port, trainer) as second:
-                assert await anext(second.frames())
+                await anext(second.frames())
                 assert not await let_in(bound.port, trainer)
                 await ask(channel, name=NAME)
             await until(lambda: let_in(bound.port, trainer))
