@@ -97,7 +97,7 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     """Returns the typed error of a failed call, or `RemoteError` if the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
         return RemoteError(str(error), "UNKNOWN")
-    code = _code_of(error)
+    code = (error.code() or grpc.StatusCode.UNKNOWN).name
     status = _status_of(error)
     if status is None:
         details = error.details() or ""
@@ -135,11 +135,6 @@ def from_status(status: status_pb2.Status, code: str = "") -> RollmeshError:
     if isinstance(result, RemoteError):
         result.code = code
     return result
-
-
-def _code_of(error: grpc.aio.AioRpcError | grpc.Call) -> str:
-    code = error.code()
-    return code.name if code else "UNKNOWN"
 
 
 def _status_of(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
