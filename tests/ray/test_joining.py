@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +106,28 @@ def test_other_settings_under_its_name_are_refused(
     assert "secret" not in str(raised.value)
 
 
-async def test_an_engine_without_room_differs_from_a_starting_one(meshes: list[Mesh]) -> None:
-    with pytest.raises(MeshError, match=r"engine-4: not placed; of .* 0(\.\d+)? CPUs, 1 GPUs are"):
-        await asyncio.to_thread(meshes[0].scale, engines=5, timeout_s=20)
-    await asyncio.to_thread(meshes[0].scale, engines=1)
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops the Ray worker beside a service's process."""
+    worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+async def test_an_engine_without_room_differs_from_a_busy_one(meshes: list[Mesh]) -> None:
+    mesh = meshes[0]
+    found = await asyncio.to_thread(mesh.scale, engines=2)
+    (busy,) = (one for one in found if one.name == "engine-1")
+    with stopped(busy.pid), pytest.raises(MeshError) as raised:
+        await asyncio.to_thread(mesh.scale, engines=3, timeout_s=0.1)
+    said = str(raised.value)
+    assert "engine-1: does not answer; engine-2: not placed; " in said
+    assert re.search(r"resources 0(\.\d+)? CPUs, 1 GPUs are left", said)
+    found = await asyncio.to_thread(mesh.scale, engines=1)
+    assert [one.name for one in found] == SERVICES
 
 
 async def test_the_page_shows_a_trainer_that_runs(

@@ -29,7 +29,8 @@ MEMORY: dict[str, Any] = {"object_store_memory": 80 << 20}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    started(ray.init, num_cpus=8, include_dashboard=False, log_to_driver=False, **MEMORY)
+    local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+    started(ray.init, num_cpus=8, **local, **MEMORY)
     yield
     ray.shutdown()
 

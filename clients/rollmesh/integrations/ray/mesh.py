@@ -255,6 +255,7 @@ class Mesh:
         self.brought_up = False
         """Whether it was this object that brought the mesh up."""
         self._private: Path | None = None
+        self._nodes: dict[str, str] = {}
         tables = None if config is None else absolute_tables(config)
         try:
             self._directory: Any = self._actor(_DIRECTORY)
@@ -307,7 +308,9 @@ class Mesh:
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_S)
         names = sorted({*asked} if started else {*asked, *self._entries.planned})
-        return [answered(name, asked.get(name)) for name in names]
+        found = [answered(name, asked.get(name), self._nodes.get(name, "")) for name in names]
+        self._nodes = {one.name: one.node_id for one in found}
+        return found
 
     def scale(
         self,

@@ -110,8 +110,7 @@ class ServiceActor:
         self._problem = ""
         # Ray sets CUDA_VISIBLE_DEVICES there.
         self._child = Child(spec, {**os.environ, **spec.variables})  # noqa: TID251
-        self._loop = asyncio.new_event_loop()
-        self._ended = threading.Event()
+        self._loop, self._ended = asyncio.new_event_loop(), threading.Event()
         threading.Thread(target=self._keep, name=process.name, daemon=True).start()
 
     def status(self) -> Status:
@@ -145,9 +144,7 @@ class ServiceActor:
         errors.start()
         try:
             with os.fdopen(writing, "wb") as stderr:
-                self._loop.run_until_complete(
-                    self._child.keep(self._print, stderr, patient=True),
-                )
+                self._loop.run_until_complete(self._child.keep(self._print, stderr, patient=True))
         except EndedEarlyError as error:
             errors.join(5)
             said = [line for line in self._tail if line.startswith("rollmesh ")]
@@ -182,17 +179,17 @@ def problems(statuses: list[Status]) -> str:
     return f"{said}; of the cluster's resources {amounts} are left"
 
 
-def answered(name: str, ref: Any | None) -> Status:
-    """Returns the answer of an actor, or an empty state if it has not answered or was not asked."""
-    if ref is None:
-        return Status(name, service_of(name))
+def answered(name: str, ref: Any | None, node_id: str) -> Status:
+    """Returns the answer of an actor, last seen on a node, or a state that says what is known."""
+    unplaced = Status(name, service_of(name))
     try:
-        status: Status = ray.get(ref, timeout=0)
-    except (GetTimeoutError, RayActorError):
-        return Status(name, service_of(name))
+        return unplaced if ref is None else ray.get(ref, timeout=0)
+    except GetTimeoutError:  # a busy actor keeps its place
+        return replace(unplaced, node_id=node_id, problem="does not answer" if node_id else "")
+    except RayActorError:
+        return unplaced
     except RayError as error:
-        return Status(name, service_of(name), problem=str(error))
-    return status
+        return replace(unplaced, problem=str(error))
 
 
 def service_of(name: str) -> str:
