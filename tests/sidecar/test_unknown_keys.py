@@ -96,7 +96,7 @@ async def test_the_slow_bodies_of_a_session_hold_a_quarter_of_the_budget() -> No
             if one.done():
                 assert one.result()[0] == 429
                 assert b"session 5e551011" in one.result()[2]
-        assert held_bytes() <= 4 * MIB
+        await until(lambda: held_bytes() <= 4 * MIB)  # an answer may be ahead of its release
         assert await large_turn(url, OTHER) == 200
         for one in answers:
             one.cancel()
