@@ -44,6 +44,7 @@ from rollmesh.v1 import (
 MODEL = "policy"
 TRAINER = frozenset(("trainer",))
 """Name of the consumer of the trainer beside: what is its own, nobody else may acknowledge."""
+_Control = engine_pb2.ControlEnginesRequest
 _CALLERS, _BROWSERS = 6, 4
 _KNOCKING, _KNOCKS = 48, 6
 """Calls at a time that must be refused, and how many follow each other about one session."""
@@ -168,8 +169,8 @@ class Attack:
         shown: Any = {"timeout": 5, "metadata": trainer.metadata}
         stub: Any = router_pb2_grpc.RouterServiceStub(self._callers.channel(trainer, "router"))
         with suppress(grpc.aio.AioRpcError):
-            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(model=MODEL), **shown)
-            await stub.WakeUpEngines(router_pb2.WakeUpEnginesRequest(model=MODEL), **shown)
+            for action in ({"resume": _Control.Resume()}, {"wake_up": _Control.WakeUp()}):
+                await stub.ControlEngines(_Control(model=MODEL, **action), **shown)
 
     async def _probe(self) -> None:
         """Asks every service whether it answers. One that stands still is a hang."""

@@ -21,7 +21,7 @@ _OVER_S = 30.0
 _REFUSED_S = 8.0
 """A refusal is delayed for up to two seconds."""
 _MOST_READ = 40
-_RARE = {"Pause", "PauseEngines", "Sleep", "SleepEngines", "Abort", "AbortGenerations"}
+_RARE = {"ControlEngines"}
 """Calls that stop sampling: too many of them, and the agents beside get no answers."""
 _BY_TRANSPORT = {
     "UNAVAILABLE",

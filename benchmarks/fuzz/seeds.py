@@ -61,6 +61,7 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
     header = engine_pb2.UpdateWeightsHeader(
         policy_version=1, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8, model=model
     )
+    control = engine_pb2.ControlEnginesRequest
     return {
         "Generate": [generate],
         "StreamGenerate": [streamed],
@@ -73,8 +74,8 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
             engine_pb2.UpdateWeightsRequest(header=header),
             engine_pb2.UpdateWeightsRequest(safetensors_chunk=b"\0" * 4),
         ],
-        "InitWeightTransfer": [
-            engine_pb2.InitWeightTransferRequest(backend="nccl", init_json="{}", model=model)
+        "ControlEngines": [
+            control(model=model, init_weight_transfer=control.InitWeightTransfer(backend="nccl"))
         ],
     }
 

@@ -35,18 +35,18 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
     def __init__(self) -> None:
         self.header = router_pb2.PushWeightsHeader()
         self.chunks: list[bytes] = []
-        self.init = router_pb2.InitWeightTransfersRequest()
-        self.results = [router_pb2.EngineResult(engine_id="e1")]
+        self.init = engine_pb2.ControlEnginesRequest.InitWeightTransfer()
+        self.results = [engine_pb2.EngineResult(engine_id="e1")]
         self.failure: Exception | None = None
         """Raised at once."""
         self.refusal: Exception | None = None
         """Raised once all was read."""
 
-    async def InitWeightTransfers(
-        self, request: router_pb2.InitWeightTransfersRequest, context: Context
-    ) -> router_pb2.InitWeightTransfersResponse:
-        self.init = request
-        return router_pb2.InitWeightTransfersResponse(results=self.results)
+    async def ControlEngines(
+        self, request: engine_pb2.ControlEnginesRequest, context: Context
+    ) -> engine_pb2.ControlEnginesResponse:
+        self.init = request.init_weight_transfer
+        return engine_pb2.ControlEnginesResponse(results=self.results)
 
     async def PushWeights(
         self,
@@ -153,7 +153,7 @@ async def test_torch_tensors_keep_their_type() -> None:
 async def test_an_engine_that_failed_raises_unless_partial_is_allowed() -> None:
     router = push_router()
     router.results.append(
-        router_pb2.EngineResult(engine_id="e2", status=to_status(InvalidWeightsError("w", "no")))
+        engine_pb2.EngineResult(engine_id="e2", status=to_status(InvalidWeightsError("w", "no")))
     )
     tensors = {"w": np.zeros(1, np.float32)}
     async with pushing(router) as client:
@@ -196,9 +196,8 @@ async def test_an_engine_gets_the_whole_init_with_its_own_fields_replaced() -> N
         await client.init_weight_transfer("nccl", info, {"e2": {"rank_offset": 5}})
     assert router.init.backend == "nccl"
     assert json.loads(router.init.init_json) == info
-    (own,) = router.init.engines
-    assert own.engine_id == "e2"
-    assert json.loads(own.init_json) == {"master_port": 7, "rank_offset": 5}
+    own = {name: json.loads(text) for name, text in router.init.init_json_by_engine.items()}
+    assert own == {"e2": {"master_port": 7, "rank_offset": 5}}
 
 
 async def test_a_refused_push_is_typed() -> None:

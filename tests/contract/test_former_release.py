@@ -135,12 +135,12 @@ async def test_a_trainer_controls_engines_and_reads_lists(mesh: Mesh, tmp_path: 
         asyncio.timeout(_LIMIT_S),
     ):
         mode = old.number("PauseMode", "PAUSE_MODE_KEEP")
-        paused = await at["router"].PauseEngines(
-            old.PauseEnginesRequest(mode=mode, request_id="pause")
+        paused = await at["router"].ControlEngines(
+            old.ControlEnginesRequest(pause={"mode": mode}, request_id="pause")
         )
         assert [(one.engine_id, one.status.code) for one in paused.results] == [("engine-0", 0)]
         assert (await at["engine"].GetInfo(old.GetInfoRequest())).paused
-        await at["router"].ResumeEngines(old.ResumeEnginesRequest(request_id="resume"))
+        await at["router"].ControlEngines(old.ControlEnginesRequest(resume={}, request_id="resume"))
         # The sidecar is listed too, as a kind that the last release does not know.
         known = {old.number("ReplicaKind", f"REPLICA_KIND_{one}") for one in ("ENGINE", "GATEWAY")}
         kinds: dict[str, int] = {}

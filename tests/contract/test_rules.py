@@ -80,11 +80,13 @@ def _messages() -> list[descriptor.Descriptor]:
 
 
 def test_no_request_or_response_is_used_by_two_rpcs() -> None:
+    """Except in ControlEngines, which routers and engines serve alike."""
     used = [
         name
         for module in MODULES
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
+        if method.full_name != "rollmesh.v1.RouterService.ControlEngines"
         for name in (method.input_type.full_name, method.output_type.full_name)
     ]
     assert len(used) == len(set(used)) > 30

@@ -27,16 +27,12 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
+from tests.controls import ABORT, ABORT_ALL, KEEP, RESUME, WAIT, WAKE_UP, abort, pause, sleep
 from tests.engine.engines import PROMPT, Result
 from tests.gateway.live import served
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
-KEEP, WAIT, ABORT = (
-    engine_pb2.PAUSE_MODE_KEEP,
-    engine_pb2.PAUSE_MODE_WAIT,
-    engine_pb2.PAUSE_MODE_ABORT,
-)
 
 
 class SlowUpdates(ScriptedBackend):
@@ -98,16 +94,16 @@ class World:
         return self._tasks.create_task(run())
 
     def pause(self, mode: Any = KEEP) -> "asyncio.Task[Any]":
-        return self.begin(self.stub.Pause(engine_pb2.PauseRequest(mode=mode)))
+        return self.begin(self.stub.ControlEngines(pause(mode)))
 
     def resume(self) -> "asyncio.Task[Any]":
-        return self.begin(self.stub.Resume(engine_pb2.ResumeRequest()))
+        return self.begin(self.stub.ControlEngines(RESUME))
 
     def sleep(self, level: int = 1) -> "asyncio.Task[Any]":
-        return self.begin(self.stub.Sleep(engine_pb2.SleepRequest(level=level)))
+        return self.begin(self.stub.ControlEngines(sleep(level)))
 
     def wake(self) -> "asyncio.Task[Any]":
-        return self.begin(self.stub.WakeUp(engine_pb2.WakeUpRequest()))
+        return self.begin(self.stub.ControlEngines(WAKE_UP))
 
     def update(self, folder: Path, mode: Any = KEEP, version: int = 1) -> "asyncio.Task[Any]":
         header = engine_pb2.UpdateWeightsHeader(
@@ -245,9 +241,9 @@ async def test_an_abort_lets_no_other_paused_request_sample(world: World) -> Non
     await world.several_calls_later()
     before = world.backend.count()
     for name in ("aborted", "unknown"):
-        await world.stub.Abort(engine_pb2.AbortRequest(request_ids=[name]))
+        await world.stub.ControlEngines(abort(name))
     await world.several_calls_later()
-    await world.stub.Abort(engine_pb2.AbortRequest(all=True))
+    await world.stub.ControlEngines(ABORT_ALL)
     ends = await asyncio.gather(*answers)
     assert [len(end.ids) < 9_000 for end in ends] == [True, True]
     assert sum(len(end.ids) for end in ends) == before
@@ -358,7 +354,7 @@ async def test_an_update_of_a_sleeping_engine_is_refused_until_it_wakes_up(
     await world.sleep()
     refused = await world.update(other_model_dir)
     assert isinstance(refused, EngineAsleepError)
-    assert "WakeUp" in refused.message
+    assert "wake it up" in refused.message
     info = await world.info()
     assert (info.sleeping, info.policy_version, world.backend.sampled) == (True, 0, [])
     await world.wake()

@@ -21,6 +21,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.chat.images.pictures import picture
+from tests.controls import abort
 from tests.engine.engines import PROMPT, Engine
 from tests.processes import ServiceProcess, reserved_port, running
 from tests.waiting import until
@@ -173,10 +174,11 @@ async def test_an_abort_while_images_are_read_ends_the_request(tmp_path: Path) -
     ):
         engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), Path())
         asked = engine.request(32, 0, images=[placed(file.getvalue())])
-        abort = engine_pb2.AbortRequest(request_ids=[asked.generate.request_id])
 
         async def found() -> bool:
-            return bool((await engine.stub.Abort(abort)).request_ids)
+            wanted = abort(asked.generate.request_id)
+            (found,) = (await engine.stub.ControlEngines(wanted)).results
+            return bool(found.aborted_request_ids)
 
         generating = asyncio.ensure_future(engine.generate(asked))
         await until(found)

@@ -18,6 +18,7 @@ from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+from tests.controls import WAKE_UP, sleep
 from tests.docker.compose import docker_problem
 from tests.engine.engines import Engine, torch_logprobs
 from tests.engine.vllm.test_transfer import free_port
@@ -87,10 +88,10 @@ async def test_sleep_frees_memory_and_waking_brings_the_same_model(
         for level in (1, 2):
             before = torch.cuda.mem_get_info()[0]
             with typed_errors():
-                await engine.stub.Sleep(engine_pb2.SleepRequest(level=level), timeout=60)
+                await engine.stub.ControlEngines(sleep(level), timeout=60)
             assert torch.cuda.mem_get_info()[0] > before
             with typed_errors():
-                await engine.stub.WakeUp(engine_pb2.WakeUpRequest(), timeout=60)
+                await engine.stub.ControlEngines(WAKE_UP, timeout=60)
             if level == 2:  # the weights are gone: they have to be pushed
                 await engine.update(1, (model_dir / "model.safetensors").read_bytes())
             await samples(engine, model_dir, level - 1)

@@ -8,7 +8,12 @@ from typing import Any, TypeAlias
 import grpc
 
 from rollmesh.mesh.routers import Membership
-from rollmesh.runtime.errors import InvalidWeightsError, RollmeshError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    InvalidWeightsError,
+    PrefixCacheInUseError,
+    RollmeshError,
+)
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.statuses import from_status, to_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
@@ -16,7 +21,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 Answers: TypeAlias = AsyncIterator[engine_pb2.StreamGenerateResponse]
 
 
-def reason_of(result: router_pb2.EngineResult) -> str:
+def reason_of(result: engine_pb2.EngineResult) -> str:
     """The reason of an engine's error. Empty where it did what was asked."""
     return from_status(result.status).reason if result.status.code else ""
 
@@ -69,25 +74,19 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         except RollmeshError as error:
             await send(error=to_status(error))
 
-    async def Abort(self, request: Any, context: Any) -> Any:
-        await self._controlled("Abort", request)
-        return engine_pb2.AbortResponse()
-
-    async def Pause(self, request: Any, context: Any) -> Any:
-        await self._controlled("Pause", request)
-        return engine_pb2.PauseResponse()
+    async def ControlEngines(self, request: Any, context: Any) -> Any:
+        match action := request.WhichOneof("action"):
+            case "reset_prefix_cache":
+                raise PrefixCacheInUseError("running generations use the prefix cache")
+            case "abort" | "pause" | "init_weight_transfer":
+                await self._controlled(action, request)
+                return engine_pb2.ControlEnginesResponse(results=[engine_pb2.EngineResult()])
+        raise InvalidFieldError("action", f"{action} is unknown")
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         self.asked += 1
         self.changed.set()
         return self.info
-
-    async def InitWeightTransfer(self, request: Any, context: Any) -> Any:
-        await self._controlled("InitWeightTransfer", request)
-        return engine_pb2.InitWeightTransferResponse()
-
-    async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
-        return engine_pb2.ResetPrefixCacheResponse(reset=False)  # as if it were in use
 
     async def _controlled(self, name: str, request: Any) -> None:
         self.controls.append((name, request.request_id))

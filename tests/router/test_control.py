@@ -12,7 +12,8 @@ import pytest_asyncio
 from rollmesh.client import Client, EngineControlError, MeshAddresses, WeightsPushError
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2_grpc, sampling_pb2
+from tests.controls import WAKE_UP, Control, abort, sleep
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
 from tests.router.routers import running_router
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 MANY, FEW = 2000, 60
 """Tokens that take longer than any test, and some that take three seconds."""
 ENGINES = {"a": "policy", "b": "policy", "c": "judge"}
-Calls = dict[str, Callable[[str], Awaitable[list[router_pb2.EngineResult]]]]
+Calls = dict[str, Callable[[str], Awaitable[list[engine_pb2.EngineResult]]]]
 
 
 class Fleet:
@@ -103,15 +104,14 @@ async def test_generations_of_a_model_are_aborted_and_others_continue(fleet: Fle
     await until(are_running)
     async with open_channel(fleet.router.address) as channel:
         router = router_pb2_grpc.RouterServiceStub(channel)
-        request = router_pb2.AbortGenerationsRequest(
-            request_ids=["on-b", "on-c", "unknown"], model="policy", request_id="once"
-        )
-        aborted = await router.AbortGenerations(request)
-        assert list(aborted.request_ids) == ["on-b"]
-        assert await router.AbortGenerations(request) == aborted  # a repeat aborts nothing again
-        request.request_ids.append("on-a")
+        request = abort("on-b", "on-c", "unknown", model="policy", request_id="once")
+        aborted = await router.ControlEngines(request)
+        found = {one.engine_id: list(one.aborted_request_ids) for one in aborted.results}
+        assert found == {"a": [], "b": ["on-b"]}
+        assert await router.ControlEngines(request) == aborted  # a repeat aborts nothing again
+        request.abort.request_ids.append("on-a")
         with pytest.raises(RepeatConflictError), typed_errors():
-            await router.AbortGenerations(request)
+            await router.ControlEngines(request)
     assert (await calls["b"]).finish.reason == sampling_pb2.FINISH_REASON_ABORT
     assert {one.engine_id for one in await fleet.client.abort_generations("policy")} == {"a", "b"}
     assert (await calls["a"]).finish.reason == sampling_pb2.FINISH_REASON_ABORT
@@ -161,23 +161,25 @@ async def test_bad_arguments_of_control_calls_are_refused(fleet: Fleet) -> None:
     async with open_channel(fleet.router.address) as channel:
         router = router_pb2_grpc.RouterServiceStub(channel)
         with pytest.raises(InvalidFieldError, match="request_ids: is empty"), typed_errors():
-            await router.AbortGenerations(router_pb2.AbortGenerationsRequest(model="policy"))
+            await router.ControlEngines(abort(model="policy"))
+        with pytest.raises(InvalidFieldError, match="action: is not set"), typed_errors():
+            await router.ControlEngines(Control(model="policy"))
 
 
 async def test_a_sleeping_engine_takes_a_push_once_it_is_awake(fleet: Fleet) -> None:
     client, weights = fleet.client, {"w": np.zeros(1, np.float32)}
     await client.sleep_engines(model="judge")
     await fleet.until(c=(False, True))
-    with pytest.raises(WeightsPushError, match="WakeUp") as refused:
+    with pytest.raises(WeightsPushError, match="wake it up") as refused:
         await client.push_weights(weights, 1, model="judge")
     assert [reason_of(one) for one in refused.value.results] == ["ENGINE_ASLEEP"]
     await client.wake_up_engines("judge")
     await client.push_weights(weights, 1, model="judge")  # the version is still free
-    await fleet.stubs["a"].Sleep(engine_pb2.SleepRequest())
+    await fleet.stubs["a"].ControlEngines(sleep())
     await fleet.until(a=(False, True), b=(False, False))
     results = await client.push_weights(weights, 1, model="policy", allow_partial=True)
     assert {one.engine_id: reason_of(one) for one in results} == {"a": "ENGINE_ASLEEP", "b": ""}
-    await fleet.stubs["a"].WakeUp(engine_pb2.WakeUpRequest())
+    await fleet.stubs["a"].ControlEngines(WAKE_UP)
 
     async def is_up_to_date() -> bool:
         info = await fleet.stubs["a"].GetInfo(engine_pb2.GetInfoRequest())

@@ -12,7 +12,7 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.v1 import router_pb2
+from rollmesh.v1 import engine_pb2
 from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import noting_engine
 from tests.router.routers import running_router
@@ -46,7 +46,7 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
         yield Routers(tmp_path, stack)
 
 
-CALLS: dict[str, Callable[[Client], Awaitable[list[router_pb2.EngineResult]]]] = {
+CALLS: dict[str, Callable[[Client], Awaitable[list[engine_pb2.EngineResult]]]] = {
     "Pause": lambda client: client.pause_engines("abort"),
     "Abort": lambda client: client.abort_generations(),
 }
@@ -81,8 +81,8 @@ async def test_a_control_call_whose_router_is_lost_is_repeated_at_the_other(
 
 
 async def _list(
-    call: Awaitable[list[router_pb2.EngineResult]],
-) -> list[router_pb2.EngineResult]:
+    call: Awaitable[list[engine_pb2.EngineResult]],
+) -> list[engine_pb2.EngineResult]:
     return await call
 
 

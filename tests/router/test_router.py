@@ -22,7 +22,8 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.controls import WAKE_UP, pause, sleep
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
@@ -245,20 +246,20 @@ async def test_engines_that_do_not_sample_are_avoided_or_waited_for(
             async with leases.lease(session_id=session_id, deadline_ms=60_000) as grant:
                 return grant.engine_id
 
-        await stubs["a"].Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_KEEP))
+        await stubs["a"].ControlEngines(pause())
         await until(lambda: knows("a", "paused"))
         assert [await used(f"s{at}") for at in range(3)] == ["b"] * 3
-        await stubs["b"].Sleep(engine_pb2.SleepRequest())
+        await stubs["b"].ControlEngines(sleep())
         await until(lambda: knows("b", "sleeping"))
         assert [await used(f"s{at}") for at in range(3)] == ["a"] * 3  # it waits there
-        await stubs["a"].Sleep(engine_pb2.SleepRequest())
+        await stubs["a"].ControlEngines(sleep())
         await until(lambda: knows("a", "sleeping"))
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(used("s0"))
             with pytest.raises(NoEngineError, match="it sleeps"):
                 async with leases.lease(session_id="s0", deadline_ms=100):
                     pass
-            await stubs["b"].WakeUp(engine_pb2.WakeUpRequest())
+            await stubs["b"].ControlEngines(WAKE_UP)
         assert waiting.result() == "b"
 
 

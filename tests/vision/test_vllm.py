@@ -22,6 +22,7 @@ from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.chat.images.pictures import image_part, picture
+from tests.controls import abort
 from tests.engine.engines import Engine, Result
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import run_to_end
@@ -206,10 +207,11 @@ async def test_an_abort_while_an_image_is_read_ends_the_request(home: Home) -> N
         token_ids_u32le=np.array([5, *run, 7], "<u4").tobytes(),
         images=[placed(file.getvalue(), 1, len(run), send=True)],
     )
-    abort = engine_pb2.AbortRequest(request_ids=[asked.generate.request_id])
 
     async def found() -> bool:
-        return bool((await home.engine.stub.Abort(abort)).request_ids)
+        wanted = abort(asked.generate.request_id)
+        (one,) = (await home.engine.stub.ControlEngines(wanted)).results
+        return bool(one.aborted_request_ids)
 
     generating = asyncio.ensure_future(home.engine.generate(asked))
     await until(found)

@@ -161,9 +161,9 @@ TARGETS = (
         engine_pb2.StreamGenerateRequest, lambda one: read_generate(one, _LIMITS), _generate_seed()
     ),
     _message(
-        engine_pb2.InitWeightTransferRequest,
-        lambda one: read_init(one, "nccl"),
-        engine_pb2.InitWeightTransferRequest(backend="nccl", init_json='{"a": 1}'),
+        engine_pb2.ControlEnginesRequest.InitWeightTransfer,
+        lambda one: read_init(one, "e", "nccl"),
+        engine_pb2.ControlEnginesRequest.InitWeightTransfer(backend="nccl", init_json='{"a": 1}'),
     ),
     _message(collector_pb2.Consumer, created, _consumer()),
     Target("answer of an engine", _answer, lambda: [_answer_seed()], one_frame(_CHUNK)),

@@ -7,9 +7,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 from rollmesh.client.arguments import chosen
 from rollmesh.client.connections import Connections
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2, router_pb2_grpc
 
 _TIMEOUT_S = 600.0
+_Control: TypeAlias = engine_pb2.ControlEnginesRequest
 RouterMethod: TypeAlias = Callable[["router_pb2_grpc.RouterServiceAsyncStub"], Callable[..., Any]]
 PauseModeName = Literal["keep", "abort", "wait"]
 PAUSE_MODES = {
@@ -29,7 +30,7 @@ class EngineControlError(RollmeshError):
     code = "INTERNAL"
     reason = "ENGINE_CONTROL_FAILED"
 
-    def __init__(self, results: Sequence[router_pb2.EngineResult]) -> None:
+    def __init__(self, results: Sequence[engine_pb2.EngineResult]) -> None:
         """Takes the results. The message names the engines that failed and why."""
         failed = [result for result in results if result.status.code]
         super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
@@ -38,7 +39,7 @@ class EngineControlError(RollmeshError):
 
 class _Response(Protocol):
     @property
-    def results(self) -> Sequence[router_pb2.EngineResult]:
+    def results(self) -> Sequence[engine_pb2.EngineResult]:
         """One result per engine."""
         ...
 
@@ -54,7 +55,7 @@ class EngineCalls(Connections):
 
     async def pause_engines(
         self, mode: PauseModeName = "keep", model: str = ""
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         """Pauses sampling. Turns of sessions wait until the engines resume.
 
         Args:
@@ -62,48 +63,42 @@ class EngineCalls(Connections):
                 them, "wait" lets them run to their end.
             model: Name of the model.
         """
-        request = router_pb2.PauseEnginesRequest(
-            mode=chosen("mode", mode, PAUSE_MODES), model=model, request_id=uuid.uuid4().hex
+        return await self._control(
+            model, pause=_Control.Pause(mode=chosen("mode", mode, PAUSE_MODES))
         )
-        return await self._controlled(lambda router: router.PauseEngines, request)
 
-    async def resume_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
+    async def resume_engines(self, model: str = "") -> list[engine_pb2.EngineResult]:
         """Resumes sampling."""
-        request = router_pb2.ResumeEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(lambda router: router.ResumeEngines, request)
+        return await self._control(model, resume=_Control.Resume())
 
-    async def sleep_engines(self, level: int = 1, model: str = "") -> list[router_pb2.EngineResult]:
+    async def sleep_engines(self, level: int = 1, model: str = "") -> list[engine_pb2.EngineResult]:
         """Frees accelerator memory. Turns of sessions wait until engines wake up.
 
         Args:
             level: 1 keeps the weights in host memory, 2 drops them.
             model: Name of the model.
         """
-        request = router_pb2.SleepEnginesRequest(
-            level=level, model=model, request_id=uuid.uuid4().hex
-        )
-        return await self._controlled(lambda router: router.SleepEngines, request)
+        return await self._control(model, sleep=_Control.Sleep(level=level))
 
-    async def wake_up_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
+    async def wake_up_engines(self, model: str = "") -> list[engine_pb2.EngineResult]:
         """Allocates the memory again and samples again."""
-        request = router_pb2.WakeUpEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(lambda router: router.WakeUpEngines, request)
+        return await self._control(model, wake_up=_Control.WakeUp())
 
-    async def reset_prefix_caches(self, model: str = "") -> list[router_pb2.EngineResult]:
+    async def reset_prefix_caches(self, model: str = "") -> list[engine_pb2.EngineResult]:
         """Empties the prefix caches. An engine whose running generations use its own fails."""
-        request = router_pb2.ResetPrefixCachesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(lambda router: router.ResetPrefixCaches, request)
+        return await self._control(model, reset_prefix_cache=_Control.ResetPrefixCache())
 
-    async def abort_generations(self, model: str = "") -> list[router_pb2.EngineResult]:
+    async def abort_generations(self, model: str = "") -> list[engine_pb2.EngineResult]:
         """Aborts all running generations. Turns of sessions continue or begin again."""
-        request = router_pb2.AbortGenerationsRequest(
-            all=True, model=model, request_id=uuid.uuid4().hex
-        )
-        return await self._controlled(lambda router: router.AbortGenerations, request)
+        return await self._control(model, abort=_Control.Abort(all=True))
+
+    async def _control(self, model: str, **action: Any) -> list[engine_pb2.EngineResult]:
+        request = _Control(model=model, request_id=uuid.uuid4().hex, **action)
+        return await self._controlled(lambda router: router.ControlEngines, request)
 
     async def _controlled(
         self, method: RouterMethod, request: Any
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         response: _Response = await self._routers.repeat(
             lambda router: method(router)(request, timeout=_TIMEOUT_S)
         )

@@ -18,7 +18,7 @@ from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 # Encodes tensors as a safetensors file, in chunks.
 #
@@ -147,7 +147,7 @@ async def _requests(
         yield router_pb2.PushWeightsRequest(safetensors_chunk=chunk)
 
 
-def _checked(results: list[router_pb2.EngineResult]) -> list[router_pb2.EngineResult]:
+def _checked(results: list[engine_pb2.EngineResult]) -> list[engine_pb2.EngineResult]:
     if any(result.status.code for result in results):
         raise WeightsPushError(results)
     return results
@@ -184,7 +184,7 @@ class WeightCalls(Connections):
         mode: Literal["keep", "abort", "wait"] = "keep",
         allow_partial: bool = False,
         model: str = "",
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         """Pushes weights to all engines of a model. Tokens sampled afterwards carry the version.
 
         If the router dies in the middle, the push is repeated, at another router or at the same one
@@ -263,7 +263,7 @@ class WeightCalls(Connections):
         init_info: Mapping[str, Any],
         by_engine: Mapping[str, Any] | None = None,
         model: str = "",
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         """Connects all engines to the trainer, which must connect meanwhile in another thread.
 
         This is not repeated if the router is lost: the trainer connects once. Make the call again,
@@ -278,20 +278,18 @@ class WeightCalls(Connections):
         Raises:
             WeightsPushError: An engine did not connect.
         """
-        request = router_pb2.InitWeightTransfersRequest(
+        init = engine_pb2.ControlEnginesRequest.InitWeightTransfer(
             backend=backend,
             init_json=_json(dict(init_info), "init_info"),
-            engines=[
-                router_pb2.EngineTransferInit(
-                    engine_id=engine_id, init_json=_json({**init_info, **own}, "by_engine")
-                )
+            init_json_by_engine={
+                engine_id: _json({**init_info, **own}, "by_engine")
                 for engine_id, own in (by_engine or {}).items()
-            ],
-            model=model,
+            },
         )
+        request = engine_pb2.ControlEnginesRequest(model=model, init_weight_transfer=init)
         with typed_errors():
             router = await self._routers.stub()
-            response = await router.InitWeightTransfers(request, timeout=_TIMEOUT_S)
+            response = await router.ControlEngines(request, timeout=_TIMEOUT_S)
         return _checked(list(response.results))
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:

@@ -15,8 +15,9 @@ from rollmesh.runtime.errors import (
     WeightsDroppedError,
 )
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, sampling_pb2
-from tests.engine.engines import KEEP, LONG, Engine, Result
+from rollmesh.v1 import sampling_pb2
+from tests.controls import ABORT, RESET_PREFIX_CACHE, RESUME, WAIT, WAKE_UP, abort, pause, sleep
+from tests.engine.engines import LONG, Engine, Result
 
 # The first vLLM test waits for the model to start.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -35,21 +36,19 @@ async def test_abort_gives_what_there_is(engine: Engine) -> None:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
-                abort = engine_pb2.AbortRequest(
-                    request_ids=[request.generate.request_id, "unknown"]
-                )
-                aborted = await engine.stub.Abort(abort)
-                assert list(aborted.request_ids) == [request.generate.request_id]
+                wanted = abort(request.generate.request_id, "unknown")
+                (found,) = (await engine.stub.ControlEngines(wanted)).results
+                assert list(found.aborted_request_ids) == [request.generate.request_id]
     assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
     assert 3 <= len(result.ids) == len(result.logprobs) < LONG
     assert result.spans[-1][2] == len(result.ids)
 
 
 async def test_a_pause_that_is_repeated_after_a_resume_pauses_nothing(engine: Engine) -> None:
-    pause = engine_pb2.PauseRequest(mode=KEEP, request_id="pause")
-    await engine.stub.Pause(pause)
-    await engine.stub.Resume(engine_pb2.ResumeRequest())
-    await engine.stub.Pause(pause)
+    request = pause(request_id="pause")
+    await engine.stub.ControlEngines(request)
+    await engine.stub.ControlEngines(RESUME)
+    await engine.stub.ControlEngines(request)
     assert not (await engine.info()).paused
 
 
@@ -59,10 +58,10 @@ async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
         async for response in responses:
             result.take(response)
             if result.messages == 2:
-                await engine.stub.Pause(engine_pb2.PauseRequest(mode=KEEP))
+                await engine.stub.ControlEngines(pause())
                 assert (await engine.info()).paused
                 late.append(asyncio.ensure_future(engine.generate(engine.request(5, 0))))
-                await engine.stub.Resume(engine_pb2.ResumeRequest())
+                await engine.stub.ControlEngines(RESUME)
     assert len(result.ids) == 100
     assert len((await late[0]).ids) == 5
     assert not (await engine.info()).paused
@@ -74,8 +73,8 @@ async def test_a_pause_that_aborts_ends_requests_with_their_tokens_so_far(engine
         async for response in responses:
             result.take(response)
             if result.messages == 2:
-                await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
-    await engine.stub.Resume(engine_pb2.ResumeRequest())
+                await engine.stub.ControlEngines(pause(ABORT))
+    await engine.stub.ControlEngines(RESUME)
     assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
 
 
@@ -83,24 +82,22 @@ async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: E
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         stream = engine.stream(engine.request(200, 1))
         await anext(stream)
-        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
-        paused = group.create_task(_call(engine.stub.Pause(wait)))
+        paused = group.create_task(_call(engine.stub.ControlEngines(pause(WAIT))))
         rest = [response async for response in stream]
         assert rest[-1].finish.reason == sampling_pb2.FINISH_REASON_LENGTH
         await paused
         late = group.create_task(engine.generate(engine.request(5, 0)))
         await engine.until(lambda info: info.running + info.waiting == 1)
         assert not late.done()
-        await engine.stub.Resume(engine_pb2.ResumeRequest())
+        await engine.stub.ControlEngines(RESUME)
         assert len((await late).ids) == 5
 
 
 async def test_a_pause_whose_caller_leaves_changes_nothing(engine: Engine) -> None:
     async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         await anext(responses)
-        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
         with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
-            await engine.stub.Pause(wait, timeout=0.2)
+            await engine.stub.ControlEngines(pause(WAIT), timeout=0.2)
     assert len((await engine.generate(engine.request(5, 0))).ids) == 5
     assert not (await engine.info()).paused
 
@@ -141,11 +138,10 @@ async def test_bad_weights_leave_the_old_ones_in_use(engine: Engine, tmp_path: P
 
 async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine) -> None:
     await engine.until(lambda info: info.running == 0)
-    answer = await engine.stub.ResetPrefixCache(engine_pb2.ResetPrefixCacheRequest())
-    assert answer.reset
-    await engine.stub.Sleep(engine_pb2.SleepRequest())
+    await engine.stub.ControlEngines(RESET_PREFIX_CACHE)
+    await engine.stub.ControlEngines(sleep())
     assert (await engine.info()).sleeping
-    await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
+    await engine.stub.ControlEngines(WAKE_UP)
     assert not (await engine.info()).sleeping
     assert len((await engine.generate(engine.request(3, 0))).ids) == 3
 
@@ -154,11 +150,11 @@ async def test_weights_that_a_sleep_drops_are_missed_until_an_update(engine: Eng
     before = (await engine.info()).policy_version
     answer = asyncio.ensure_future(engine.generate(engine.request(LONG, 1)))
     await engine.until(lambda info: info.running == 1)
-    await engine.stub.Sleep(engine_pb2.SleepRequest(level=2))
+    await engine.stub.ControlEngines(sleep(2))
     assert (await answer).finish.reason == sampling_pb2.FINISH_REASON_ABORT
     with pytest.raises(EngineAsleepError):
         await engine.update(before + 1, engine.weights)
-    await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
+    await engine.stub.ControlEngines(WAKE_UP)
     for chunk in (0, 1):
         with pytest.raises(WeightsDroppedError, match="push weights"):
             await engine.generate(engine.request(5, chunk))

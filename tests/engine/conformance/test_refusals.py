@@ -15,6 +15,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.controls import Control, abort, sleep
 from tests.engine.engines import LONG, Engine
 
 # The first vLLM test waits for the model to start.
@@ -182,10 +183,13 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
     assert len((await engine.generate(engine.request(3, 0))).ids) == 3
 
 
-@pytest.mark.parametrize(
-    "method", ["Abort", "Pause", "Resume", "Sleep", "WakeUp", "ResetPrefixCache"]
-)
-async def test_a_call_that_means_another_model_is_refused(engine: Engine, method: str) -> None:
-    request = getattr(engine_pb2, f"{method}Request")(model="another")
+async def test_a_control_call_that_means_another_model_is_refused(engine: Engine) -> None:
     with pytest.raises(ModelMismatchError), typed_errors():
-        await getattr(engine.stub, method)(request)
+        await engine.stub.ControlEngines(sleep(model="another"))
+
+
+async def test_a_control_call_without_an_action_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidFieldError, match="action: is not set"), typed_errors():
+        await engine.stub.ControlEngines(Control())
+    with pytest.raises(InvalidFieldError, match=r"abort\.request_ids: is empty"), typed_errors():
+        await engine.stub.ControlEngines(abort())

@@ -12,6 +12,7 @@ import pytest
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.controls import abort
 from tests.engine.engines import PROMPT, Engine, Result
 from tests.models import torch_logprobs
 
@@ -106,9 +107,7 @@ async def test_an_update_and_an_abort_take_effect_in_the_middle(engine: Engine) 
             result.take(response)
             if result.messages == 3:
                 await engine.update(before + 1, engine.weights)
-                await engine.stub.Abort(
-                    engine_pb2.AbortRequest(request_ids=[made.generate.request_id])
-                )
+                await engine.stub.ControlEngines(abort(made.generate.request_id))
     assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
     assert result.spans[0][0] == before
     assert len(result.ids) == len(result.logprobs) == result.spans[-1][2]

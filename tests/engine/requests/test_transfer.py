@@ -8,10 +8,11 @@ import pytest
 from rollmesh.engine.requests import read_init, read_transfer
 from rollmesh.runtime.errors import InvalidFieldError, WeightTransferError
 from rollmesh.v1 import engine_pb2
+from tests.controls import Control
 
 
-def init(text: str, backend: str = "nccl") -> engine_pb2.InitWeightTransferRequest:
-    return engine_pb2.InitWeightTransferRequest(backend=backend, init_json=text)
+def init(text: str, **own: str) -> Control.InitWeightTransfer:
+    return Control.InitWeightTransfer(backend="nccl", init_json=text, init_json_by_engine=own)
 
 
 def updates(*texts: str, backend: str = "nccl") -> engine_pb2.WeightTransfer:
@@ -19,10 +20,9 @@ def updates(*texts: str, backend: str = "nccl") -> engine_pb2.WeightTransfer:
 
 
 def test_what_fits_is_read_as_it_was_written() -> None:
-    assert read_init(init('{"rank_offset": 1, "master_port": 7}'), "nccl") == {
-        "rank_offset": 1,
-        "master_port": 7,
-    }
+    text = '{"rank_offset": 1, "master_port": 7}'
+    assert read_init(init(text, other="{}"), "e", "nccl") == {"rank_offset": 1, "master_port": 7}
+    assert read_init(init("{}", e=text), "e", "nccl") == {"rank_offset": 1, "master_port": 7}
     given: tuple[Any, ...] = ({"names": ["a"]}, [{"names": ["b"]}, {}])
     assert read_transfer(updates(*map(json.dumps, given)), "nccl").updates == given
 
@@ -36,7 +36,7 @@ def test_what_fits_is_read_as_it_was_written() -> None:
 )
 def test_a_backend_that_the_engine_lacks_is_named(own: str, says: str) -> None:
     with pytest.raises(WeightTransferError, match=says):
-        read_init(init("{}"), own)
+        read_init(init("{}"), "e", own)
     with pytest.raises(WeightTransferError, match=says):
         read_transfer(updates("{}"), own)
 
@@ -52,7 +52,7 @@ def test_a_backend_that_the_engine_lacks_is_named(own: str, says: str) -> None:
 )
 def test_an_init_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        read_init(init(text), "nccl")
+        read_init(init(text), "e", "nccl")
     assert caught.value.field == "init_json"
 
 

@@ -50,11 +50,11 @@ def test_pickled_handles_are_refused_where_vllm_reads_them(tmp_path: Path) -> No
         with pytest.raises(InvalidFieldError) as caught:
             read_transfer(transfer, "ipc")
         assert caught.value.field == "header.transfer.update_json.ipc_handles_pickled"
-    init = engine_pb2.InitWeightTransferRequest(
+    init = engine_pb2.ControlEnginesRequest.InitWeightTransfer(
         backend="ipc", init_json=json.dumps({"ipc_handles_pickled": text})
     )
     with pytest.raises(InvalidFieldError):
-        read_init(init, "ipc")
+        read_init(init, "e", "ipc")
     worker = WeightReceiver()
     worker.weight_transfer_engine = _Ipc()
     assert "is not read" in worker.check_transfer([update])

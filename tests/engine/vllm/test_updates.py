@@ -10,8 +10,8 @@ import pytest
 
 from rollmesh.runtime.errors import SupersededError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import engine_pb2
-from tests.engine.engines import KEEP, LONG, PROMPT, Engine, Result
+from tests.controls import RESUME, pause
+from tests.engine.engines import LONG, PROMPT, Engine, Result
 from tests.models import torch_logprobs
 
 pytestmark = [
@@ -32,14 +32,13 @@ async def test_tokens_are_of_the_version_that_they_are_said_to_be_of(
     updated = asyncio.Event()
 
     async def disturb() -> None:
+        """Ends with a resume, so that the generation does."""
         for pausing in itertools.cycle((False, True, False)):
-            if updated.is_set():
-                return
+            done = updated.is_set()
             with suppress(SupersededError), typed_errors():
-                if pausing:
-                    await engine.stub.Pause(engine_pb2.PauseRequest(mode=KEEP))
-                else:
-                    await engine.stub.Resume(engine_pb2.ResumeRequest())
+                await engine.stub.ControlEngines(pause() if pausing and not done else RESUME)
+            if done:
+                return
 
     async def push() -> None:
         for version in range(first + 2, first + 8):
@@ -56,7 +55,7 @@ async def test_tokens_are_of_the_version_that_they_are_said_to_be_of(
                     for work in (disturb, disturb, push):
                         group.create_task(work())
         await updated.wait()
-    await engine.stub.Resume(engine_pb2.ResumeRequest())
+    await engine.stub.ControlEngines(RESUME)
     assert not (await engine.info()).paused
     assert len(result.spans) > 1
     ids, prompt = np.array(result.ids), len(PROMPT)

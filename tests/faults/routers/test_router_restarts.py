@@ -10,7 +10,8 @@ import pytest
 
 from rollmesh.client import Client, Session
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests import controls
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import running
 from tests.waiting import until
@@ -62,11 +63,7 @@ async def in_engines(client: Client) -> int:
 async def pause(mesh: Mesh, *, paused: bool) -> None:
     async with open_channel(mesh.address("router")) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        if paused:
-            mode = engine_pb2.PAUSE_MODE_KEEP
-            await stub.PauseEngines(router_pb2.PauseEnginesRequest(mode=mode), timeout=60)
-        else:
-            await stub.ResumeEngines(router_pb2.ResumeEnginesRequest(), timeout=60)
+        await stub.ControlEngines(controls.pause() if paused else controls.RESUME, timeout=60)
 
 
 async def ask(mesh: Mesh, session: Session) -> str:

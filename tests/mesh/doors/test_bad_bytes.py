@@ -138,11 +138,10 @@ async def test_bytes_that_are_no_message_end_their_call_and_nothing_else(mesh: M
 
 
 async def test_an_empty_message_is_answered_or_refused_with_a_reason(mesh: Mesh) -> None:
-    wakes = {"Resume", "WakeUp"}
     async with left_standing(mesh) as channels:
         first = {
             method.full_name: await outcome(channels[name], method, b"")
-            for name, method in sorted(methods(), key=lambda pair: pair[1].name in wakes)
+            for name, method in methods()
         }
         later = {
             method.full_name: await outcome(

@@ -96,7 +96,7 @@ async def test_turns_wait_for_weights_that_a_sleep_dropped(
             await client.push_weights(TENSORS, 1)
         await client.sleep_engines(2)
         await until_known(client, sleeping=True, weights_dropped=True)
-        with pytest.raises(WeightsPushError, match="WakeUp"):
+        with pytest.raises(WeightsPushError, match="wake it up"):
             await client.push_weights(TENSORS, 2)
         turns = asking(mesh, one, other)
         await until_prolonged(mesh, 4)

@@ -64,7 +64,7 @@ async def replicas(client: Client, count: int) -> dict[str, router_pb2.Replica]:
     return {one.hello.replica_id: one for one in await until(look)}
 
 
-def said(results: list[router_pb2.EngineResult]) -> dict[str, str]:
+def said(results: list[engine_pb2.EngineResult]) -> dict[str, str]:
     return {result.engine_id: reason_of(result) for result in results}
 
 

@@ -6,9 +6,10 @@ import pytest
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, StoreFullError
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.v1 import router_pb2
+from tests.controls import Control
 
-PAUSE = router_pb2.PauseEnginesRequest(request_id="a", model="policy")
-OTHER = router_pb2.PauseEnginesRequest(request_id="a", model="another")
+PAUSE = Control(request_id="a", model="policy")
+OTHER = Control(request_id="a", model="another")
 
 
 @dataclass
@@ -42,7 +43,7 @@ async def test_a_repeat_gets_the_first_answer_and_is_not_done() -> None:
 
 
 async def test_calls_without_an_id_are_each_their_own() -> None:
-    repeats, work, plain = Repeats(), at_once(), router_pb2.PauseEnginesRequest()
+    repeats, work, plain = Repeats(), at_once(), Control()
     assert [await repeats.once(plain, work) for _ in range(3)] == [1, 2, 3]
 
 
@@ -57,7 +58,7 @@ async def test_another_body_under_the_same_id_is_refused_and_not_done() -> None:
 async def test_calls_of_two_methods_may_share_an_id() -> None:
     repeats, work = Repeats(), at_once()
     await repeats.once(PAUSE, work)
-    assert await repeats.once(router_pb2.ResumeEnginesRequest(request_id="a"), work) == 2
+    assert await repeats.once(router_pb2.ForgetWeightsRequest(request_id="a"), work) == 2
 
 
 async def test_a_repeat_of_a_running_call_waits_for_its_answer() -> None:
@@ -88,12 +89,12 @@ async def test_a_call_that_failed_or_was_cut_off_is_done_again() -> None:
 
 async def test_the_oldest_answers_are_forgotten() -> None:
     repeats, work = Repeats(remembered=2), at_once()
-    requests = [router_pb2.PauseEnginesRequest(request_id=str(at)) for at in range(3)]
+    requests = [Control(request_id=str(at)) for at in range(3)]
     assert [await repeats.once(request, work) for request in requests] == [1, 2, 3]
     assert [await repeats.once(request, work) for request in reversed(requests)] == [3, 2, 4]
 
 
 async def test_an_id_that_is_too_long_is_refused() -> None:
-    request = router_pb2.PauseEnginesRequest(request_id="a" * 129)
+    request = Control(request_id="a" * 129)
     with pytest.raises(InvalidFieldError, match="request_id"):
         await Repeats().once(request, at_once())

@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/engine.proto\x12\x0brollmesh.v1\x1a\x17google/rpc/status.proto\x1a\x1arollmesh/v1/sampling.proto\"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x17\n\x0ftoken_ids_u32le\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x30\n\nconstraint\x18\x05 \x01(\x0b\x32\x17.rollmesh.v1.ConstraintH\x00\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x16\n\x0esampled_tokens\x18\x08 \x01(\r\x12(\n\x06images\x18\t \x03(\x0b\x32\x18.rollmesh.v1.PromptImage\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\rB\r\n\x0b_constraint\"K\n\x0bPromptImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x8d\x01\n\x15StreamGenerateRequest\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1c.rollmesh.v1.GenerateRequest\x12\x18\n\x10max_chunk_tokens\x18\x02 \x01(\r\x12\x12\n\ncollect_ms\x18\x04 \x01(\rJ\x04\x08\x03\x10\x04R\x10min_chunk_tokens\"^\n\x12GenerationsRequest\x12+\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x1c.rollmesh.v1.BeginGeneration\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\r\x12\x0c\n\x04\x64rop\x18\x03 \x03(\r\"\x85\x01\n\x0f\x42\x65ginGeneration\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x33\n\x07request\x18\x02 \x01(\x0b\x32\".rollmesh.v1.StreamGenerateRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x19\n\x11\x63\x61ller_request_id\x18\x04 \x01(\t\"C\n\x13GenerationsResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.rollmesh.v1.GenerationFrame\"\x97\x01\n\x0fGenerationFrame\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x05taken\x18\x02 \x01(\x08H\x00\x12\x35\n\x06\x61nswer\x18\x03 \x01(\x0b\x32#.rollmesh.v1.StreamGenerateResponseH\x00\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05\x66rame\"9\n\nConstraint\x12\x1b\n\x13structural_tag_json\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\xa3\x01\n\x10GenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12+\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinish\x12\x15\n\rtop_ids_u32le\x18\x04 \x01(\x0c\x12\x1a\n\x12top_logprobs_f32le\x18\x05 \x01(\x0c\"\x95\x02\n\x16StreamGenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12\x30\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinishH\x00\x88\x01\x01\x12\x15\n\rtop_ids_u32le\x18\x04 \x01(\x0c\x12\x1a\n\x12top_logprobs_f32le\x18\x05 \x01(\x0c\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cprompt_crc32\x18\x07 \x01(\x07H\x02\x88\x01\x01\x42\t\n\x07_finishB\x11\n\x0f_policy_versionB\x0f\n\r_prompt_crc32\"\xde\x01\n\x0eGenerateFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cprompt_crc32\x18\x06 \x01(\x07\x42\x10\n\x0e_stop_token_id\"S\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"3\n\x0eGetInfoRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\xa1\x02\n\x0fGetInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x10\n\x08sleeping\x18\n \x01(\x08\x12\x1f\n\x17weight_transfer_backend\x18\x0b \x01(\t\x12\x15\n\rholds_request\x18\x0c \x01(\x08\x12\x10\n\x08stuck_ms\x18\r \x01(\x04\"W\n\x0cPauseRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\x0f\n\rPauseResponse\"2\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x10\n\x0eResumeResponse\"o\n\x14UpdateWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xeb\x01\n\x13UpdateWeightsHeader\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x03 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x04 \x01(\x04H\x00\x12/\n\x08transfer\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07push_id\x18\x07 \x01(\tB\x08\n\x06source\"6\n\x0eWeightTransfer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_json\x18\x02 \x03(\t\"b\n\x19InitWeightTransferRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tinit_json\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x1c\n\x1aInitWeightTransferResponse\"B\n\x15UpdateWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tpaused_ms\x18\x02 \x01(\r\"O\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\tB\x08\n\x06_level\"\x0f\n\rSleepResponse\"2\n\rWakeUpRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x10\n\x0eWakeUpResponse\"<\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\")\n\x18ResetPrefixCacheResponse\x12\r\n\x05reset\x18\x01 \x01(\x08*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x03\x32\xb9\x07\n\rEngineService\x12G\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse\x12[\n\x0eStreamGenerate\x12\".rollmesh.v1.StreamGenerateRequest\x1a#.rollmesh.v1.StreamGenerateResponse0\x01\x12T\n\x0bGenerations\x12\x1f.rollmesh.v1.GenerationsRequest\x1a .rollmesh.v1.GenerationsResponse(\x01\x30\x01\x12>\n\x05\x41\x62ort\x12\x19.rollmesh.v1.AbortRequest\x1a\x1a.rollmesh.v1.AbortResponse\x12\x44\n\x07GetInfo\x12\x1b.rollmesh.v1.GetInfoRequest\x1a\x1c.rollmesh.v1.GetInfoResponse\x12>\n\x05Pause\x12\x19.rollmesh.v1.PauseRequest\x1a\x1a.rollmesh.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.rollmesh.v1.ResumeRequest\x1a\x1b.rollmesh.v1.ResumeResponse\x12X\n\rUpdateWeights\x12!.rollmesh.v1.UpdateWeightsRequest\x1a\".rollmesh.v1.UpdateWeightsResponse(\x01\x12\x65\n\x12InitWeightTransfer\x12&.rollmesh.v1.InitWeightTransferRequest\x1a\'.rollmesh.v1.InitWeightTransferResponse\x12>\n\x05Sleep\x12\x19.rollmesh.v1.SleepRequest\x1a\x1a.rollmesh.v1.SleepResponse\x12\x41\n\x06WakeUp\x12\x1a.rollmesh.v1.WakeUpRequest\x1a\x1b.rollmesh.v1.WakeUpResponse\x12_\n\x10ResetPrefixCache\x12$.rollmesh.v1.ResetPrefixCacheRequest\x1a%.rollmesh.v1.ResetPrefixCacheResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/engine.proto\x12\x0brollmesh.v1\x1a\x17google/rpc/status.proto\x1a\x1arollmesh/v1/sampling.proto\"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x17\n\x0ftoken_ids_u32le\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x30\n\nconstraint\x18\x05 \x01(\x0b\x32\x17.rollmesh.v1.ConstraintH\x00\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x16\n\x0esampled_tokens\x18\x08 \x01(\r\x12(\n\x06images\x18\t \x03(\x0b\x32\x18.rollmesh.v1.PromptImage\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\rB\r\n\x0b_constraint\"K\n\x0bPromptImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x8d\x01\n\x15StreamGenerateRequest\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1c.rollmesh.v1.GenerateRequest\x12\x18\n\x10max_chunk_tokens\x18\x02 \x01(\r\x12\x12\n\ncollect_ms\x18\x04 \x01(\rJ\x04\x08\x03\x10\x04R\x10min_chunk_tokens\"^\n\x12GenerationsRequest\x12+\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\x1c.rollmesh.v1.BeginGeneration\x12\r\n\x05\x61\x62ort\x18\x02 \x03(\r\x12\x0c\n\x04\x64rop\x18\x03 \x03(\r\"\x85\x01\n\x0f\x42\x65ginGeneration\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x33\n\x07request\x18\x02 \x01(\x0b\x32\".rollmesh.v1.StreamGenerateRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x19\n\x11\x63\x61ller_request_id\x18\x04 \x01(\t\"C\n\x13GenerationsResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.rollmesh.v1.GenerationFrame\"\x97\x01\n\x0fGenerationFrame\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x05taken\x18\x02 \x01(\x08H\x00\x12\x35\n\x06\x61nswer\x18\x03 \x01(\x0b\x32#.rollmesh.v1.StreamGenerateResponseH\x00\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05\x66rame\"9\n\nConstraint\x12\x1b\n\x13structural_tag_json\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\xa3\x01\n\x10GenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12+\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinish\x12\x15\n\rtop_ids_u32le\x18\x04 \x01(\x0c\x12\x1a\n\x12top_logprobs_f32le\x18\x05 \x01(\x0c\"\x95\x02\n\x16StreamGenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12\x30\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinishH\x00\x88\x01\x01\x12\x15\n\rtop_ids_u32le\x18\x04 \x01(\x0c\x12\x1a\n\x12top_logprobs_f32le\x18\x05 \x01(\x0c\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cprompt_crc32\x18\x07 \x01(\x07H\x02\x88\x01\x01\x42\t\n\x07_finishB\x11\n\x0f_policy_versionB\x0f\n\r_prompt_crc32\"\xde\x01\n\x0eGenerateFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cprompt_crc32\x18\x06 \x01(\x07\x42\x10\n\x0e_stop_token_id\"3\n\x0eGetInfoRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\xa1\x02\n\x0fGetInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x10\n\x08sleeping\x18\n \x01(\x08\x12\x1f\n\x17weight_transfer_backend\x18\x0b \x01(\t\x12\x15\n\rholds_request\x18\x0c \x01(\x08\x12\x10\n\x08stuck_ms\x18\r \x01(\x04\"o\n\x14UpdateWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xeb\x01\n\x13UpdateWeightsHeader\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x03 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x04 \x01(\x04H\x00\x12/\n\x08transfer\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07push_id\x18\x07 \x01(\tB\x08\n\x06source\"6\n\x0eWeightTransfer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_json\x18\x02 \x03(\t\"B\n\x15UpdateWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tpaused_ms\x18\x02 \x01(\r\"\xa1\x07\n\x15\x43ontrolEnginesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x39\n\x05pause\x18\x03 \x01(\x0b\x32(.rollmesh.v1.ControlEnginesRequest.PauseH\x00\x12;\n\x06resume\x18\x04 \x01(\x0b\x32).rollmesh.v1.ControlEnginesRequest.ResumeH\x00\x12\x39\n\x05sleep\x18\x05 \x01(\x0b\x32(.rollmesh.v1.ControlEnginesRequest.SleepH\x00\x12<\n\x07wake_up\x18\x06 \x01(\x0b\x32).rollmesh.v1.ControlEnginesRequest.WakeUpH\x00\x12Q\n\x12reset_prefix_cache\x18\x07 \x01(\x0b\x32\x33.rollmesh.v1.ControlEnginesRequest.ResetPrefixCacheH\x00\x12\x39\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32(.rollmesh.v1.ControlEnginesRequest.AbortH\x00\x12U\n\x14init_weight_transfer\x18\t \x01(\x0b\x32\x35.rollmesh.v1.ControlEnginesRequest.InitWeightTransferH\x00\x1a-\n\x05Pause\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x1a\x08\n\x06Resume\x1a%\n\x05Sleep\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_level\x1a\x08\n\x06WakeUp\x1a\x12\n\x10ResetPrefixCache\x1a)\n\x05\x41\x62ort\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x1a\xdb\x01\n\x12InitWeightTransfer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tinit_json\x18\x02 \x01(\t\x12h\n\x13init_json_by_engine\x18\x03 \x03(\x0b\x32K.rollmesh.v1.ControlEnginesRequest.InitWeightTransfer.InitJsonByEngineEntry\x1a\x37\n\x15InitJsonByEngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06\x61\x63tion\"D\n\x16\x43ontrolEnginesResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"b\n\x0c\x45ngineResult\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x03 \x03(\t*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x03\x32\x86\x04\n\rEngineService\x12G\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse\x12[\n\x0eStreamGenerate\x12\".rollmesh.v1.StreamGenerateRequest\x1a#.rollmesh.v1.StreamGenerateResponse0\x01\x12T\n\x0bGenerations\x12\x1f.rollmesh.v1.GenerationsRequest\x1a .rollmesh.v1.GenerationsResponse(\x01\x30\x01\x12\x44\n\x07GetInfo\x12\x1b.rollmesh.v1.GetInfoRequest\x1a\x1c.rollmesh.v1.GetInfoResponse\x12Y\n\x0e\x43ontrolEngines\x12\".rollmesh.v1.ControlEnginesRequest\x1a#.rollmesh.v1.ControlEnginesResponse\x12X\n\rUpdateWeights\x12!.rollmesh.v1.UpdateWeightsRequest\x1a\".rollmesh.v1.UpdateWeightsResponse(\x01\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.engine_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_PAUSEMODE']._serialized_start=3348
-  _globals['_PAUSEMODE']._serialized_end=3451
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER_INITJSONBYENGINEENTRY']._loaded_options = None
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER_INITJSONBYENGINEENTRY']._serialized_options = b'8\001'
+  _globals['_PAUSEMODE']._serialized_start=3748
+  _globals['_PAUSEMODE']._serialized_end=3851
   _globals['_GENERATEREQUEST']._serialized_start=95
   _globals['_GENERATEREQUEST']._serialized_end=418
   _globals['_PROMPTIMAGE']._serialized_start=420
@@ -58,46 +60,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMGENERATERESPONSE']._serialized_end=1599
   _globals['_GENERATEFINISH']._serialized_start=1602
   _globals['_GENERATEFINISH']._serialized_end=1824
-  _globals['_ABORTREQUEST']._serialized_start=1826
-  _globals['_ABORTREQUEST']._serialized_end=1909
-  _globals['_ABORTRESPONSE']._serialized_start=1911
-  _globals['_ABORTRESPONSE']._serialized_end=1947
-  _globals['_GETINFOREQUEST']._serialized_start=1949
-  _globals['_GETINFOREQUEST']._serialized_end=2000
-  _globals['_GETINFORESPONSE']._serialized_start=2003
-  _globals['_GETINFORESPONSE']._serialized_end=2292
-  _globals['_PAUSEREQUEST']._serialized_start=2294
-  _globals['_PAUSEREQUEST']._serialized_end=2381
-  _globals['_PAUSERESPONSE']._serialized_start=2383
-  _globals['_PAUSERESPONSE']._serialized_end=2398
-  _globals['_RESUMEREQUEST']._serialized_start=2400
-  _globals['_RESUMEREQUEST']._serialized_end=2450
-  _globals['_RESUMERESPONSE']._serialized_start=2452
-  _globals['_RESUMERESPONSE']._serialized_end=2468
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2470
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2581
-  _globals['_UPDATEWEIGHTSHEADER']._serialized_start=2584
-  _globals['_UPDATEWEIGHTSHEADER']._serialized_end=2819
-  _globals['_WEIGHTTRANSFER']._serialized_start=2821
-  _globals['_WEIGHTTRANSFER']._serialized_end=2875
-  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_start=2877
-  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_end=2975
-  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_start=2977
-  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_end=3005
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=3007
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=3073
-  _globals['_SLEEPREQUEST']._serialized_start=3075
-  _globals['_SLEEPREQUEST']._serialized_end=3154
-  _globals['_SLEEPRESPONSE']._serialized_start=3156
-  _globals['_SLEEPRESPONSE']._serialized_end=3171
-  _globals['_WAKEUPREQUEST']._serialized_start=3173
-  _globals['_WAKEUPREQUEST']._serialized_end=3223
-  _globals['_WAKEUPRESPONSE']._serialized_start=3225
-  _globals['_WAKEUPRESPONSE']._serialized_end=3241
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=3243
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=3303
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=3305
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=3346
-  _globals['_ENGINESERVICE']._serialized_start=3454
-  _globals['_ENGINESERVICE']._serialized_end=4407
+  _globals['_GETINFOREQUEST']._serialized_start=1826
+  _globals['_GETINFOREQUEST']._serialized_end=1877
+  _globals['_GETINFORESPONSE']._serialized_start=1880
+  _globals['_GETINFORESPONSE']._serialized_end=2169
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2171
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2282
+  _globals['_UPDATEWEIGHTSHEADER']._serialized_start=2285
+  _globals['_UPDATEWEIGHTSHEADER']._serialized_end=2520
+  _globals['_WEIGHTTRANSFER']._serialized_start=2522
+  _globals['_WEIGHTTRANSFER']._serialized_end=2576
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2578
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2644
+  _globals['_CONTROLENGINESREQUEST']._serialized_start=2647
+  _globals['_CONTROLENGINESREQUEST']._serialized_end=3576
+  _globals['_CONTROLENGINESREQUEST_PAUSE']._serialized_start=3177
+  _globals['_CONTROLENGINESREQUEST_PAUSE']._serialized_end=3222
+  _globals['_CONTROLENGINESREQUEST_RESUME']._serialized_start=3224
+  _globals['_CONTROLENGINESREQUEST_RESUME']._serialized_end=3232
+  _globals['_CONTROLENGINESREQUEST_SLEEP']._serialized_start=3234
+  _globals['_CONTROLENGINESREQUEST_SLEEP']._serialized_end=3271
+  _globals['_CONTROLENGINESREQUEST_WAKEUP']._serialized_start=3273
+  _globals['_CONTROLENGINESREQUEST_WAKEUP']._serialized_end=3281
+  _globals['_CONTROLENGINESREQUEST_RESETPREFIXCACHE']._serialized_start=3283
+  _globals['_CONTROLENGINESREQUEST_RESETPREFIXCACHE']._serialized_end=3301
+  _globals['_CONTROLENGINESREQUEST_ABORT']._serialized_start=3303
+  _globals['_CONTROLENGINESREQUEST_ABORT']._serialized_end=3344
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER']._serialized_start=3347
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER']._serialized_end=3566
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER_INITJSONBYENGINEENTRY']._serialized_start=3511
+  _globals['_CONTROLENGINESREQUEST_INITWEIGHTTRANSFER_INITJSONBYENGINEENTRY']._serialized_end=3566
+  _globals['_CONTROLENGINESRESPONSE']._serialized_start=3578
+  _globals['_CONTROLENGINESRESPONSE']._serialized_end=3646
+  _globals['_ENGINERESULT']._serialized_start=3648
+  _globals['_ENGINERESULT']._serialized_end=3746
+  _globals['_ENGINESERVICE']._serialized_start=3854
+  _globals['_ENGINESERVICE']._serialized_end=4372
 # @@protoc_insertion_point(module_scope)

@@ -531,68 +531,6 @@ class GenerateFinish(_message.Message):
 Global___GenerateFinish: _TypeAlias = GenerateFinish  # noqa: Y015
 
 @_typing.final
-class AbortRequest(_message.Message):
-    """Request of Abort."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    ALL_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    all: _builtins.bool
-    """Whether to abort all running generations instead."""
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of generations. Unknown ids are ignored, because those generations may just have ended."""
-
-    def __init__(
-        self,
-        *,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
-        all: _builtins.bool = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "model", b"model", "request_id", b"request_id", "request_ids", b"request_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
-
-@_typing.final
-class AbortResponse(_message.Message):
-    """Result of Abort."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the running generations that are being aborted."""
-
-    def __init__(
-        self,
-        *,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
-
-@_typing.final
 class GetInfoRequest(_message.Message):
     """Request of GetInfo."""
 
@@ -691,100 +629,6 @@ class GetInfoResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
-
-@_typing.final
-class PauseRequest(_message.Message):
-    """Request of Pause."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODE_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    mode: Global___PauseMode.ValueType
-    """The treatment of running generations."""
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        mode: Global___PauseMode.ValueType = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
-
-@_typing.final
-class PauseResponse(_message.Message):
-    """Sampling is paused."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
-
-@_typing.final
-class ResumeRequest(_message.Message):
-    """Request of Resume."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
-
-@_typing.final
-class ResumeResponse(_message.Message):
-    """Sampling is resumed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
@@ -901,59 +745,6 @@ class WeightTransfer(_message.Message):
 Global___WeightTransfer: _TypeAlias = WeightTransfer  # noqa: Y015
 
 @_typing.final
-class InitWeightTransferRequest(_message.Message):
-    """Request of InitWeightTransfer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BACKEND_FIELD_NUMBER: _builtins.int
-    INIT_JSON_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    backend: _builtins.str
-    """Name of the backend, as GetInfo returns it."""
-    init_json: _builtins.str
-    """The `init_info` of vLLM's init_weight_transfer_engine, a JSON object."""
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        backend: _builtins.str = ...,
-        init_json: _builtins.str = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "init_json", b"init_json", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___InitWeightTransferRequest: _TypeAlias = InitWeightTransferRequest  # noqa: Y015
-
-@_typing.final
-class InitWeightTransferResponse(_message.Message):
-    """The engine has joined the trainer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___InitWeightTransferResponse: _TypeAlias = InitWeightTransferResponse  # noqa: Y015
-
-@_typing.final
 class UpdateWeightsResponse(_message.Message):
     """The new weights are in use."""
 
@@ -980,147 +771,310 @@ class UpdateWeightsResponse(_message.Message):
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
-class SleepRequest(_message.Message):
-    """Request of Sleep."""
+class ControlEnginesRequest(_message.Message):
+    """Request of ControlEngines, to an engine or to a router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEVEL_FIELD_NUMBER: _builtins.int
+    @_typing.final
+    class Pause(_message.Message):
+        """Pauses sampling. Requests that arrive meanwhile wait for `resume`. During UpdateWeights it waits
+        for the end of the update, after which the engine stays paused. Error: ABORTED (SUPERSEDED) if
+        `resume` came before it had paused.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        MODE_FIELD_NUMBER: _builtins.int
+        mode: Global___PauseMode.ValueType
+        """The treatment of running generations."""
+        def __init__(
+            self,
+            *,
+            mode: Global___PauseMode.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Resume(_message.Message):
+        """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
+        engine sleeps, it takes effect afterwards.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Sleep(_message.Message):
+        """Frees accelerator memory between rollout phases. Running generations are aborted. During
+        UpdateWeights it waits for the end of the update. Error: ABORTED (SUPERSEDED) if `wake_up` came
+        before the engine slept.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        LEVEL_FIELD_NUMBER: _builtins.int
+        level: _builtins.int
+        """1 keeps the weights in host memory, 2 drops them until the next UpdateWeights. Default 1."""
+        def __init__(
+            self,
+            *,
+            level: _builtins.int | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
+        _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+
+    @_typing.final
+    class WakeUp(_message.Message):
+        """Allocates the memory that `sleep` freed and samples again, unless the engine is paused. After a
+        sleep of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ResetPrefixCache(_message.Message):
+        """Empties the prefix cache. Error: FAILED_PRECONDITION (PREFIX_CACHE_IN_USE) if running generations
+        use it.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Abort(_message.Message):
+        """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REQUEST_IDS_FIELD_NUMBER: _builtins.int
+        ALL_FIELD_NUMBER: _builtins.int
+        all: _builtins.bool
+        """Whether to abort all running generations instead."""
+        @_builtins.property
+        def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """Ids of generations. Ids that an engine does not have are ignored."""
+
+        def __init__(
+            self,
+            *,
+            request_ids: _abc.Iterable[_builtins.str] | None = ...,
+            all: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "request_ids", b"request_ids"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class InitWeightTransfer(_message.Message):
+        """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
+        former trainer first. Running generations stand still meanwhile and continue afterwards. Errors:
+        FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took longer than
+        the engine waits, which restarts the engine.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class InitJsonByEngineEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.str
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.str = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        BACKEND_FIELD_NUMBER: _builtins.int
+        INIT_JSON_FIELD_NUMBER: _builtins.int
+        INIT_JSON_BY_ENGINE_FIELD_NUMBER: _builtins.int
+        backend: _builtins.str
+        """Name of the backend, as GetInfo returns it."""
+        init_json: _builtins.str
+        """The `init_info` of vLLM's init_weight_transfer_engine, a JSON object."""
+        @_builtins.property
+        def init_json_by_engine(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+            """The `init_info` of engines that have their own, such as another offset of ranks, by engine id. All
+            must be members.
+            """
+
+        def __init__(
+            self,
+            *,
+            backend: _builtins.str = ...,
+            init_json: _builtins.str = ...,
+            init_json_by_engine: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "init_json", b"init_json", "init_json_by_engine", b"init_json_by_engine"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    level: _builtins.int
-    """1 keeps the weights in host memory, 2 drops them until the next UpdateWeights. Default 1."""
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
+    WAKE_UP_FIELD_NUMBER: _builtins.int
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    INIT_WEIGHT_TRANSFER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
+    """Name of the model. Empty means the only one of the mesh, or the engine's own."""
     request_id: _builtins.str
     """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        level: _builtins.int | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
-    _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+    @_builtins.property
+    def pause(self) -> Global___ControlEnginesRequest.Pause:
+        """Pauses sampling."""
 
-Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+    @_builtins.property
+    def resume(self) -> Global___ControlEnginesRequest.Resume:
+        """Resumes sampling."""
 
-@_typing.final
-class SleepResponse(_message.Message):
-    """The memory is free."""
+    @_builtins.property
+    def sleep(self) -> Global___ControlEnginesRequest.Sleep:
+        """Frees accelerator memory."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    @_builtins.property
+    def wake_up(self) -> Global___ControlEnginesRequest.WakeUp:
+        """Allocates it again."""
 
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    @_builtins.property
+    def reset_prefix_cache(self) -> Global___ControlEnginesRequest.ResetPrefixCache:
+        """Empties the prefix cache."""
 
-Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+    @_builtins.property
+    def abort(self) -> Global___ControlEnginesRequest.Abort:
+        """Aborts generations."""
 
-@_typing.final
-class WakeUpRequest(_message.Message):
-    """Request of WakeUp."""
+    @_builtins.property
+    def init_weight_transfer(self) -> Global___ControlEnginesRequest.InitWeightTransfer:
+        """Joins the trainer for weights over a transfer backend."""
 
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        pause: Global___ControlEnginesRequest.Pause | None = ...,
+        resume: Global___ControlEnginesRequest.Resume | None = ...,
+        sleep: Global___ControlEnginesRequest.Sleep | None = ...,
+        wake_up: Global___ControlEnginesRequest.WakeUp | None = ...,
+        reset_prefix_cache: Global___ControlEnginesRequest.ResetPrefixCache | None = ...,
+        abort: Global___ControlEnginesRequest.Abort | None = ...,
+        init_weight_transfer: Global___ControlEnginesRequest.InitWeightTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "pause", b"pause", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "wake_up", b"wake_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "model", b"model", "pause", b"pause", "request_id", b"request_id", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "wake_up", b"wake_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "abort", "init_weight_transfer"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
-Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+Global___ControlEnginesRequest: _TypeAlias = ControlEnginesRequest  # noqa: Y015
 
 @_typing.final
-class WakeUpResponse(_message.Message):
-    """The engine samples again."""
+class ControlEnginesResponse(_message.Message):
+    """Results of ControlEngines."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
 
-Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
-
-@_typing.final
-class ResetPrefixCacheRequest(_message.Message):
-    """Request of ResetPrefixCache."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
-    the engine's own.
-    """
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+Global___ControlEnginesResponse: _TypeAlias = ControlEnginesResponse  # noqa: Y015
 
 @_typing.final
-class ResetPrefixCacheResponse(_message.Message):
-    """Result of ResetPrefixCache."""
+class EngineResult(_message.Message):
+    """The result of one call at one engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RESET_FIELD_NUMBER: _builtins.int
-    reset: _builtins.bool
-    """Whether the cache was emptied. False if running generations use it."""
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    ABORTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """The engine's status: code 0 if the call succeeded, or the error with its details."""
+
+    @_builtins.property
+    def aborted_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the running generations that are being aborted."""
+
     def __init__(
         self,
         *,
-        reset: _builtins.bool = ...,
+        engine_id: _builtins.str = ...,
+        status: _status_pb2.Status | None = ...,
+        aborted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reset", b"reset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "engine_id", b"engine_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+Global___EngineResult: _TypeAlias = EngineResult  # noqa: Y015

@@ -50,50 +50,20 @@ class EngineServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/rollmesh.v1.EngineService/Abort',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.AbortResponse.FromString,
-                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rollmesh.v1.EngineService/GetInfo',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
-        self.Pause = channel.unary_unary(
-                '/rollmesh.v1.EngineService/Pause',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.PauseResponse.FromString,
-                _registered_method=True)
-        self.Resume = channel.unary_unary(
-                '/rollmesh.v1.EngineService/Resume',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+        self.ControlEngines = channel.unary_unary(
+                '/rollmesh.v1.EngineService/ControlEngines',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.FromString,
                 _registered_method=True)
         self.UpdateWeights = channel.stream_unary(
                 '/rollmesh.v1.EngineService/UpdateWeights',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
-                _registered_method=True)
-        self.InitWeightTransfer = channel.unary_unary(
-                '/rollmesh.v1.EngineService/InitWeightTransfer',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.FromString,
-                _registered_method=True)
-        self.Sleep = channel.unary_unary(
-                '/rollmesh.v1.EngineService/Sleep',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.SleepResponse.FromString,
-                _registered_method=True)
-        self.WakeUp = channel.unary_unary(
-                '/rollmesh.v1.EngineService/WakeUp',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
-                _registered_method=True)
-        self.ResetPrefixCache = channel.unary_unary(
-                '/rollmesh.v1.EngineService/ResetPrefixCache',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
 
 
@@ -128,15 +98,8 @@ class EngineServiceServicer(object):
         stream to an engine. The messages of all generations that one step of the model brought travel
         together. A generation that fails ends with its `error`, and the others continue. When the stream
         ends, all of its generations do. After the client has closed its side, or when the engine shuts
-        down, the stream ends with its last generation.. Errors of the stream:
+        down, the stream ends with its last generation. Errors of the stream:
         INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abort(self, request, context):
-        """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,18 +112,10 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Pause(self, request, context):
-        """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
-        the end of the update, after which the engine stays paused. A call whose caller leaves before it
-        is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Resume(self, request, context):
-        """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
-        engine sleeps, it takes effect afterwards.
+    def ControlEngines(self, request, context):
+        """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
+        before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+        INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,42 +127,8 @@ class EngineServiceServicer(object):
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
         that a sleep dropped may be replaced by those of the same version.
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-        ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def InitWeightTransfer(self, request, context):
-        """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
-        former trainer first. Running generations stand still meanwhile and continue afterwards.
-        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
-        longer than the engine waits, which restarts the engine.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Sleep(self, request, context):
-        """Frees accelerator memory between rollout phases. Running generations are aborted. During
-        UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
-        before the engine slept.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WakeUp(self, request, context):
-        """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
-        of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResetPrefixCache(self, request, context):
-        """Empties the prefix cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,50 +152,20 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.SerializeToString,
             ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.AbortRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.AbortResponse.SerializeToString,
-            ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GetInfoRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.GetInfoResponse.SerializeToString,
             ),
-            'Pause': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pause,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.PauseRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.PauseResponse.SerializeToString,
-            ),
-            'Resume': grpc.unary_unary_rpc_method_handler(
-                    servicer.Resume,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.ResumeRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.ResumeResponse.SerializeToString,
+            'ControlEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ControlEngines,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.SerializeToString,
             ),
             'UpdateWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.UpdateWeights,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
-            ),
-            'InitWeightTransfer': grpc.unary_unary_rpc_method_handler(
-                    servicer.InitWeightTransfer,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.SerializeToString,
-            ),
-            'Sleep': grpc.unary_unary_rpc_method_handler(
-                    servicer.Sleep,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.SleepRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
-            ),
-            'WakeUp': grpc.unary_unary_rpc_method_handler(
-                    servicer.WakeUp,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.WakeUpRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.WakeUpResponse.SerializeToString,
-            ),
-            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResetPrefixCache,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -370,33 +261,6 @@ class EngineService(object):
             _registered_method=True)
 
     @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/Abort',
-            rollmesh_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.AbortResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def GetInfo(request,
             target,
             options=(),
@@ -424,7 +288,7 @@ class EngineService(object):
             _registered_method=True)
 
     @staticmethod
-    def Pause(request,
+    def ControlEngines(request,
             target,
             options=(),
             channel_credentials=None,
@@ -437,36 +301,9 @@ class EngineService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rollmesh.v1.EngineService/Pause',
-            rollmesh_dot_v1_dot_engine__pb2.PauseRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.PauseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Resume(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/Resume',
-            rollmesh_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+            '/rollmesh.v1.EngineService/ControlEngines',
+            rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -494,114 +331,6 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/UpdateWeights',
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def InitWeightTransfer(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/InitWeightTransfer',
-            rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sleep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/Sleep',
-            rollmesh_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.SleepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WakeUp(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/WakeUp',
-            rollmesh_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResetPrefixCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/ResetPrefixCache',
-            rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

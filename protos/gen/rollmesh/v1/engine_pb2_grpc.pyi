@@ -52,21 +52,15 @@ class EngineServiceStub:
     stream to an engine. The messages of all generations that one step of the model brought travel
     together. A generation that fails ends with its `error`, and the others continue. When the stream
     ends, all of its generations do. After the client has closed its side, or when the engine shuts
-    down, the stream ends with its last generation.. Errors of the stream:
+    down, the stream ends with its last generation. Errors of the stream:
     INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
     """
-    Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
-    """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
     """Returns the model, its limits, and the state of the engine."""
-    Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
-    """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
-    the end of the update, after which the engine stays paused. A call whose caller leaves before it
-    is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
-    """
-    Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
-    """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
-    engine sleeps, it takes effect afterwards.
+    ControlEngines: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]
+    """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
+    before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+    INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
@@ -74,26 +68,9 @@ class EngineServiceStub:
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
     that a sleep dropped may be replaced by those of the same version.
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-    ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
     """
-    InitWeightTransfer: _grpc.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]
-    """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
-    former trainer first. Running generations stand still meanwhile and continue afterwards.
-    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
-    longer than the engine waits, which restarts the engine.
-    """
-    Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
-    """Frees accelerator memory between rollout phases. Running generations are aborted. During
-    UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
-    before the engine slept.
-    """
-    WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
-    """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
-    of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
-    """
-    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
-    """Empties the prefix cache."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -119,21 +96,15 @@ class EngineServiceAsyncStub(EngineServiceStub):
     stream to an engine. The messages of all generations that one step of the model brought travel
     together. A generation that fails ends with its `error`, and the others continue. When the stream
     ends, all of its generations do. After the client has closed its side, or when the engine shuts
-    down, the stream ends with its last generation.. Errors of the stream:
+    down, the stream ends with its last generation. Errors of the stream:
     INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
     """
-    Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
-    """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns the model, its limits, and the state of the engine."""
-    Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
-    """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
-    the end of the update, after which the engine stays paused. A call whose caller leaves before it
-    is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
-    """
-    Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
-    engine sleeps, it takes effect afterwards.
+    ControlEngines: _aio.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]  # type: ignore[assignment]
+    """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
+    before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+    INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
@@ -141,26 +112,9 @@ class EngineServiceAsyncStub(EngineServiceStub):
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
     that a sleep dropped may be replaced by those of the same version.
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-    ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
     """
-    InitWeightTransfer: _aio.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]  # type: ignore[assignment]
-    """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
-    former trainer first. Running generations stand still meanwhile and continue afterwards.
-    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
-    longer than the engine waits, which restarts the engine.
-    """
-    Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
-    """Frees accelerator memory between rollout phases. Running generations are aborted. During
-    UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
-    before the engine slept.
-    """
-    WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
-    """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
-    of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
-    """
-    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Empties the prefix cache."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates tokens with one replica of the policy, and takes new weights while it runs."""
@@ -201,17 +155,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         stream to an engine. The messages of all generations that one step of the model brought travel
         together. A generation that fails ends with its `error`, and the others continue. When the stream
         ends, all of its generations do. After the client has closed its side, or when the engine shuts
-        down, the stream ends with its last generation.. Errors of the stream:
+        down, the stream ends with its last generation. Errors of the stream:
         INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
         """
-
-    @_abc_1.abstractmethod
-    def Abort(
-        self,
-        request: _engine_pb2.AbortRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.AbortResponse, _abc.Awaitable[_engine_pb2.AbortResponse]]:
-        """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -222,24 +168,14 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the model, its limits, and the state of the engine."""
 
     @_abc_1.abstractmethod
-    def Pause(
+    def ControlEngines(
         self,
-        request: _engine_pb2.PauseRequest,
+        request: _engine_pb2.ControlEnginesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
-        """Pauses sampling. Requests that arrive meanwhile wait for Resume. During UpdateWeights it waits for
-        the end of the update, after which the engine stays paused. A call whose caller leaves before it
-        is answered changes nothing. Errors: ABORTED (SUPERSEDED) if Resume came before it had paused.
-        """
-
-    @_abc_1.abstractmethod
-    def Resume(
-        self,
-        request: _engine_pb2.ResumeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]:
-        """Resumes sampling. Does nothing if the engine is not paused. During UpdateWeights or while the
-        engine sleeps, it takes effect afterwards.
+    ) -> _typing.Union[_engine_pb2.ControlEnginesResponse, _abc.Awaitable[_engine_pb2.ControlEnginesResponse]]:
+        """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
+        before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+        INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
         """
 
     @_abc_1.abstractmethod
@@ -253,49 +189,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
         that a sleep dropped may be replaced by those of the same version.
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-        ENGINE_ASLEEP until WakeUp; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
         """
-
-    @_abc_1.abstractmethod
-    def InitWeightTransfer(
-        self,
-        request: _engine_pb2.InitWeightTransferRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.InitWeightTransferResponse, _abc.Awaitable[_engine_pb2.InitWeightTransferResponse]]:
-        """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
-        former trainer first. Running generations stand still meanwhile and continue afterwards.
-        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED). UNAVAILABLE (ENGINE_DEAD) if joining took
-        longer than the engine waits, which restarts the engine.
-        """
-
-    @_abc_1.abstractmethod
-    def Sleep(
-        self,
-        request: _engine_pb2.SleepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
-        """Frees accelerator memory between rollout phases. Running generations are aborted. During
-        UpdateWeights it waits for the end of the update. Errors: ABORTED (SUPERSEDED) if WakeUp came
-        before the engine slept.
-        """
-
-    @_abc_1.abstractmethod
-    def WakeUp(
-        self,
-        request: _engine_pb2.WakeUpRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
-        """Allocates the memory that Sleep freed and samples again, unless the engine is paused. After a sleep
-        of level 2, generations are refused (WEIGHTS_DROPPED) from the sleep until UpdateWeights.
-        """
-
-    @_abc_1.abstractmethod
-    def ResetPrefixCache(
-        self,
-        request: _engine_pb2.ResetPrefixCacheRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
-        """Empties the prefix cache."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

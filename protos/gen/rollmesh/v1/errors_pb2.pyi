@@ -389,7 +389,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION. The engine sleeps, so it has no memory for new weights. The old ones stay in
     use.
 
-    Call WakeUp, or WakeUpEngines of the router, and push again.
+    Wake up the engines with ControlEngines, and push again.
     """
     ERROR_REASON_WEIGHTS_DROPPED: _ErrorReason.ValueType  # 66
     """UNAVAILABLE. A sleep of level 2 dropped the engine's weights, and none were pushed since.
@@ -763,7 +763,7 @@ ERROR_REASON_ENGINE_ASLEEP: ErrorReason.ValueType  # 65
 """FAILED_PRECONDITION. The engine sleeps, so it has no memory for new weights. The old ones stay in
 use.
 
-Call WakeUp, or WakeUpEngines of the router, and push again.
+Wake up the engines with ControlEngines, and push again.
 """
 ERROR_REASON_WEIGHTS_DROPPED: ErrorReason.ValueType  # 66
 """UNAVAILABLE. A sleep of level 2 dropped the engine's weights, and none were pushed since.

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from rollmesh.v1 import engine_pb2 as rollmesh_dot_v1_dot_engine__pb2
 from rollmesh.v1 import router_pb2 as rollmesh_dot_v1_dot_router__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -63,35 +64,10 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
-        self.PauseEngines = channel.unary_unary(
-                '/rollmesh.v1.RouterService/PauseEngines',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.PauseEnginesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.PauseEnginesResponse.FromString,
-                _registered_method=True)
-        self.ResumeEngines = channel.unary_unary(
-                '/rollmesh.v1.RouterService/ResumeEngines',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.FromString,
-                _registered_method=True)
-        self.SleepEngines = channel.unary_unary(
-                '/rollmesh.v1.RouterService/SleepEngines',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.FromString,
-                _registered_method=True)
-        self.WakeUpEngines = channel.unary_unary(
-                '/rollmesh.v1.RouterService/WakeUpEngines',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.FromString,
-                _registered_method=True)
-        self.ResetPrefixCaches = channel.unary_unary(
-                '/rollmesh.v1.RouterService/ResetPrefixCaches',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.FromString,
-                _registered_method=True)
-        self.AbortGenerations = channel.unary_unary(
-                '/rollmesh.v1.RouterService/AbortGenerations',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.FromString,
+        self.ControlEngines = channel.unary_unary(
+                '/rollmesh.v1.RouterService/ControlEngines',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.FromString,
                 _registered_method=True)
         self.PushWeights = channel.stream_unary(
                 '/rollmesh.v1.RouterService/PushWeights',
@@ -102,11 +78,6 @@ class RouterServiceStub(object):
                 '/rollmesh.v1.RouterService/ForgetWeights',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
-                _registered_method=True)
-        self.InitWeightTransfers = channel.unary_unary(
-                '/rollmesh.v1.RouterService/InitWeightTransfers',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
                 _registered_method=True)
 
 
@@ -170,46 +141,10 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PauseEngines(self, request, context):
-        """Pauses all engines of a model, in parallel.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResumeEngines(self, request, context):
-        """Resumes all engines of a model, in parallel.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SleepEngines(self, request, context):
-        """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
-        sessions wait until engines wake up.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WakeUpEngines(self, request, context):
-        """Wakes up all engines of a model, in parallel.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResetPrefixCaches(self, request, context):
-        """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-        generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbortGenerations(self, request, context):
-        """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-        continue elsewhere. Other callers get the tokens sampled so far.
+    def ControlEngines(self, request, context):
+        """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
+        asleep, and begin again or continue elsewhere when their generations are aborted. An error of an
+        engine is its result. Errors: INVALID_ARGUMENT (INVALID_FIELD) names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,13 +169,6 @@ class RouterServiceServicer(object):
         weights they hold, and the next push may have any version. For operators, after a push with a
         wrong version.
         Errors: INVALID_ARGUMENT names the model.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def InitWeightTransfers(self, request, context):
-        """Makes all engines of a model join the trainer over a transfer backend, in parallel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,35 +202,10 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasResponse.SerializeToString,
             ),
-            'PauseEngines': grpc.unary_unary_rpc_method_handler(
-                    servicer.PauseEngines,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.PauseEnginesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.PauseEnginesResponse.SerializeToString,
-            ),
-            'ResumeEngines': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResumeEngines,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.SerializeToString,
-            ),
-            'SleepEngines': grpc.unary_unary_rpc_method_handler(
-                    servicer.SleepEngines,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.SerializeToString,
-            ),
-            'WakeUpEngines': grpc.unary_unary_rpc_method_handler(
-                    servicer.WakeUpEngines,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.SerializeToString,
-            ),
-            'ResetPrefixCaches': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResetPrefixCaches,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.SerializeToString,
-            ),
-            'AbortGenerations': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbortGenerations,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.SerializeToString,
+            'ControlEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ControlEngines,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.SerializeToString,
             ),
             'PushWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.PushWeights,
@@ -313,11 +216,6 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ForgetWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.SerializeToString,
-            ),
-            'InitWeightTransfers': grpc.unary_unary_rpc_method_handler(
-                    servicer.InitWeightTransfers,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -470,7 +368,7 @@ class RouterService(object):
             _registered_method=True)
 
     @staticmethod
-    def PauseEngines(request,
+    def ControlEngines(request,
             target,
             options=(),
             channel_credentials=None,
@@ -483,144 +381,9 @@ class RouterService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rollmesh.v1.RouterService/PauseEngines',
-            rollmesh_dot_v1_dot_router__pb2.PauseEnginesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.PauseEnginesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResumeEngines(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/ResumeEngines',
-            rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SleepEngines(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/SleepEngines',
-            rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WakeUpEngines(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/WakeUpEngines',
-            rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResetPrefixCaches(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/ResetPrefixCaches',
-            rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbortGenerations(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/AbortGenerations',
-            rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.FromString,
+            '/rollmesh.v1.RouterService/ControlEngines',
+            rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.ControlEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -675,33 +438,6 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/ForgetWeights',
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def InitWeightTransfers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.RouterService/InitWeightTransfers',
-            rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
             options,
             channel_credentials,
             insecure,

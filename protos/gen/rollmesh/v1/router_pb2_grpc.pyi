@@ -5,6 +5,7 @@ The router: membership of the mesh, leases of engines, and control of all engine
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from rollmesh.v1 import engine_pb2 as _engine_pb2
 from rollmesh.v1 import router_pb2 as _router_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -70,23 +71,10 @@ class RouterServiceStub:
     """Lists the members, and the weights of their models. Any collector of the list serves any request
     about sessions and consumers, and any sidecar serves any session.
     """
-    PauseEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]
-    """Pauses all engines of a model, in parallel."""
-    ResumeEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]
-    """Resumes all engines of a model, in parallel."""
-    SleepEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]
-    """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
-    sessions wait until engines wake up.
-    """
-    WakeUpEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]
-    """Wakes up all engines of a model, in parallel."""
-    ResetPrefixCaches: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]
-    """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-    generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
-    """
-    AbortGenerations: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]
-    """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-    continue elsewhere. Other callers get the tokens sampled so far.
+    ControlEngines: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]
+    """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
+    asleep, and begin again or continue elsewhere when their generations are aborted. An error of an
+    engine is its result. Errors: INVALID_ARGUMENT (INVALID_FIELD) names the field.
     """
     PushWeights: _grpc.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
@@ -104,8 +92,6 @@ class RouterServiceStub:
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
     """
-    InitWeightTransfers: _grpc.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]
-    """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -149,23 +135,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Lists the members, and the weights of their models. Any collector of the list serves any request
     about sessions and consumers, and any sidecar serves any session.
     """
-    PauseEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]  # type: ignore[assignment]
-    """Pauses all engines of a model, in parallel."""
-    ResumeEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]  # type: ignore[assignment]
-    """Resumes all engines of a model, in parallel."""
-    SleepEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]  # type: ignore[assignment]
-    """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
-    sessions wait until engines wake up.
-    """
-    WakeUpEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]  # type: ignore[assignment]
-    """Wakes up all engines of a model, in parallel."""
-    ResetPrefixCaches: _aio.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]  # type: ignore[assignment]
-    """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-    generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
-    """
-    AbortGenerations: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]  # type: ignore[assignment]
-    """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-    continue elsewhere. Other callers get the tokens sampled so far.
+    ControlEngines: _aio.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]  # type: ignore[assignment]
+    """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
+    asleep, and begin again or continue elsewhere when their generations are aborted. An error of an
+    engine is its result. Errors: INVALID_ARGUMENT (INVALID_FIELD) names the field.
     """
     PushWeights: _aio.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]  # type: ignore[assignment]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
@@ -183,8 +156,6 @@ class RouterServiceAsyncStub(RouterServiceStub):
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
     """
-    InitWeightTransfers: _aio.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]  # type: ignore[assignment]
-    """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
@@ -257,57 +228,14 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def PauseEngines(
+    def ControlEngines(
         self,
-        request: _router_pb2.PauseEnginesRequest,
+        request: _engine_pb2.ControlEnginesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.PauseEnginesResponse, _abc.Awaitable[_router_pb2.PauseEnginesResponse]]:
-        """Pauses all engines of a model, in parallel."""
-
-    @_abc_1.abstractmethod
-    def ResumeEngines(
-        self,
-        request: _router_pb2.ResumeEnginesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.ResumeEnginesResponse, _abc.Awaitable[_router_pb2.ResumeEnginesResponse]]:
-        """Resumes all engines of a model, in parallel."""
-
-    @_abc_1.abstractmethod
-    def SleepEngines(
-        self,
-        request: _router_pb2.SleepEnginesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.SleepEnginesResponse, _abc.Awaitable[_router_pb2.SleepEnginesResponse]]:
-        """Puts all engines of a model to sleep, in parallel. Running generations are aborted. Turns of
-        sessions wait until engines wake up.
-        """
-
-    @_abc_1.abstractmethod
-    def WakeUpEngines(
-        self,
-        request: _router_pb2.WakeUpEnginesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.WakeUpEnginesResponse, _abc.Awaitable[_router_pb2.WakeUpEnginesResponse]]:
-        """Wakes up all engines of a model, in parallel."""
-
-    @_abc_1.abstractmethod
-    def ResetPrefixCaches(
-        self,
-        request: _router_pb2.ResetPrefixCachesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.ResetPrefixCachesResponse, _abc.Awaitable[_router_pb2.ResetPrefixCachesResponse]]:
-        """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
-        generations use its cache keeps it. Its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
-        """
-
-    @_abc_1.abstractmethod
-    def AbortGenerations(
-        self,
-        request: _router_pb2.AbortGenerationsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.AbortGenerationsResponse, _abc.Awaitable[_router_pb2.AbortGenerationsResponse]]:
-        """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
-        continue elsewhere. Other callers get the tokens sampled so far.
+    ) -> _typing.Union[_engine_pb2.ControlEnginesResponse, _abc.Awaitable[_engine_pb2.ControlEnginesResponse]]:
+        """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
+        asleep, and begin again or continue elsewhere when their generations are aborted. An error of an
+        engine is its result. Errors: INVALID_ARGUMENT (INVALID_FIELD) names the field.
         """
 
     @_abc_1.abstractmethod
@@ -337,13 +265,5 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         wrong version.
         Errors: INVALID_ARGUMENT names the model.
         """
-
-    @_abc_1.abstractmethod
-    def InitWeightTransfers(
-        self,
-        request: _router_pb2.InitWeightTransfersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_router_pb2.InitWeightTransfersResponse, _abc.Awaitable[_router_pb2.InitWeightTransfersResponse]]:
-        """Makes all engines of a model join the trainer over a transfer backend, in parallel."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

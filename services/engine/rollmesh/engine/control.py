@@ -59,9 +59,9 @@ class ControlState:
     """The requested and the actual state of an engine."""
 
     paused: bool = False
-    """Asked by Pause and Resume."""
+    """Asked by `pause` and `resume`."""
     sleep_level: int = 0
-    """Asked by Sleep and WakeUp. 0 is awake."""
+    """Asked by `sleep` and `wake_up`. 0 is awake."""
     updating: bool = False
     """Whether an update has the model. It begins and ends by itself."""
     held: Held = Held.NO
@@ -183,7 +183,7 @@ class Control:
             EngineAsleepError: The engine sleeps, and no wake-up was asked.
         """
         if self.state.asleep and self.state.sleep_level:
-            raise EngineAsleepError("the engine sleeps; call WakeUp, and push again")
+            raise EngineAsleepError("the engine sleeps; wake it up and push again")
 
     def check_weights(self) -> None:
         """Checks that there are weights to sample with.

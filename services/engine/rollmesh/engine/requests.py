@@ -411,15 +411,17 @@ class RequestImages:
 # Parses the description of a weight transfer. The weights themselves bypass gRPC.
 
 
-def read_init(request: engine_pb2.InitWeightTransferRequest, own_backend: str) -> dict[str, Any]:
-    """Returns the `init_info` of a request.
+def read_init(
+    init: engine_pb2.ControlEnginesRequest.InitWeightTransfer, engine_id: str, own_backend: str
+) -> dict[str, Any]:
+    """Returns the `init_info` for an engine.
 
     Raises:
         WeightTransferError: The engine was not started with that backend.
         InvalidFieldError: It is not a JSON object, or has a pickled field.
     """
-    _check_backend(request.backend, own_backend)
-    info = _parse(request.init_json, "init_json")
+    _check_backend(init.backend, own_backend)
+    info = _parse(init.init_json_by_engine.get(engine_id, init.init_json), "init_json")
     if not isinstance(info, dict):
         raise InvalidFieldError("init_json", "is not an object; give the fields of init_info")
     _refuse_pickles(info, "init_json")

@@ -261,7 +261,7 @@ class ScriptedBackend:
         if isinstance(source, Path):
             await asyncio.to_thread(_read_names, source)
         elif not self._joined:
-            raise WeightTransferError("no trainer has joined; call InitWeightTransfer first")
+            raise WeightTransferError("no trainer has joined; call init_weight_transfer first")
 
     async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
         """Adopts the version."""

@@ -9,12 +9,12 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control, WeightUpdates
 from rollmesh.engine.generations import Generations, GenerationStream, check_streamed
 from rollmesh.engine.requests import read_init
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, PrefixCacheInUseError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import TAKEN, drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import check_pause_mode, check_update, chunks_of
+from rollmesh.runtime.rpc.uploads import check_action, check_update, chunks_of
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 
@@ -69,17 +69,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.GenerationsResponse]:
         return GenerationStream(self.generations).serve(request_iterator)
 
-    async def Abort(
-        self, request: engine_pb2.AbortRequest, context: Context
-    ) -> engine_pb2.AbortResponse:
-        self.generations.check_model(request.model)
-
-        async def abort() -> engine_pb2.AbortResponse:
-            wanted = None if request.all else set(request.request_ids)
-            return engine_pb2.AbortResponse(request_ids=await self.generations.abort(wanted))
-
-        return await self._repeats.once(request, abort)
-
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
     ) -> engine_pb2.GetInfoResponse:
@@ -101,22 +90,38 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             stuck_ms=load.stuck_ms,
         )
 
-    async def Pause(
-        self, request: engine_pb2.PauseRequest, context: Context
-    ) -> engine_pb2.PauseResponse:
+    async def ControlEngines(
+        self, request: engine_pb2.ControlEnginesRequest, context: Context
+    ) -> engine_pb2.ControlEnginesResponse:
         self.generations.check_model(request.model)
-        check_pause_mode(request.mode, "mode")
-        await self._repeats.once(request, lambda: self.control.pause(request.mode))
+        check_action(request)
+        aborted = await self._repeats.once(request, lambda: self._act(request))
         self.weights.changed.set()
-        return engine_pb2.PauseResponse()
+        result = engine_pb2.EngineResult(engine_id=self._engine_id, aborted_request_ids=aborted)
+        return engine_pb2.ControlEnginesResponse(results=[result])
 
-    async def Resume(
-        self, request: engine_pb2.ResumeRequest, context: Context
-    ) -> engine_pb2.ResumeResponse:
-        self.generations.check_model(request.model)
-        await self._repeats.once(request, self.control.resume)
-        self.weights.changed.set()
-        return engine_pb2.ResumeResponse()
+    async def _act(self, request: engine_pb2.ControlEnginesRequest) -> list[str]:
+        """Executes a control call. Returns the ids of the generations that it aborts."""
+        match request.WhichOneof("action"):
+            case "pause":
+                await self.control.pause(request.pause.mode)
+            case "resume":
+                await self.control.resume()
+            case "sleep":
+                await self.control.sleep(request.sleep.level or 1)
+            case "wake_up":
+                await self.control.wake_up()
+            case "reset_prefix_cache":
+                if not await self._backend.reset_prefix_cache():
+                    raise PrefixCacheInUseError("running generations use the prefix cache")
+            case "abort":
+                wanted = None if request.abort.all else set(request.abort.request_ids)
+                return await self.generations.abort(wanted)
+            case "init_weight_transfer":
+                init = request.init_weight_transfer
+                info = read_init(init, self._engine_id, self._backend.weight_transfer)
+                await self.weights.join(info)
+        return []
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest], context: Context
@@ -132,37 +137,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.UpdateWeightsResponse(
             policy_version=header.policy_version, paused_ms=paused_ms
         )
-
-    async def InitWeightTransfer(
-        self, request: engine_pb2.InitWeightTransferRequest, context: Context
-    ) -> engine_pb2.InitWeightTransferResponse:
-        self.generations.check_model(request.model)
-        init_info = read_init(request, self._backend.weight_transfer)
-        await self._repeats.once(request, lambda: self.weights.join(init_info))
-        return engine_pb2.InitWeightTransferResponse()
-
-    async def Sleep(
-        self, request: engine_pb2.SleepRequest, context: Context
-    ) -> engine_pb2.SleepResponse:
-        self.generations.check_model(request.model)
-        level = request.level if request.HasField("level") else 1
-        if level not in {1, 2}:
-            raise InvalidFieldError("level", f"is {level}; give 1 or 2")
-        await self._repeats.once(request, lambda: self.control.sleep(level))
-        self.weights.changed.set()
-        return engine_pb2.SleepResponse()
-
-    async def WakeUp(
-        self, request: engine_pb2.WakeUpRequest, context: Context
-    ) -> engine_pb2.WakeUpResponse:
-        self.generations.check_model(request.model)
-        await self._repeats.once(request, self.control.wake_up)
-        self.weights.changed.set()
-        return engine_pb2.WakeUpResponse()
-
-    async def ResetPrefixCache(
-        self, request: engine_pb2.ResetPrefixCacheRequest, context: Context
-    ) -> engine_pb2.ResetPrefixCacheResponse:
-        self.generations.check_model(request.model)
-        reset = await self._repeats.once(request, self._backend.reset_prefix_cache)
-        return engine_pb2.ResetPrefixCacheResponse(reset=reset)

@@ -18,21 +18,26 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 
 async def call_engine(
-    engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
-) -> router_pb2.EngineResult:
-    """Calls an engine and returns the result. A failed call also yields a result."""
+    engine: Engine,
+    call: Callable[
+        ["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[engine_pb2.EngineResult | None]
+    ],
+) -> engine_pb2.EngineResult:
+    """Calls an engine and returns its result, which `call` may give. A failed call has one too."""
     try:
         async with open_channel(engine.address) as channel:
             with typed_errors():
-                await call(engine_pb2_grpc.EngineServiceStub(channel))
+                result = await call(engine_pb2_grpc.EngineServiceStub(channel))
     except RollmeshError as error:
         return failed(engine, error)
-    return router_pb2.EngineResult(engine_id=engine.engine_id)
+    result = result or engine_pb2.EngineResult()
+    result.engine_id = engine.engine_id
+    return result
 
 
-def failed(engine: Engine, error: RollmeshError) -> router_pb2.EngineResult:
+def failed(engine: Engine, error: RollmeshError) -> engine_pb2.EngineResult:
     """Returns the result of a failed call."""
-    return router_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))
+    return engine_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))
 
 
 class Models:

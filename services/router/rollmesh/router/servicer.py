@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,14 +17,13 @@ from rollmesh.runtime.access.guard import caller_roles
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
-    PrefixCacheInUseError,
     RoleRefusedError,
     ShuttingDownError,
 )
 from rollmesh.runtime.rpc.channels import check_address, drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
+from rollmesh.runtime.rpc.uploads import check_action, chunks_of
 from rollmesh.runtime.telemetry.metrics import count_refused
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -160,81 +159,33 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     replica.exclusion.CopyFrom(exclusion)
         return response
 
-    async def PauseEngines(
-        self, request: router_pb2.PauseEnginesRequest, context: Context
-    ) -> router_pb2.PauseEnginesResponse:
-        check_pause_mode(request.mode, "mode")
-        asked = engine_pb2.PauseRequest(mode=request.mode)
-        return await self._control(request, "Pause", asked, router_pb2.PauseEnginesResponse)
+    async def ControlEngines(
+        self, request: engine_pb2.ControlEnginesRequest, context: Context
+    ) -> engine_pb2.ControlEnginesResponse:
+        check_action(request)
 
-    async def ResumeEngines(
-        self, request: router_pb2.ResumeEnginesRequest, context: Context
-    ) -> router_pb2.ResumeEnginesResponse:
-        asked = engine_pb2.ResumeRequest()
-        return await self._control(request, "Resume", asked, router_pb2.ResumeEnginesResponse)
+        async def control() -> engine_pb2.ControlEnginesResponse:
+            sent = engine_pb2.ControlEnginesRequest()
+            sent.CopyFrom(request)
+            sent.model = await self._models.named(request.model)
 
-    async def SleepEngines(
-        self, request: router_pb2.SleepEnginesRequest, context: Context
-    ) -> router_pb2.SleepEnginesResponse:
-        level = request.level if request.HasField("level") else None
-        if level not in {None, 1, 2}:
-            raise InvalidFieldError("level", f"is {level}; give 1 or 2")
-        asked = engine_pb2.SleepRequest(level=level)
-        return await self._control(request, "Sleep", asked, router_pb2.SleepEnginesResponse)
+            async def call(
+                stub: "engine_pb2_grpc.EngineServiceAsyncStub",
+            ) -> engine_pb2.EngineResult:
+                return (await stub.ControlEngines(sent, timeout=self._timeout_s)).results[0]
 
-    async def WakeUpEngines(
-        self, request: router_pb2.WakeUpEnginesRequest, context: Context
-    ) -> router_pb2.WakeUpEnginesResponse:
-        asked = engine_pb2.WakeUpRequest()
-        return await self._control(request, "WakeUp", asked, router_pb2.WakeUpEnginesResponse)
-
-    async def ResetPrefixCaches(
-        self, request: router_pb2.ResetPrefixCachesRequest, context: Context
-    ) -> router_pb2.ResetPrefixCachesResponse:
-        def check(response: engine_pb2.ResetPrefixCacheResponse) -> None:
-            if not response.reset:
-                raise PrefixCacheInUseError("running generations use the prefix cache")
-
-        asked = engine_pb2.ResetPrefixCacheRequest()
-        answer = router_pb2.ResetPrefixCachesResponse
-        return await self._control(request, "ResetPrefixCache", asked, answer, check)
-
-    async def AbortGenerations(
-        self, request: router_pb2.AbortGenerationsRequest, context: Context
-    ) -> router_pb2.AbortGenerationsResponse:
-        if not (request.all or request.request_ids):
-            raise InvalidFieldError("request_ids", "is empty; name generations, or give `all`")
-        aborted: list[str] = []
-
-        def note(response: engine_pb2.AbortResponse) -> None:
-            aborted.extend(response.request_ids)
-
-        def answer(results: list[router_pb2.EngineResult]) -> router_pb2.AbortGenerationsResponse:
-            return router_pb2.AbortGenerationsResponse(results=results, request_ids=sorted(aborted))
-
-        asked = engine_pb2.AbortRequest(request_ids=request.request_ids, all=request.all)
-        return await self._control(request, "Abort", asked, answer, note)
-
-    async def InitWeightTransfers(
-        self, request: router_pb2.InitWeightTransfersRequest, context: Context
-    ) -> router_pb2.InitWeightTransfersResponse:
-        asked = engine_pb2.InitWeightTransferRequest(
-            backend=request.backend, init_json=request.init_json
-        )
-        by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
-
-        async def join() -> router_pb2.InitWeightTransfersResponse:
-            model = await self._models.named(request.model)
-            known = {engine.engine_id for engine in self._models.engines(model)}
-            if missing := by_engine.keys() - known:
+            engines = self._models.engines(sent.model)
+            own = request.init_weight_transfer.init_json_by_engine
+            if missing := own.keys() - {one.engine_id for one in engines}:
                 raise InvalidFieldError(
-                    "engines.engine_id",
+                    "init_weight_transfer.init_json_by_engine",
                     f"{', '.join(sorted(missing))}: not registered; call ListReplicas",
                 )
-            results = await self._fan_out(request, "InitWeightTransfer", asked, by_engine)
-            return router_pb2.InitWeightTransfersResponse(results=results)
+            return engine_pb2.ControlEnginesResponse(
+                results=await asyncio.gather(*(call_engine(one, call) for one in engines))
+            )
 
-        return await self._write(request, join)
+        return await self._write(request, control)
 
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
@@ -261,58 +212,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
         return await self._write(request, forget)
-
-    async def _control(
-        self,
-        request: Any,
-        method: str,
-        asked: Any,
-        answer: Callable[..., _Answer],
-        check: Callable[[Any], None] | None = None,
-    ) -> _Answer:
-        """Makes a control call at all engines of a model, once for each request id.
-
-        Args:
-            request: The request, with a model and a request id.
-            method: Method of the engines.
-            asked: Request of the engines, without model and request id.
-            answer: Makes the answer of `results`, one per engine.
-            check: Called with the response of an engine. An error is the engine's result.
-
-        Raises:
-            InvalidFieldError: The mesh does not have the model.
-        """
-
-        async def call() -> _Answer:
-            return answer(results=await self._fan_out(request, method, asked, check=check))
-
-        return await self._write(request, call)
-
-    async def _fan_out(
-        self,
-        request: Any,
-        method: str,
-        asked: Any,
-        init_json: Mapping[str, str] | None = None,
-        check: Callable[[Any], None] | None = None,
-    ) -> list[router_pb2.EngineResult]:
-        asked.model = await self._models.named(request.model)
-        asked.request_id = request.request_id
-
-        async def call_one(engine: Engine) -> router_pb2.EngineResult:
-            sent = type(asked)()
-            sent.CopyFrom(asked)
-            if init_json and (own := init_json.get(engine.engine_id)):
-                sent.init_json = own
-
-            async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
-                response = await getattr(stub, method)(sent, timeout=self._timeout_s)
-                if check is not None:
-                    check(response)
-
-            return await call_engine(engine, call)
-
-        return await asyncio.gather(*map(call_one, self._models.engines(asked.model)))
 
     async def _write(self, request: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Executes a write once. The streams of members stay open until it has ended."""

@@ -32,7 +32,7 @@ from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.rpc.uploads import check_update
 from rollmesh.runtime.tasks import begun, contained, finish
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
@@ -55,7 +55,7 @@ class Pushes:
         self._config = config
         self._claimed = 0
         """Bytes announced by the pushes that are being received."""
-        self._updates: dict[Engine, asyncio.Task[router_pb2.EngineResult]] = {}
+        self._updates: dict[Engine, asyncio.Task[engine_pb2.EngineResult]] = {}
         self._ended = False
         self.peers = Peers(models, config, self._adopted)
         """The other routers."""
@@ -88,7 +88,7 @@ class Pushes:
         header: engine_pb2.UpdateWeightsHeader,
         chunks: AsyncIterator[bytes],
         request_id: str = "",
-    ) -> tuple[int, list[router_pb2.EngineResult]]:
+    ) -> tuple[int, list[engine_pb2.EngineResult]]:
         """Receives new weights and offers them to the engines of their model.
 
         A push that is repeated here after another router received it is offered again.
@@ -191,7 +191,7 @@ class Pushes:
 
     async def _offer(
         self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights, request_id: str
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         """Stores a received push here and at the peers, and offers it to engines."""
         async with self._models.lock(kept.model):
             try:
@@ -207,7 +207,7 @@ class Pushes:
 
     async def _offer_to_all(
         self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
-    ) -> list[router_pb2.EngineResult]:
+    ) -> list[engine_pb2.EngineResult]:
         """Offers a stored push. It is accepted once an engine has it, withdrawn if all refuse.
 
         Raises:
@@ -241,7 +241,7 @@ class Pushes:
 
     async def _offer_to(
         self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
-    ) -> router_pb2.EngineResult:
+    ) -> engine_pb2.EngineResult:
         """Offers a push to an engine. A later offer or the engine's departure cancels it."""
         update = self._start(engine, self._update(engine, header))
         await asyncio.wait({update})
@@ -288,12 +288,12 @@ class Pushes:
             self._start(engine, self._bring_up_to_date(engine))
 
     def _start(
-        self, engine: Engine, work: Coroutine[Any, Any, router_pb2.EngineResult]
-    ) -> asyncio.Task[router_pb2.EngineResult]:
+        self, engine: Engine, work: Coroutine[Any, Any, engine_pb2.EngineResult]
+    ) -> asyncio.Task[engine_pb2.EngineResult]:
         if (former := self._updates.pop(engine, None)) is not None:
             former.cancel()
 
-        def done(update: asyncio.Task[router_pb2.EngineResult]) -> None:
+        def done(update: asyncio.Task[engine_pb2.EngineResult]) -> None:
             if self._updates.get(engine) is update:
                 del self._updates[engine]
                 self._bring(engine)  # the wanted weights may have changed meanwhile
@@ -302,14 +302,14 @@ class Pushes:
         update.add_done_callback(done)
         return update
 
-    async def _bring_up_to_date(self, engine: Engine) -> router_pb2.EngineResult:
+    async def _bring_up_to_date(self, engine: Engine) -> engine_pb2.EngineResult:
         """Updates an engine until it holds the wanted weights.
 
         The peers are asked first, because a router that was stopped knows neither its age nor later
         pushes. If one of them is away, an engine that is ahead keeps its weights.
         """
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        result = router_pb2.EngineResult(engine_id=engine.engine_id)
+        result = engine_pb2.EngineResult(engine_id=engine.engine_id)
         kept = self._models.kept(engine.model)
         while self._wanted(engine) is not None:
             all_answered = await self.peers.sync()
@@ -339,7 +339,7 @@ class Pushes:
 
     async def _update(
         self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
-    ) -> router_pb2.EngineResult:
+    ) -> engine_pb2.EngineResult:
         kept = self._models.kept(header.model)
         path = kept.file_of(header)
         try:
@@ -382,7 +382,7 @@ def _what(header: engine_pb2.UpdateWeightsHeader, **more: object) -> dict[str, d
     return fields(model=header.model, policy_version=header.policy_version, **more)
 
 
-def _refused(result: router_pb2.EngineResult) -> bool:
+def _refused(result: engine_pb2.EngineResult) -> bool:
     return result.status.code != 0 and isinstance(from_status(result.status), _REFUSALS)
 
 

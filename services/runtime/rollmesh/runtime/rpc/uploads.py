@@ -1,4 +1,4 @@
-"""Weights received as a stream: one header, then the chunks of a safetensors file."""
+"""Checks of control calls, and weights received as a stream: a header, then chunks of a file."""
 
 import asyncio
 import shutil
@@ -39,6 +39,19 @@ def check_pause_mode(mode: engine_pb2.PauseMode.ValueType, field: str) -> None:
     """
     if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
         raise InvalidFieldError(field, "is not set; say what happens to running requests")
+
+
+def check_action(request: engine_pb2.ControlEnginesRequest) -> None:
+    """Checks the action of a control call. `InvalidFieldError` names what is wrong or missing."""
+    match request.WhichOneof("action"):
+        case None:
+            raise InvalidFieldError("action", "is not set; give one, such as `pause`")
+        case "pause":
+            check_pause_mode(request.pause.mode, "pause.mode")
+        case "sleep" if request.sleep.HasField("level") and request.sleep.level not in {1, 2}:
+            raise InvalidFieldError("sleep.level", f"is {request.sleep.level}; give 1 or 2")
+        case "abort" if not (request.abort.all or request.abort.request_ids):
+            raise InvalidFieldError("abort.request_ids", "is empty; name generations or give `all`")
 
 
 async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[bytes]:
