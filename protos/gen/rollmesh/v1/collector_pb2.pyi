@@ -313,7 +313,7 @@ class Consumer(_message.Message):
     Default 600,000.
     """
     policy_version: _builtins.int
-    """The policy version that is being trained, at least 0; `filter.max_policy_lag` needs it.
+    """The policy version that is being trained, at least 0. `filter.max_policy_lag` needs it.
     ReportPolicyVersion sets it too. The last value wins.
     """
     seen_unix_ms: _builtins.int

@@ -148,7 +148,7 @@ class PromptImage(_message.Message):
     """Number of ids that stand for it, at least 1."""
     data: _builtins.bytes
     """The bytes of a PNG, JPEG, WebP or GIF file of one frame. They are held from then on, also if the
-    request is refused because others are missing. Empty if the receiver should hold them already;
+    request is refused because others are missing. Empty if the receiver should hold them already.
     FAILED_PRECONDITION (IMAGE_UNKNOWN) if it does not.
     """
     def __init__(
@@ -254,7 +254,7 @@ class BeginGeneration(_message.Message):
     number: _builtins.int
     """Number of the generation, unique on the stream. The client chooses it."""
     timeout_ms: _builtins.int
-    """Longest generation, milliseconds; DEADLINE_EXCEEDED ends it then. 0 sets no limit."""
+    """Longest generation, milliseconds. DEADLINE_EXCEEDED ends it then. 0 sets no limit."""
     caller_request_id: _builtins.str
     """Id of the client's request, for the engine's log. May be empty."""
     @_builtins.property

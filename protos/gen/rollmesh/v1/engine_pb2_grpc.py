@@ -75,8 +75,8 @@ class EngineServiceServicer(object):
         """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
+        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
+        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
         (ENGINE_DEAD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -87,7 +87,7 @@ class EngineServiceServicer(object):
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
         The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
         be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-        the request, before it looks at it. Errors: those of Generate.
+        the request, before it looks at it. Errors: see Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +114,7 @@ class EngineServiceServicer(object):
 
     def ControlEngines(self, request, context):
         """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
-        before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+        before it is answered pauses or puts to sleep nothing. Errors: see each action.
         INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,9 +125,9 @@ class EngineServiceServicer(object):
         """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-        that a sleep dropped may be replaced by those of the same version.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-        ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        that a sleep dropped may be replaced by the same version.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
+        ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

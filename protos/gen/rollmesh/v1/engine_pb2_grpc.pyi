@@ -37,15 +37,15 @@ class EngineServiceStub:
     """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
+    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
+    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
     The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
     be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-    the request, before it looks at it. Errors: those of Generate.
+    the request, before it looks at it. Errors: see Generate.
     """
     Generations: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]
     """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
@@ -59,16 +59,16 @@ class EngineServiceStub:
     """Returns the model, its limits, and the state of the engine."""
     ControlEngines: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]
     """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
-    before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+    before it is answered pauses or puts to sleep nothing. Errors: see each action.
     INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
     """
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-    that a sleep dropped may be replaced by those of the same version.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-    ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    that a sleep dropped may be replaced by the same version.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
+    ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
     """
 
@@ -81,15 +81,15 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-    ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
+    INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
+    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
     StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
     The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
     be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-    the request, before it looks at it. Errors: those of Generate.
+    the request, before it looks at it. Errors: see Generate.
     """
     Generations: _aio.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]  # type: ignore[assignment]
     """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
@@ -103,16 +103,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Returns the model, its limits, and the state of the engine."""
     ControlEngines: _aio.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]  # type: ignore[assignment]
     """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
-    before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+    before it is answered pauses or puts to sleep nothing. Errors: see each action.
     INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
     """
     UpdateWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-    that a sleep dropped may be replaced by those of the same version.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-    ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+    that a sleep dropped may be replaced by the same version.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
+    ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
     """
 
@@ -128,8 +128,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field;
-        ALREADY_EXISTS (REQUEST_ID_IN_USE); FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
+        INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
+        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
         (ENGINE_DEAD).
         """
 
@@ -142,7 +142,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
         The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
         be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-        the request, before it looks at it. Errors: those of Generate.
+        the request, before it looks at it. Errors: see Generate.
         """
 
     @_abc_1.abstractmethod
@@ -174,7 +174,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ControlEnginesResponse, _abc.Awaitable[_engine_pb2.ControlEnginesResponse]]:
         """Controls this engine: the result is its own, and an error is the call's. A call whose caller leaves
-        before it is answered pauses or puts to sleep nothing. Errors: those of each action;
+        before it is answered pauses or puts to sleep nothing. Errors: see each action.
         INVALID_ARGUMENT (INVALID_FIELD, MODEL_MISMATCH) names the field.
         """
 
@@ -187,9 +187,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-        that a sleep dropped may be replaced by those of the same version.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION;
-        ENGINE_ASLEEP until it wakes up; or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
+        that a sleep dropped may be replaced by the same version.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
+        ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
         """
 

@@ -128,7 +128,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STALE_VERSION: _ErrorReason.ValueType  # 18
     """FAILED_PRECONDITION. A policy version is not above the last one, which `policy_version` gives.
 
-    Push a version above the last one; `client.policy_version()` of the SDK returns it.
+    Push a version above the last one. `client.policy_version()` of the SDK returns it.
     """
     ERROR_REASON_WEIGHT_TRANSFER_FAILED: _ErrorReason.ValueType  # 19
     """FAILED_PRECONDITION. A transfer backend did not join the trainer, or did not take its weights.
@@ -502,7 +502,7 @@ Repeat a write unchanged, or give the new one an id of its own.
 ERROR_REASON_STALE_VERSION: ErrorReason.ValueType  # 18
 """FAILED_PRECONDITION. A policy version is not above the last one, which `policy_version` gives.
 
-Push a version above the last one; `client.policy_version()` of the SDK returns it.
+Push a version above the last one. `client.policy_version()` of the SDK returns it.
 """
 ERROR_REASON_WEIGHT_TRANSFER_FAILED: ErrorReason.ValueType  # 19
 """FAILED_PRECONDITION. A transfer backend did not join the trainer, or did not take its weights.

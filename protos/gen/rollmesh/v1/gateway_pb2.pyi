@@ -123,7 +123,7 @@ class _ToolCallParsingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolC
     "none".
     """
     TOOL_CALL_PARSING_UNKNOWN: _ToolCallParsing.ValueType  # 3
-    """The template shows no known format, or prints a call that its parser does not read back;
+    """The template shows no known format, or prints a call that its parser does not read back.
     `tool_calls_explanation` says which. Requests with tools are refused with INVALID_ARGUMENT
     (INVALID_FIELD) until the setting `tool_parser` names a parser.
     """
@@ -140,7 +140,7 @@ TOOL_CALL_PARSING_TEXT: ToolCallParsing.ValueType  # 2
 "none".
 """
 TOOL_CALL_PARSING_UNKNOWN: ToolCallParsing.ValueType  # 3
-"""The template shows no known format, or prints a call that its parser does not read back;
+"""The template shows no known format, or prints a call that its parser does not read back.
 `tool_calls_explanation` says which. Requests with tools are refused with INVALID_ARGUMENT
 (INVALID_FIELD) until the setting `tool_parser` names a parser.
 """

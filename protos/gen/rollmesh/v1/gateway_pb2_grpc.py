@@ -152,16 +152,16 @@ class GatewayServiceServicer(object):
 
     def StreamChat(self, request, context):
         """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
-        then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+        then deltas, then `done`. A turn is durable before its `done` is sent. Errors: see Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
-        request continues it, and those that the chat template adds. Nothing is sampled or kept.
-        Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+        """Returns the number of ids in the prompt of a chat request: ids of the conversation tree where the
+        request continues it, and ids that the chat template adds. Nothing is sampled or kept.
+        Errors: as of Chat up to the prompt. A prompt that exceeds the context is counted too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +180,7 @@ class GatewayServiceServicer(object):
     def WithdrawAnswer(self, request, context):
         """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
         trained like any other.
-        Errors: those of GetAnswer.
+        Errors: see GetAnswer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

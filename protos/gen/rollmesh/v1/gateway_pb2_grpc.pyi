@@ -57,12 +57,12 @@ class GatewayServiceStub:
     """
     StreamChat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
-    then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+    then deltas, then `done`. A turn is durable before its `done` is sent. Errors: see Chat.
     """
     CountTokens: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CountTokensRequest, _gateway_pb2.CountTokensResponse]
-    """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
-    request continues it, and those that the chat template adds. Nothing is sampled or kept.
-    Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+    """Returns the number of ids in the prompt of a chat request: ids of the conversation tree where the
+    request continues it, and ids that the chat template adds. Nothing is sampled or kept.
+    Errors: as of Chat up to the prompt. A prompt that exceeds the context is counted too.
     """
     GetAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]
     """Returns an answer of an open session by its id, in any gateway that serves the session, also
@@ -73,7 +73,7 @@ class GatewayServiceStub:
     WithdrawAnswer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]
     """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
     trained like any other.
-    Errors: those of GetAnswer.
+    Errors: see GetAnswer.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Closes a session with its rewards. The collector receives its trajectories. The close is durable
@@ -150,12 +150,12 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """
     StreamChat: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]  # type: ignore[assignment]
     """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
-    then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+    then deltas, then `done`. A turn is durable before its `done` is sent. Errors: see Chat.
     """
     CountTokens: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CountTokensRequest, _gateway_pb2.CountTokensResponse]  # type: ignore[assignment]
-    """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
-    request continues it, and those that the chat template adds. Nothing is sampled or kept.
-    Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+    """Returns the number of ids in the prompt of a chat request: ids of the conversation tree where the
+    request continues it, and ids that the chat template adds. Nothing is sampled or kept.
+    Errors: as of Chat up to the prompt. A prompt that exceeds the context is counted too.
     """
     GetAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetAnswerRequest, _gateway_pb2.GetAnswerResponse]  # type: ignore[assignment]
     """Returns an answer of an open session by its id, in any gateway that serves the session, also
@@ -166,7 +166,7 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     WithdrawAnswer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.WithdrawAnswerRequest, _gateway_pb2.WithdrawAnswerResponse]  # type: ignore[assignment]
     """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
     trained like any other.
-    Errors: those of GetAnswer.
+    Errors: see GetAnswer.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Closes a session with its rewards. The collector receives its trajectories. The close is durable
@@ -264,7 +264,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamChatResponse], _abc.AsyncIterator[_gateway_pb2.StreamChatResponse]]:
         """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
-        then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
+        then deltas, then `done`. A turn is durable before its `done` is sent. Errors: see Chat.
         """
 
     @_abc_1.abstractmethod
@@ -273,9 +273,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CountTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CountTokensResponse, _abc.Awaitable[_gateway_pb2.CountTokensResponse]]:
-        """Returns how many ids the prompt of a chat request has: those of the conversation tree where the
-        request continues it, and those that the chat template adds. Nothing is sampled or kept.
-        Errors: those of Chat up to the prompt. A prompt that exceeds the context is counted too.
+        """Returns the number of ids in the prompt of a chat request: ids of the conversation tree where the
+        request continues it, and ids that the chat template adds. Nothing is sampled or kept.
+        Errors: as of Chat up to the prompt. A prompt that exceeds the context is counted too.
         """
 
     @_abc_1.abstractmethod
@@ -298,7 +298,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.WithdrawAnswerResponse, _abc.Awaitable[_gateway_pb2.WithdrawAnswerResponse]]:
         """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
         trained like any other.
-        Errors: those of GetAnswer.
+        Errors: see GetAnswer.
         """
 
     @_abc_1.abstractmethod

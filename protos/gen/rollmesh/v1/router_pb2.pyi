@@ -36,7 +36,7 @@ class _ReplicaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaKi
     REPLICA_KIND_COLLECTOR: _ReplicaKind.ValueType  # 3
     """A collector."""
     REPLICA_KIND_SIDECAR: _ReplicaKind.ValueType  # 4
-    """A sidecar. Its address is that of its HTTP."""
+    """A sidecar. Its address is its HTTP's."""
 
 class ReplicaKind(_ReplicaKind, metaclass=_ReplicaKindEnumTypeWrapper):
     """Kind of a member."""
@@ -50,7 +50,7 @@ REPLICA_KIND_GATEWAY: ReplicaKind.ValueType  # 2
 REPLICA_KIND_COLLECTOR: ReplicaKind.ValueType  # 3
 """A collector."""
 REPLICA_KIND_SIDECAR: ReplicaKind.ValueType  # 4
-"""A sidecar. Its address is that of its HTTP."""
+"""A sidecar. Its address is its HTTP's."""
 Global___ReplicaKind: _TypeAlias = ReplicaKind  # noqa: Y015
 
 class _LeaseOutcome:
@@ -721,7 +721,7 @@ class DispatchResponse(_message.Message):
     PONG_FIELD_NUMBER: _builtins.int
     OFFERED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Id of the lease. Empty unless the result is that of an `acquire`."""
+    """Id of the lease. Empty unless the result answers an `acquire`."""
     @_builtins.property
     def grant(self) -> Global___LeaseGrant:
         """The lease was granted."""
@@ -729,7 +729,7 @@ class DispatchResponse(_message.Message):
     @_builtins.property
     def refusal(self) -> _status_pb2.Status:
         """It was refused, at once or at its deadline: NO_ENGINE, or ENGINES_BUSY if every engine is full
-        or too many requests wait, with a retry delay that is estimated from the queue; or
+        or too many requests wait, with a retry delay that is estimated from the queue, or
         INVALID_LEASE.
         """
 

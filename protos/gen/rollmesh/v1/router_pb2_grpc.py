@@ -94,7 +94,7 @@ class RouterServiceServicer(object):
         removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
-        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members).
         ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,11 +114,11 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlaceSession(self, request, context):
-        """Names the gateway for a new session: the one with the fewest open sessions of those that take
-        new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
-        it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
-        `gateway.journals`.
-        Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+        """Names the gateway for a new session, which has the fewest open sessions and takes new ones. A
+        gateway whose report is missing is named only if all others are late too. The caller creates the
+        session there. A CreateSession that got no answer may have opened it: repeat it, with its
+        `request_id`, at the gateway that ListGateways names for the first of `gateway.journals`.
+        Errors: UNAVAILABLE (NO_GATEWAY). INVALID_ARGUMENT names the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +157,8 @@ class RouterServiceServicer(object):
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
-        (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
+        above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class RouterServiceStub:
     removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
-    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members).
     ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
@@ -56,11 +56,11 @@ class RouterServiceStub:
     (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]
-    """Names the gateway for a new session: the one with the fewest open sessions of those that take
-    new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
-    it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
-    `gateway.journals`.
-    Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+    """Names the gateway for a new session, which has the fewest open sessions and takes new ones. A
+    gateway whose report is missing is named only if all others are late too. The caller creates the
+    session there. A CreateSession that got no answer may have opened it: repeat it, with its
+    `request_id`, at the gateway that ListGateways names for the first of `gateway.journals`.
+    Errors: UNAVAILABLE (NO_GATEWAY). INVALID_ARGUMENT names the model.
     """
     ListGateways: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]
     """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
@@ -83,8 +83,8 @@ class RouterServiceStub:
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
-    (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
+    above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
     ForgetWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]
     """Forgets the weights of a model, as if nothing had been pushed: engines are leased with the
@@ -108,7 +108,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
-    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members).
     ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
@@ -120,11 +120,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]  # type: ignore[assignment]
-    """Names the gateway for a new session: the one with the fewest open sessions of those that take
-    new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
-    it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
-    `gateway.journals`.
-    Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+    """Names the gateway for a new session, which has the fewest open sessions and takes new ones. A
+    gateway whose report is missing is named only if all others are late too. The caller creates the
+    session there. A CreateSession that got no answer may have opened it: repeat it, with its
+    `request_id`, at the gateway that ListGateways names for the first of `gateway.journals`.
+    Errors: UNAVAILABLE (NO_GATEWAY). INVALID_ARGUMENT names the model.
     """
     ListGateways: _aio.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]  # type: ignore[assignment]
     """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
@@ -147,8 +147,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
-    (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
+    above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
     ForgetWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]  # type: ignore[assignment]
     """Forgets the weights of a model, as if nothing had been pushed: engines are leased with the
@@ -175,7 +175,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
-        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members).
         ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
 
@@ -199,11 +199,11 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.PlaceSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceSessionResponse, _abc.Awaitable[_router_pb2.PlaceSessionResponse]]:
-        """Names the gateway for a new session: the one with the fewest open sessions of those that take
-        new ones. One of which a report is missing is named only if all others are late too. The caller creates the session there. A CreateSession that got no answer may have opened
-        it: repeat it, with its `request_id`, at the gateway that ListGateways names for the first of
-        `gateway.journals`.
-        Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+        """Names the gateway for a new session, which has the fewest open sessions and takes new ones. A
+        gateway whose report is missing is named only if all others are late too. The caller creates the
+        session there. A CreateSession that got no answer may have opened it: repeat it, with its
+        `request_id`, at the gateway that ListGateways names for the first of `gateway.journals`.
+        Errors: UNAVAILABLE (NO_GATEWAY). INVALID_ARGUMENT names the model.
         """
 
     @_abc_1.abstractmethod
@@ -250,8 +250,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
-        (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
+        above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
 
     @_abc_1.abstractmethod

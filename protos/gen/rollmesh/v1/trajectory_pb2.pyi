@@ -30,7 +30,7 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_UNSPECIFIED: _FidelityReason.ValueType  # 0
     """The field is not set."""
     FIDELITY_REASON_EXACT: _FidelityReason.ValueType  # 1
-    """The ids are those that the engine received and sampled, and nothing was excluded."""
+    """The engine received and sampled these ids, and nothing was excluded."""
     FIDELITY_REASON_LENIENT_ECHO: _FidelityReason.ValueType  # 2
     """The agent repeated a sampled message with small differences, such as other whitespace. The
     sampled tokens were kept.
@@ -78,8 +78,8 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_SPECIAL_TEXT: _FidelityReason.ValueType  # 15
     """Text of a message, a call, a tool or a template option spells a special token and became that
     token in the turn's prompt, as with apply_chat_template. Text from outside may have closed a turn
-    or opened another. The ids are those that the engine received and sampled. The turn that added
-    the text carries the reason.
+    or opened another. The engine received and sampled these ids. The turn that added the text
+    carries the reason.
     """
     FIDELITY_REASON_SAMPLING_CHANGED: _FidelityReason.ValueType  # 16
     """The request's sampling parameters gave the turn another distribution than those of its session:
@@ -95,7 +95,7 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     trusted). Also on the turn that repeats a request which failed after tokens arrived, whatever
     the error was: ENGINE_LOST, GENERATION_ABORTED, DEADLINE, or a client that left. Each failed turn
     marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
-    so such turns are shorter than those of the undisturbed distribution. The log-probabilities are
+    so such turns are shorter than undisturbed ones. The log-probabilities are
     those of the tokens as they were sampled.
     """
 
@@ -107,7 +107,7 @@ class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
 FIDELITY_REASON_UNSPECIFIED: FidelityReason.ValueType  # 0
 """The field is not set."""
 FIDELITY_REASON_EXACT: FidelityReason.ValueType  # 1
-"""The ids are those that the engine received and sampled, and nothing was excluded."""
+"""The engine received and sampled these ids, and nothing was excluded."""
 FIDELITY_REASON_LENIENT_ECHO: FidelityReason.ValueType  # 2
 """The agent repeated a sampled message with small differences, such as other whitespace. The
 sampled tokens were kept.
@@ -155,8 +155,8 @@ each is that of the model alone, which would have sampled the token less often.
 FIDELITY_REASON_SPECIAL_TEXT: FidelityReason.ValueType  # 15
 """Text of a message, a call, a tool or a template option spells a special token and became that
 token in the turn's prompt, as with apply_chat_template. Text from outside may have closed a turn
-or opened another. The ids are those that the engine received and sampled. The turn that added
-the text carries the reason.
+or opened another. The engine received and sampled these ids. The turn that added the text
+carries the reason.
 """
 FIDELITY_REASON_SAMPLING_CHANGED: FidelityReason.ValueType  # 16
 """The request's sampling parameters gave the turn another distribution than those of its session:
@@ -172,7 +172,7 @@ or frequency penalty, a constraint, a bad sequence of several tokens, tokens tha
 trusted). Also on the turn that repeats a request which failed after tokens arrived, whatever
 the error was: ENGINE_LOST, GENERATION_ABORTED, DEADLINE, or a client that left. Each failed turn
 marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
-so such turns are shorter than those of the undisturbed distribution. The log-probabilities are
+so such turns are shorter than undisturbed ones. The log-probabilities are
 those of the tokens as they were sampled.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
@@ -302,7 +302,7 @@ class TrajectorySegment(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """Sampling parameters of the turn, as the engine received them: those of the request over those of
+        """Sampling parameters of the turn, as the engine received them: the request's over those of
         the session. `max_tokens` is at most the rest of the context. `stop_token_ids` include the ends of
         the model, `bad_sequences` the bad words. An unset field has the default of SamplingParams. Only
         on sampled segments.
@@ -510,7 +510,7 @@ class TrajectoryNode(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """Sampling parameters of the turn, as the engine received them: those of the request over those of
+        """Sampling parameters of the turn, as the engine received them: the request's over those of
         the session. `max_tokens` is at most the rest of the context. `stop_token_ids` include the ends of
         the model, `bad_sequences` the bad words. An unset field has the default of SamplingParams. Only
         on sampled nodes.
