@@ -22,6 +22,6 @@ def test_a_ceiling_that_is_exceeded_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prose.main([]) == 0
-    monkeypatch.setitem(prose.CEILINGS, "protos", {"semicolon": 0.0})
+    monkeypatch.setitem(prose.CEILINGS, "protos", {"pronoun": 0.0})
     assert prose.main([]) == 1
     assert "ABOVE" in capsys.readouterr().out
