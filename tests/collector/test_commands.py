@@ -1,10 +1,12 @@
 """The collector's command line, as people run it."""
 
+import asyncio
 import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
+from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record, with_images
-from tests.processes import ServiceProcess, running
+from tests.processes import ServiceProcess, reserved_port, running
 
 
 @pytest.fixture
@@ -76,6 +79,38 @@ async def test_export_writes_a_row_for_each_trajectory(
     assert not list(tmp_path.glob("*.part"))  # nor is there half a file
     wrong = tool(collector, "export", "--to", str(tmp_path / "out.csv"))
     assert (wrong.returncode, ".jsonl or .parquet" in wrong.stderr) == (2, True)
+
+
+async def test_a_read_continues_at_another_collector_when_its_own_dies(tmp_path: Path) -> None:
+    """The list does not fit the buffers between them: it is read while the collector dies."""
+    sessions = [record(f"{at:04}") for at in range(1500)]
+    for session in sessions:
+        session.metadata["note"] = "x" * 4096
+    async with postgres_database() as database, AsyncExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        heir = f"127.0.0.1:{port.getsockname()[1]}"  # nobody is there yet
+        first = await stack.enter_async_context(
+            running("collector", tmp_path / "first", store=database.url)
+        )
+        async with open_channel(first.address) as channel:
+            stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+            for at in range(0, len(sessions), 100):
+                some = pb.IngestRequest(sessions=sessions[at : at + 100])
+                await stub.Ingest(some, timeout=TIMEOUT_S)
+        reading = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rollmesh.cli", "collector", "inspect", "--sessions"),
+            *("--collector", f"{first.address},{heir}"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert reading.stdout is not None
+        line = await reading.stdout.readline()
+        flags = {"store": database.url, "port": heir.rpartition(":")[2]}
+        await stack.enter_async_context(running("collector", tmp_path / "heir", **flags))
+        await first.kill()
+        rest = await reading.stdout.read()
+        assert await reading.wait() == 0
+    found = [json.loads(one)["session_id"] for one in [line, *rest.splitlines()]]
+    assert found == [one.session_id for one in sessions]
 
 
 async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: ServiceProcess) -> None:

@@ -191,6 +191,35 @@ async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
     assert isinstance(await refused(call.read()), SessionUnknownError)
 
 
+async def read_all(stub: Any, **wanted: Any) -> list[Any]:
+    return [one async for one in stub.ReadSessions(pb.ReadSessionsRequest(**wanted))]
+
+
+async def test_sessions_are_read_by_group_and_time_and_from_where_a_read_broke_off(
+    stub: Any,
+) -> None:
+    grouped = [record("b", "g", 0, 2), record("c", "g", 1, 2), record("d", "g", 0, 2)]
+    grouped[2].run_id = "second"
+    sessions = [record("a"), *grouped]
+    for at, session in enumerate(sessions):
+        session.closed_unix_ms = 1_000 * at
+    await stub.Ingest(pb.IngestRequest(sessions=sessions), timeout=TIMEOUT_S)
+    whole = await read_all(stub)
+    assert [one.session for one in whole] == sessions
+    for at, one in enumerate(whole):
+        assert await read_all(stub, resume_token=one.resume_token) == whole[at + 1 :]
+    assert await read_all(stub, group_id="g") == whole[1:3]
+    assert await read_all(stub, group_id="g", run_id="second") == whole[3:]
+    assert await read_all(stub, group_id="g", resume_token=whole[1].resume_token) == whole[2:3]
+    assert await read_all(stub, closed_from_unix_ms=2_000) == whole[2:]
+    assert await read_all(stub, group_id="x") == []
+    for wrong in (
+        pb.ReadSessionsRequest(run_id="second"),
+        pb.ReadSessionsRequest(resume_token="x"),  # noqa: S106 - a place, no secret
+    ):
+        assert isinstance(await refused(stub.ReadSessions(wrong).read()), InvalidFieldError)
+
+
 async def test_the_sdk_shows_withheld_units_and_their_sessions(tmp_path: Path) -> None:
     names = [f"{at:04}" for at in range(1002)]  # more than a page
     kept = names[1:]

@@ -66,7 +66,7 @@ async def test_sessions_of_one_call_are_stored_in_order_and_make_their_groups_wh
     assert await store.ingest(arrivals, 0) == [True] * 4
     groups = await Reader.open(store, unit=GROUP)
     assert sorted(await groups.take()) == [("a", 1, ["a"]), ("g", 1, ["g0", "g1"])]
-    assert [id_ for _, id_ in await store.sessions_after(0, 10)] == ["g0", "a", "g1"]
+    assert [id_ for _, id_ in await store.sessions_after("", 10)] == ["g0", "a", "g1"]
 
 
 async def test_units_are_loaded_together_up_to_a_size(store: Store) -> None:
@@ -363,6 +363,6 @@ async def test_a_deleted_consumer_is_forgotten(store: Store) -> None:
 
 async def test_sessions_are_read_in_the_order_in_which_they_came(store: Store) -> None:
     await fill(store, [record(name) for name in "cab"])
-    first = await store.sessions_after(0, 2)
+    first = await store.sessions_after("", 2)
     assert [name for _, name in first] == ["c", "a"]
     assert [name for _, name in await store.sessions_after(first[-1][0], 2)] == ["b"]

@@ -1552,19 +1552,37 @@ class ReadSessionsRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     WITHOUT_ARRAYS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    CLOSED_FROM_UNIX_MS_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Only this session. Empty reads all."""
     without_arrays: _builtins.bool
     """Whether to leave out the arrays of the trajectories and the bytes of images."""
+    group_id: _builtins.str
+    """Only sessions of this group. Empty reads all."""
+    run_id: _builtins.str
+    """Id of the group's run. Only with `group_id`."""
+    closed_from_unix_ms: _builtins.int
+    """Only sessions that were closed at this time or later, milliseconds since 1970 UTC."""
+    resume_token: _builtins.str
+    """Continues a read that broke off: `resume_token` of its last response. Any collector of the store
+    takes it. Empty begins.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         without_arrays: _builtins.bool = ...,
+        group_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        closed_from_unix_ms: _builtins.int = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "without_arrays", b"without_arrays"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_from_unix_ms", b"closed_from_unix_ms", "group_id", b"group_id", "resume_token", b"resume_token", "run_id", b"run_id", "session_id", b"session_id", "without_arrays", b"without_arrays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1578,8 +1596,11 @@ class ReadSessionsResponse(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     damaged_session_id: _builtins.str
     """Id of a stored session that cannot be read, empty if it can."""
+    resume_token: _builtins.str
+    """The place after this session, for the `resume_token` of a request."""
     @_builtins.property
     def session(self) -> _session_pb2.SessionRecord:
         """The session, absent if it is damaged."""
@@ -1589,10 +1610,11 @@ class ReadSessionsResponse(_message.Message):
         *,
         session: _session_pb2.SessionRecord | None = ...,
         damaged_session_id: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_session_id", b"damaged_session_id", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_session_id", b"damaged_session_id", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,13 +5,16 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import grpc
 from google.protobuf import message as protobuf_message
 
 from rollmesh.collector.export import decoder, export, plain, summary_of
 from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoCollectorError, RollmeshError
@@ -24,13 +27,9 @@ from rollmesh.v1 import (
     session_pb2,
 )
 
-if TYPE_CHECKING:
-    import grpc
-
-    from rollmesh.v1.collector_pb2_grpc import CollectorServiceAsyncStub as Stub
-
 _TIMEOUT_S = 60.0
 _PROBE_S = 5.0
+_AWAY_MS, _PAUSE_S = 60_000, 0.5  # the longest absence of collectors that a read survives
 _LAST_MS = 2**63 - 1
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
 """The flags that select sessions, by the names of `summary_of`."""
@@ -44,10 +43,7 @@ def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know collectors"
     )
     parser.add_argument(
-        "--collector",
-        default="",
-        help="host:port, or several of one store, separated by commas; the router is then not "
-        "asked",
+        "--collector", default="", help="host:port, or several with commas; no router is asked then"
     )
     identity.add_flags(parser)
     add_flags, work = TOOLS[name]
@@ -56,119 +52,102 @@ def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         identity.present_files(options, environ)
         asyncio.run(_connected(work, options))
-    except ConfigError as error:
-        _say(f"rollmesh collector {name}: {error}", error=True)
-        return 2
-    except RollmeshError as error:
-        _say(f"rollmesh collector {name}: {error.message}", error=True)
-        return 1
+    except (ConfigError, RollmeshError) as error:
+        _say(f"rollmesh collector {name}: {getattr(error, 'message', error)}", error=True)
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
-async def _connected(
-    work: "Callable[[Stub, argparse.Namespace], Awaitable[None]]", options: argparse.Namespace
-) -> None:
+async def _connected(work: Callable[..., Awaitable[None]], options: argparse.Namespace) -> None:
     """Runs a tool at a collector that answers. Any does, as they have one store."""
     collectors = CollectorDirectory(options.router, options.collector)
     try:
         await _find(collectors)
-        async with collectors.one() as channel:
-            with typed_errors():
-                await work(collector_pb2_grpc.CollectorServiceStub(channel), options)
+        await work(collectors, options)
     finally:
         await collectors.aclose()
 
 
-async def _find(collectors: CollectorDirectory) -> None:
+async def _ask(collectors: CollectorDirectory, method: str, request: Any) -> Any:
+    """Makes a call at the collector in use."""
+    async with collectors.one() as channel:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        with typed_errors():
+            return await getattr(stub, method)(request, timeout=_TIMEOUT_S)
+
+
+async def _find(collectors: CollectorDirectory, wait_ms: int = 0) -> None:
     """Makes the first collector that answers the one in use."""
-    try:
-        await collectors.call(_probe)
-    except RollmeshError as error:
-        raise NoCollectorError(
-            f"no collector answers: {error.message}; give the address of a router as --router, or "
-            "that of a collector as --collector"
-        ) from error
+    end_ms = clock.monotonic_ms() + wait_ms
+    while True:
+        try:
+            return await collectors.call(_probe)
+        except RollmeshError as error:
+            if clock.monotonic_ms() >= end_ms:
+                raise NoCollectorError(
+                    f"no collector answers: {error.message}; give another --router or --collector"
+                ) from error
+        await asyncio.sleep(_PAUSE_S)
 
 
-async def _probe(channel: "grpc.aio.Channel") -> None:
+async def _probe(channel: grpc.aio.Channel) -> None:
     stub: server_pb2_grpc.ServerServiceAsyncStub = server_pb2_grpc.ServerServiceStub(channel)
     with typed_errors():
         await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_PROBE_S)
 
 
-async def _export(stub: "Stub", options: argparse.Namespace) -> None:
+async def _export(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
     request = pb.ReadSessionsRequest(session_id=options.session)
-    chosen = _chosen(_sessions(stub, request), options)
+    chosen = _chosen(_sessions(collectors, request), options)
     sessions, rows = await export(chosen, options.to, decoder(options.tokenizer))
     _say(f"{sessions} sessions, {rows} trajectories: {options.to}")
 
 
-async def _inspect(stub: "Stub", options: argparse.Namespace) -> None:
+async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
     selection = _selection(options)
     if selection and (options.session or not options.sessions):
         flag = f"--{next(iter(selection)).replace('_', '-')}"
         raise ConfigError(f"{flag} selects sessions; give --sessions, without --session")
     if options.session:
         request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
-        async for session in _sessions(stub, request):
+        async for session in _sessions(collectors, request):
             _show(session)
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
-        async for session in _chosen(_sessions(stub, request), options):
+        async for session in _chosen(_sessions(collectors, request), options):
             _say(json.dumps(summary_of(session), ensure_ascii=False))
         return
-    _show(await stub.GetStats(pb.GetStatsRequest(), timeout=_TIMEOUT_S))
+    _show(await _ask(collectors, "GetStats", pb.GetStatsRequest()))
     if options.consumers:
-        await _show_consumers(stub)
+        await _show_pages(collectors, "ListConsumers", pb.ListConsumersRequest())
     if options.groups:
-        await _show_groups(stub)
+        await _show_pages(collectors, "ListOpenGroups", pb.ListOpenGroupsRequest())
     if options.filtered:
-        await _show_filtered(stub, options.filtered)
+        wanted = pb.ListFilteredRequest(consumer=options.filtered)
+        await _show_pages(collectors, "ListFiltered", wanted)
 
 
-async def _show_consumers(stub: "Stub") -> None:
-    request = pb.ListConsumersRequest()
+async def _show_pages(collectors: CollectorDirectory, method: str, request: Any) -> None:
+    """Prints the entries of all pages of a list."""
     while True:
-        page = await stub.ListConsumers(request, timeout=_TIMEOUT_S)
-        for consumer in page.consumers:
-            _show(consumer)
+        page = await _ask(collectors, method, request)
+        for field, entries in page.ListFields():
+            for entry in entries if field.is_repeated else ():
+                _show(entry)
         if not page.next_page_token:
             return
         request.page_token = page.next_page_token
 
 
-async def _show_groups(stub: "Stub") -> None:
-    request = pb.ListOpenGroupsRequest()
-    while True:
-        page = await stub.ListOpenGroups(request, timeout=_TIMEOUT_S)
-        for group in page.groups:
-            _show(group)
-        if not page.next_page_token:
-            return
-        request.page_token = page.next_page_token
-
-
-async def _show_filtered(stub: "Stub", consumer: str) -> None:
-    request = pb.ListFilteredRequest(consumer=consumer)
-    while True:
-        page = await stub.ListFiltered(request, timeout=_TIMEOUT_S)
-        for entry in page.entries:
-            _show(entry)
-        if not page.next_page_token:
-            return
-        request.page_token = page.next_page_token
-
-
-async def _replay(stub: "Stub", options: argparse.Namespace) -> None:
+async def _replay(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
     request = pb.SeekRequest(consumer=options.consumer, position=read_position(options.start))
-    sought = await stub.Seek(request, timeout=_TIMEOUT_S)
+    sought = await _ask(collectors, "Seek", request)
     _say(f"{options.consumer}: {sought.again} units redelivered, {sought.skipped} skipped")
 
 
-async def _delete(stub: "Stub", options: argparse.Namespace) -> None:
-    request = pb.DeleteConsumerRequest(consumer=options.consumer)
-    await stub.DeleteConsumer(request, timeout=_TIMEOUT_S)
+async def _delete(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
+    await _ask(collectors, "DeleteConsumer", pb.DeleteConsumerRequest(consumer=options.consumer))
     _say(f"{options.consumer}: deleted")
 
 
@@ -190,13 +169,27 @@ def read_position(text: str) -> pb.Position:
 
 
 async def _sessions(
-    stub: "Stub", request: pb.ReadSessionsRequest
+    collectors: CollectorDirectory, request: pb.ReadSessionsRequest
 ) -> AsyncIterator[session_pb2.SessionRecord]:
-    async for response in read_stream(stub.ReadSessions(request)):
-        if response.damaged_session_id:
-            _say(f"session {response.damaged_session_id} is damaged; left out", error=True)
-        else:
-            yield response.session
+    """Yields stored sessions. A read that a collector's loss ends continues at another one."""
+    while True:
+        begun = request.resume_token
+        try:
+            async with collectors.one() as channel:
+                stub = collector_pb2_grpc.CollectorServiceStub(channel)
+                async with aclosing(read_stream(stub.ReadSessions(request))) as responses:
+                    async for response in responses:
+                        request.resume_token = response.resume_token
+                        if response.damaged_session_id:
+                            text = f"session {response.damaged_session_id} is damaged; left out"
+                            _say(text, error=True)
+                        else:
+                            yield response.session
+                return
+        except RollmeshError as error:
+            if error.code != "UNAVAILABLE" or request.resume_token == begun:
+                raise
+            await _find(collectors, _AWAY_MS)
 
 
 async def _chosen(

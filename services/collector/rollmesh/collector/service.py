@@ -10,7 +10,7 @@ import grpc
 
 from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created
+from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created, key_of
 from rollmesh.collector.scoring import RemoteScorer, Scoring, wants_score
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import Store
@@ -294,23 +294,29 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def ReadSessions(
         self, request: pb.ReadSessionsRequest, context: Context
     ) -> AsyncIterator[pb.ReadSessionsResponse]:
-        arrays = not request.without_arrays
+        arrays, since = not request.without_arrays, request.closed_from_unix_ms
         if request.session_id:
             session = await self.store.session(request.session_id, arrays=arrays)
             yield pb.ReadSessionsResponse(session=session)
             return
-        page = await self.store.sessions_after(0, _READ_PAGE)
-        while page:
-            for _, session_id in page:
+        if request.run_id and not request.group_id:
+            raise InvalidFieldError("group_id", "is empty; give it with run_id")
+        group = key_of(request.run_id, request.group_id) if request.group_id else ""
+        token = request.resume_token
+        while page := await self.store.sessions_after(token, _READ_PAGE, group):
+            for token, session_id in page:
                 try:
-                    session = await self.store.session(session_id, arrays=arrays)
+                    session = await self.store.session(session_id, arrays=arrays and not since)
+                    if session.closed_unix_ms < since:
+                        continue
+                    if arrays and since:
+                        session = await self.store.session(session_id, arrays=True)
                 except SessionUnknownError:  # removed since the page was read
                     continue
                 except SessionDamagedError:
-                    yield pb.ReadSessionsResponse(damaged_session_id=session_id)
+                    yield pb.ReadSessionsResponse(damaged_session_id=session_id, resume_token=token)
                     continue
-                yield pb.ReadSessionsResponse(session=session)
-            page = await self.store.sessions_after(page[-1][0], _READ_PAGE)
+                yield pb.ReadSessionsResponse(session=session, resume_token=token)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         counts = await self.store.counts()

@@ -516,11 +516,15 @@ class Store:
             raise found
         return head if found is None else log.join(head, found)
 
-    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
-        """Returns the cursor after each session and the session's id, in order of arrival."""
-        sql = "SELECT n, session_id FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2"
-        rows = await self.backend.read(lambda tx: tx.db.rows(sql, cursor, limit))
-        return [(n, session_id) for n, session_id in rows]
+    async def sessions_after(
+        self, token: str, limit: int, group: str = ""
+    ) -> list[tuple[str, str]]:
+        """Returns the token after each session and its id, after `token`, in order of arrival."""
+        where, given = (" AND group_key = ?3", [group]) if group else ("", [])
+        sql = f"SELECT n, session_id FROM sessions WHERE n > ?1{where} ORDER BY n LIMIT ?2"
+        after = _read_token(token, "resume_token")
+        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, limit, *given))
+        return [(str(n), session_id) for n, session_id in rows]
 
     async def counts(self) -> Counts:
         """Returns totals of the stored sessions."""
@@ -1420,18 +1424,15 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     return len(rows)
 
 
-def _read_token(page_token: str) -> int:
-    """Parses a page token. An empty token is the first page.
+def _read_token(token: str, field: str = "page_token") -> int:
+    """Parses the token of a page or a read. An empty token begins.
 
     Raises:
         InvalidFieldError: The token is invalid.
     """
-    known = page_token.isascii() and page_token.isdigit() and len(page_token) <= _MAX_TOKEN_DIGITS
-    if page_token and not known:
-        raise InvalidFieldError(
-            "page_token", "is invalid; give the next_page_token of a page, or leave it empty"
-        )
-    return int(page_token or "0")
+    if token and not (token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_DIGITS):
+        raise InvalidFieldError(field, "is invalid; give the token of an answer or leave it empty")
+    return int(token or "0")
 
 
 def _session_unknown(session_id: str) -> SessionUnknownError:
