@@ -8,22 +8,18 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
-
-from PIL import Image, UnidentifiedImageError
+from typing import TYPE_CHECKING, Literal
 
 from rollmesh.runtime.errors import InvalidImageError
+
+if TYPE_CHECKING:  # a sidecar reads addresses of images, and has no Pillow
+    from PIL import Image
 
 MAX_BYTES = 20 * 1024 * 1024
 """Default limit of an image."""
 MAX_PIXELS = 16 * 1024 * 1024
 """Default limit of width times height."""
-_TYPES = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-}
+_TYPES = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF")}
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 _MAX_SCANS = 32
 """Scans of a progressive JPEG. Encoders make about ten. Each costs time for all pixels."""
@@ -76,6 +72,8 @@ def check_image(
     Raises:
         InvalidImageError: It is none of these, is broken, is too large, or has another media type.
     """
+    from PIL import Image, UnidentifiedImageError
+
     limits = limits or ImageLimits()
     check_size(data, field, limits)
     check_parts(data, field)
@@ -195,12 +193,14 @@ def check_media_type(media_type: str, found: str, field: str) -> None:
         raise InvalidImageError(field, f"is said to be {said} and is {found}; name its media type")
 
 
-def decode_image(data: bytes) -> Image.Image:
+def decode_image(data: bytes) -> "Image.Image":
     """Returns the pixels of a checked image, mode RGB.
 
     Transparency is shown over white. EXIF orientation is not applied, as Hugging Face's processors
     do not apply it.
     """
+    from PIL import Image
+
     with Image.open(io.BytesIO(data), formats=list(_TYPES)) as image:
         image.load()
         if image.mode in _TRANSPARENT or "transparency" in image.info:
@@ -211,7 +211,7 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def _check_header(
-    image: Image.Image, found: str, field: str, media_type: str, limits: ImageLimits
+    image: "Image.Image", found: str, field: str, media_type: str, limits: ImageLimits
 ) -> None:
     width, height = image.size
     if width * height > limits.max_pixels:
