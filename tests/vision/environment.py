@@ -10,14 +10,13 @@ import pytest
 
 from tests.paths import ROOT
 
-FOLDER = ROOT / ".venv-vision"
+FOLDER = ROOT / ".venv" / "vision"
 _LOADER = Path(__file__).parent / "torchvision_on_cpu"
 
 
 def python_path() -> list[str]:
     """Returns what must be first on the path of a process that loads a vision model."""
-    ready = (FOLDER / ".ready").exists()
-    assert ready, "torchvision is missing: run `make .venv-vision/.ready`"
+    assert (FOLDER / "torchvision").is_dir(), "torchvision is missing: run `make .venv/.ready`"
     return [str(_LOADER), str(FOLDER)]
 
 
