@@ -46,7 +46,9 @@ def _gateway(session: Session, model: str) -> dict[str, Sequence[Message]]:
         "CountTokens": [gateway_pb2.CountTokensRequest(chat=chat)],
         "GetAnswer": [gateway_pb2.GetAnswerRequest(**of, answer_id=answer, with_messages=True)],
         "WithdrawAnswer": [gateway_pb2.WithdrawAnswerRequest(**of, answer_id=answer)],
-        "GetSession": [gateway_pb2.GetSessionRequest(**of, with_messages=True)],
+        "GetSession": [
+            gateway_pb2.GetSessionRequest(session_id=of["session_id"], with_messages=True)
+        ],
     }
 
 

@@ -11,10 +11,10 @@ from PIL import Image
 
 from rollmesh.chat.images import load_rule
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
-from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import session_pb2, trajectory_pb2
 from tests.batches.records import linear, session
 from tests.chat.images.pictures import picture
+from tests.token_arrays import pack_tokens
 
 FILES = picture(140, 100), picture(60, 90, seed=1, mode="RGBA")
 NAMES = [hashlib.sha256(data).hexdigest() for data in FILES]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
-from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, trajectory_pb2
+from tests.token_arrays import pack_tokens
 
 
 def trajectory(

@@ -4,8 +4,8 @@ import hashlib
 
 import numpy as np
 
-from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from tests.token_arrays import pack_tokens
 
 
 def trajectory(session_id: str, tokens: int = 6) -> trajectory_pb2.Trajectory:

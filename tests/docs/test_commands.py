@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
-from rollmesh.gateway.commands import DEAD_LETTERS, REVOKE_KEY
+from rollmesh.gateway.commands import TOOLS as GATEWAY_TOOLS
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.router.commands import FORGET
 from rollmesh.runtime.access.identity import CallerConfig
@@ -38,7 +38,7 @@ _MODULES = {
 }
 _TOOLS = {
     "collector": set(COLLECTOR_TOOLS),
-    "gateway": {DEAD_LETTERS, REVOKE_KEY},
+    "gateway": set(GATEWAY_TOOLS),
     "router": {FORGET},
 }
 

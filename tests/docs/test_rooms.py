@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_285, 49),
+    "services/runtime/rollmesh/runtime": (7_266, 49),
     "services/runtime/rollmesh/mesh": (3_402, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_803, 22),
@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_078, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
-    "clients/rollmesh/client": (4_357, 15),
+    "clients/rollmesh/client": (4_354, 15),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_170, 12),
     "clients/rollmesh/launch": (539, 4),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access.roles import Role, role_uri
+from rollmesh.runtime.access.roles import Role
 from tests.trial_certificates import SCRIPT, copy_certificates, make_certificates, names_and_uses
 
 SERVES_NOTHING = {Role.OPERATOR, Role.TRAINER, Role.AGENT}
@@ -26,7 +26,7 @@ def test_each_role_has_a_certificate_that_shows_it_and_a_private_key(tmp_path: P
     for role in Role:
         found, uses = names_and_uses(files[f"{role}.crt"])
         serves = set() if role in SERVES_NOTHING else services
-        assert found == {f"URI:{role_uri(role)}", *serves}
+        assert found == {f"URI:rollmesh://role/{role}", *serves}
         assert ("TLS Web Server Authentication" in uses) == bool(serves)
     assert names_and_uses(files["scorer.crt"])[0] == services
 

@@ -121,10 +121,8 @@ async def in_flight(mesh: Mesh, session: Session) -> int:
     """Turns that a session waits for."""
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        request = gateway_pb2.GetSessionRequest(
-            session_id=session.session_id, session_key=session.api_key
-        )
-        return (await stub.GetSession(request, timeout=TIMEOUT_S)).in_flight
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id)
+        return (await stub.GetSession(request, timeout=TIMEOUT_S)).session.in_flight
 
 
 async def streams_ended(mesh: Mesh) -> float:

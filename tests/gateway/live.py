@@ -32,7 +32,7 @@ from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
-from rollmesh.v1 import engine_pb2, gateway_pb2_grpc, sampling_pb2
+from rollmesh.v1 import engine_pb2, gateway_admin_pb2_grpc, gateway_pb2_grpc, sampling_pb2
 
 Messages: TypeAlias = AsyncGenerator[engine_pb2.StreamGenerateResponse, None]
 _WAIT_S = 60
@@ -233,6 +233,7 @@ class LiveMesh:
         self.address = ""
         self._port = lasting_port()
         self.stub: gateway_pb2_grpc.GatewayServiceAsyncStub
+        self.admin: gateway_admin_pb2_grpc.GatewayAdminServiceAsyncStub
 
     @property
     def generations(self) -> list[Generation]:
@@ -294,3 +295,4 @@ class LiveMesh:
             channel: grpc.aio.Channel = open_channel(address)
             self._stack.push_async_callback(channel.close)
             self.stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            self.admin = gateway_admin_pb2_grpc.GatewayAdminServiceStub(channel)

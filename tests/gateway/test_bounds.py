@@ -101,7 +101,9 @@ async def test_the_lineage_given_by_a_request_survives_a_restart_and_is_checked(
         chat = gateway_pb2.ChatRequest(**who, messages=[ask], lineage=lineage)
         await mesh.stub.Chat(chat, wait_for_ready=True)
         await mesh.start_gateway()
-    shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**who), wait_for_ready=True)
+    shown = await mesh.stub.GetSession(
+        gateway_pb2.GetSessionRequest(session_id=opened.session_id), wait_for_ready=True
+    )
     assert [node.lineage for node in shown.nodes if node.sampled] == [
         trajectory_pb2.LINEAGE_AUXILIARY,
         trajectory_pb2.LINEAGE_MAIN,
@@ -127,7 +129,7 @@ async def test_more_messages_than_a_session_may_hold_are_refused_before_they_are
     for asked in (many, many, [*many, ASK]):
         (answer,) = (await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=asked))).answers
         assert answer.completion_tokens
-    shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**who))
+    shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(session_id=opened.session_id))
     assert len(shown.nodes) == 700 + 1 + 3  # nothing was attached twice
 
 

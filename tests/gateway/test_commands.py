@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rollmesh.gateway.commands import run_dead_letters
+from rollmesh.gateway.commands import run_tool
 from tests.runtime.mesh.directories.test_gateways import gateway, naming_router
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
@@ -13,14 +13,15 @@ LETTERS = ["00000001-a", "00000002-b", "00000002-c"]
 
 
 async def run(*argv: str) -> int:
-    return await asyncio.to_thread(run_dead_letters, argv, {})
+    return await asyncio.to_thread(run_tool, "dead-letters", argv, {})
 
 
 async def test_dead_letters_are_found_at_whichever_gateway_has_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = ScriptedGateway(), ScriptedGateway()
-    first.dead, second.dead = {LETTERS[0]}, set(LETTERS[1:])
+    first.dead.add(LETTERS[0])
+    second.dead.update(LETTERS[1:])
     async with (
         naming_router() as (router, address),
         serving(first) as one,
@@ -45,7 +46,7 @@ async def test_a_gateway_that_is_away_is_named_and_the_others_are_worked_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     scripted = ScriptedGateway()
-    scripted.dead = {LETTERS[0]}
+    scripted.dead.add(LETTERS[0])
     async with naming_router() as (router, address), serving(scripted) as one:
         assert await run(f"--router={address}") == 1
         assert "no gateway is registered" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.database import SqliteStatements
 from rollmesh.runtime.errors import ModelMismatchError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
-from rollmesh.v1 import gateway_pb2
+from rollmesh.v1 import gateway_admin_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused
 
@@ -126,7 +126,7 @@ def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() ->
         tx = Transaction(SqliteStatements(db), "journal")
         adopt_model(tx, theirs)
         journal.insert_session(tx, SessionSpec("s", 0))
-        outbox.set_aside(tx, [gateway_pb2.DeadLetter(session_id="s", message="why")])
+        outbox.set_aside(tx, [gateway_admin_pb2.DeadLetter(session_id="s", message="why")])
         with pytest.raises(OtherModelError):
             adopt_model(tx, others)
         outbox.give_up(tx, "s")

@@ -182,7 +182,5 @@ async def turns(mesh: Mesh, session: Session) -> int:
     """Number of answered turns, as the gateway says."""
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        request = gateway_pb2.GetSessionRequest(
-            session_id=session.session_id, session_key=session.api_key
-        )
-        return (await stub.GetSession(request)).turns
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id)
+        return (await stub.GetSession(request)).session.turns

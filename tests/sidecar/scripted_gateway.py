@@ -12,7 +12,14 @@ from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime.errors import AnswerUnknownError, SessionKeyWrongError, SessionUnknownError
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar import SidecarConfig, serving as serving_agents
-from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from rollmesh.v1 import (
+    chat_pb2,
+    gateway_admin_pb2,
+    gateway_admin_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    sampling_pb2,
+)
 
 Events: TypeAlias = AsyncIterator[gateway_pb2.StreamChatResponse]
 Script: TypeAlias = Callable[[gateway_pb2.ChatRequest], Events]
@@ -230,28 +237,30 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.RevokeSessionKeyResponse:
         raise SessionUnknownError("session_id: is unknown")
 
-    async def EndSessionKey(
-        self, request: gateway_pb2.EndSessionKeyRequest, context: Context
-    ) -> gateway_pb2.EndSessionKeyResponse:
-        raise SessionUnknownError("session_id: is unknown")
+
+class ScriptedAdmin(gateway_admin_pb2_grpc.GatewayAdminServiceServicer):
+    """Administers the dead letters of a scripted gateway."""
+
+    def __init__(self, dead: set[str]) -> None:
+        self.dead = dead
 
     async def ListDeadLetters(
-        self, request: gateway_pb2.ListDeadLettersRequest, context: Context
-    ) -> gateway_pb2.ListDeadLettersResponse:
-        letters = [gateway_pb2.DeadLetter(session_id=one) for one in sorted(self.dead)]
-        return gateway_pb2.ListDeadLettersResponse(dead_letters=letters)
+        self, request: gateway_admin_pb2.ListDeadLettersRequest, context: Context
+    ) -> gateway_admin_pb2.ListDeadLettersResponse:
+        letters = [gateway_admin_pb2.DeadLetter(session_id=one) for one in sorted(self.dead)]
+        return gateway_admin_pb2.ListDeadLettersResponse(dead_letters=letters)
 
     async def RetryDeadLetter(
-        self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
-    ) -> gateway_pb2.RetryDeadLetterResponse:
+        self, request: gateway_admin_pb2.RetryDeadLetterRequest, context: Context
+    ) -> gateway_admin_pb2.RetryDeadLetterResponse:
         self._forget(request.session_id)
-        return gateway_pb2.RetryDeadLetterResponse()
+        return gateway_admin_pb2.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
-        self, request: gateway_pb2.DropDeadLetterRequest, context: Context
-    ) -> gateway_pb2.DropDeadLetterResponse:
+        self, request: gateway_admin_pb2.DropDeadLetterRequest, context: Context
+    ) -> gateway_admin_pb2.DropDeadLetterResponse:
         self._forget(request.session_id)
-        return gateway_pb2.DropDeadLetterResponse()
+        return gateway_admin_pb2.DropDeadLetterResponse()
 
     def _forget(self, session_id: str) -> None:
         if session_id not in self.dead:
@@ -264,6 +273,11 @@ async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIte
     """Serves a gateway on a free port. Yields its address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[RpcInterceptor()])
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
+    if isinstance(servicer, ScriptedGateway):
+        gateway_admin_pb2_grpc.add_GatewayAdminServiceServicer_to_server(
+            ScriptedAdmin(servicer.dead),  # type: ignore[abstract]  # the others are absent
+            server,
+        )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -21,7 +21,7 @@ from rollmesh.client.arguments import (
     purpose_of,
     read_sampling,
 )
-from rollmesh.client.connections import Connections, GatewayMethod
+from rollmesh.client.connections import Connections
 from rollmesh.client.retries import retried
 from rollmesh.client.shielding import shielded
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
@@ -220,7 +220,7 @@ class Transcript:
         }
         turns = (
             TranscriptTurn(
-                f"chatcmpl-{proto.session_id}-{node.node_id}",
+                f"chatcmpl-{proto.session.session_id}-{node.node_id}",
                 node.node_id,
                 node.parent_node_id,
                 name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
@@ -429,13 +429,24 @@ class SessionCalls(Connections):
         request = filled(
             gateway_pb2.CloseSessionRequest,
             session_id=session.session_id,
+            session_key=session.api_key,
             outcome=outcome_of(outcome),
             metadata=dict(metadata or {}),
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
             reward_timeout_ms=reward_timeout_ms,
         )
-        response = await self._with_key(session, lambda stub: stub.CloseSession, request)
+        for is_renewed in (False, True):
+            try:
+                response = await self._at_gateway(
+                    session.session_id, lambda stub: stub.CloseSession, request
+                )
+                break
+            except SessionKeyWrongError:
+                if is_renewed or not session.request_id:
+                    raise
+                await self.renew_key(session)
+                request.session_key = session.api_key
         session.closed = True
         return list(response.trajectory_ids)
 
@@ -475,32 +486,18 @@ class SessionCalls(Connections):
             raise SessionClosedError(
                 f"session {session.session_id} is closed", session_id=session.session_id
             )
-        request = gateway_pb2.CreateSessionRequest(
-            request_id=session.request_id, model=session.model
-        )
-        opened = await self._at_gateway(
-            session.session_id, lambda stub: stub.CreateSession, request
-        )
+        same = gateway_pb2.CreateSessionRequest(request_id=session.request_id, model=session.model)
+        opened = await self._at_gateway(session.session_id, lambda stub: stub.CreateSession, same)
         _rekey(session, opened.session_key)
-
-    async def _with_key(self, session: Session, method: GatewayMethod, request: Any) -> Any:
-        """Makes a call with a session's key. If that was ended, with the next one."""
-        request.session_key = session.api_key
-        try:
-            return await self._at_gateway(session.session_id, method, request)
-        except SessionKeyWrongError:
-            if not session.request_id:
-                raise
-            await self.renew_key(session)
-            if session.api_key == request.session_key:
-                raise
-        request.session_key = session.api_key
-        return await self._at_gateway(session.session_id, method, request)
 
     async def transcript(self, session: Session) -> Transcript:
         """Returns the conversation of an open session so far."""
         request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
-        found = await self._with_key(session, lambda stub: stub.GetSession, request)
+        found = gateway_pb2.GetSessionResponse()
+        while not found.HasField("session") or request.page_token:
+            page = await self._at_gateway(session.session_id, lambda stub: stub.GetSession, request)
+            request.page_token = page.next_page_token
+            found.MergeFrom(page)
         return Transcript.from_proto(found)
 
 

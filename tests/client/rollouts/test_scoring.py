@@ -20,7 +20,9 @@ async def gateway() -> ScriptedGateway:
     gateway = ScriptedGateway()
 
     async def show(request: Any, context: Any) -> gateway_pb2.GetSessionResponse:
-        return gateway_pb2.GetSessionResponse(session_id=request.session_id)
+        return gateway_pb2.GetSessionResponse(
+            session=gateway_pb2.OpenSession(session_id=request.session_id)
+        )
 
     gateway.GetSession = show  # type: ignore[method-assign]
     return gateway
@@ -198,7 +200,9 @@ def test_the_last_turn_of_a_transcript_is_not_auxiliary() -> None:
 
     nodes = [node(1, 0, "MAIN", "a"), node(2, 1, "MAIN", "b"), node(3, 0, "AUXILIARY", "c")]
     nodes.append(node(4, 3, "AUXILIARY", "d"))
-    transcript = Transcript.from_proto(gateway_pb2.GetSessionResponse(session_id="s", nodes=nodes))
+    transcript = Transcript.from_proto(
+        gateway_pb2.GetSessionResponse(session=gateway_pb2.OpenSession(session_id="s"), nodes=nodes)
+    )
     assert transcript.last is not None
     assert transcript.last.answer_id == "chatcmpl-s-2"
     first, second = transcript.messages()
@@ -206,7 +210,9 @@ def test_the_last_turn_of_a_transcript_is_not_auxiliary() -> None:
     assert second["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     side = transcript.messages(transcript.turns[1])
     assert [message["content"] for message in side] == ["c", "d"]
-    empty = Transcript.from_proto(gateway_pb2.GetSessionResponse(session_id="s"))
+    empty = Transcript.from_proto(
+        gateway_pb2.GetSessionResponse(session=gateway_pb2.OpenSession(session_id="s"))
+    )
     assert (empty.last, empty.messages()) == (None, [])
 
 

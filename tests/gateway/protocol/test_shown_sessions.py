@@ -32,10 +32,14 @@ async def test_a_turn_is_shown_once_it_is_durable(
         asked = asyncio.ensure_future(mesh.stub.Chat(ask))
         try:
             assert await asyncio.to_thread(begun.wait, 60)
-            shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**key))
+            shown = await mesh.stub.GetSession(
+                gateway_pb2.GetSessionRequest(session_id=opened.session_id)
+            )
         finally:
             released.set()
-        assert (shown.turns, len(shown.nodes), shown.in_flight) == (0, 0, 1)
+        assert (len(shown.nodes), shown.session.in_flight) == (0, 1)
         await asked
-        shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**key))
-    assert (shown.turns, len(shown.nodes), shown.in_flight) == (1, 2, 0)
+        shown = await mesh.stub.GetSession(
+            gateway_pb2.GetSessionRequest(session_id=opened.session_id)
+        )
+    assert (shown.session.turns, len(shown.nodes), shown.session.in_flight) == (1, 2, 0)

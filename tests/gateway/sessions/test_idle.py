@@ -13,7 +13,7 @@ from rollmesh.gateway.export import trajectory_ends
 from rollmesh.gateway.session import Session
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import gateway_pb2
+from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
@@ -70,19 +70,17 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
             (empty,) = await delivered(deliveries, [(await opened(mesh)).session_id])
             assert empty.superseded  # its client may have opened another one elsewhere
             (letter,) = (
-                await mesh.stub.ListDeadLetters(gateway_pb2.ListDeadLettersRequest())
+                await mesh.admin.ListDeadLetters(gateway_admin_pb2.ListDeadLettersRequest())
             ).dead_letters
             assert letter.session_id == wrong.session_id
-            assert letter.reason == gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+            assert letter.reason == gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             assert "a node that is not in the tree" in letter.message
             with pytest.raises(SessionDamagedError), typed_errors():
                 await mesh.stub.GetSession(
-                    gateway_pb2.GetSessionRequest(
-                        session_id=wrong.session_id, session_key=wrong.session_key
-                    )
+                    gateway_pb2.GetSessionRequest(session_id=wrong.session_id)
                 )
             monkeypatch.undo()
-            retry = gateway_pb2.RetryDeadLetterRequest(session_id=wrong.session_id)
-            await mesh.stub.RetryDeadLetter(retry)
+            retry = gateway_admin_pb2.RetryDeadLetterRequest(session_id=wrong.session_id)
+            await mesh.admin.RetryDeadLetter(retry)
             (mended,) = await delivered(deliveries, [wrong.session_id])
             assert mended.turns == 1

@@ -17,7 +17,7 @@ from rollmesh.runtime.errors import (
     SessionUnknownError,
 )
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import gateway_pb2, session_pb2
+from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, session_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 from tests.waiting import until
@@ -49,9 +49,9 @@ async def revoked(mesh: LiveMesh, session_id: str, key: str, request_id: str = "
 
 
 async def ended(mesh: LiveMesh, session_id: str, request_id: str = "") -> None:
-    request = gateway_pb2.EndSessionKeyRequest(session_id=session_id, request_id=request_id)
-    response = await answered(mesh.stub.EndSessionKey(request, wait_for_ready=True))
-    assert response == gateway_pb2.EndSessionKeyResponse()
+    request = gateway_admin_pb2.EndSessionKeyRequest(session_id=session_id, request_id=request_id)
+    response = await answered(mesh.admin.EndSessionKey(request, wait_for_ready=True))
+    assert response == gateway_admin_pb2.EndSessionKeyResponse()
 
 
 async def chat(mesh: LiveMesh, session_id: str, key: str) -> None:

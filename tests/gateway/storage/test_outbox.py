@@ -20,7 +20,13 @@ from rollmesh.runtime.errors import (
     StoreFullError,
 )
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, gateway_pb2, session_pb2
+from rollmesh.v1 import (
+    collector_pb2 as pb,
+    collector_pb2_grpc,
+    gateway_admin_pb2,
+    gateway_pb2,
+    session_pb2,
+)
 from tests.gateway.closing import (
     COMPLETED,
     new_tree,
@@ -172,7 +178,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
         assert not outbox.retried
         found = await outbox.list_dead_letters("", 100)
         assert [one.session_id for one in found] == sorted(wrong)
-        assert {one.reason for one in found} == {gateway_pb2.DEAD_LETTER_REASON_REFUSED}
+        assert {one.reason for one in found} == {gateway_admin_pb2.DEAD_LETTER_REASON_REFUSED}
         assert all("group_size" in one.message for one in found)
         dropped, *tried = sorted(wrong)
         await outbox.revive(tried[0], new_tree)
@@ -231,7 +237,7 @@ async def test_sessions_that_the_collector_fails_on_let_others_pass_and_become_d
         await until(lambda: outbox.dead == wrong and not outbox.undelivered)
         assert {alone[name] for name in wrong} == {MOST_FAILURES}
         found = await outbox.list_dead_letters("", 100)
-        assert {one.reason for one in found} == {gateway_pb2.DEAD_LETTER_REASON_FAILED}
+        assert {one.reason for one in found} == {gateway_admin_pb2.DEAD_LETTER_REASON_FAILED}
         assert not outbox.retried
 
 
@@ -257,7 +263,9 @@ async def test_a_session_whose_record_takes_too_long_lets_others_pass_and_is_a_d
         await collector.has(set(names) - slow)
         await until(lambda: outbox.dead == slow and not outbox.undelivered)
         letters = await outbox.list_dead_letters("", 100)
-        assert {one.reason for one in letters} == {gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE}
+        assert {one.reason for one in letters} == {
+            gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+        }
         assert all("was not written in 0.4 s" in one.message for one in letters)
         assert sorted(tried) == sorted([*slow] * 3)  # at the close, with others, then alone
         collectors = CollectorDirectory("", "127.0.0.1:1")

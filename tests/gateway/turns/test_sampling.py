@@ -95,9 +95,7 @@ class Talk:
         return result
 
     async def nodes(self) -> list[gateway_pb2.SessionNode]:
-        request = gateway_pb2.GetSessionRequest(
-            session_id=self._opened.session_id, session_key=self._opened.session_key
-        )
+        request = gateway_pb2.GetSessionRequest(session_id=self._opened.session_id)
         found = await self._mesh.stub.GetSession(request)
         return [node for node in found.nodes if node.sampled]
 

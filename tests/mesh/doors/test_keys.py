@@ -44,12 +44,6 @@ async def close(stub: "Stub", session_id: str, key: str) -> None:
         await stub.CloseSession(request, timeout=60)
 
 
-async def show(stub: "Stub", session_id: str, key: str) -> None:
-    request = gateway_pb2.GetSessionRequest(session_id=session_id, session_key=key)
-    with typed_errors():
-        await stub.GetSession(request, timeout=60)
-
-
 async def check(stub: "Stub", session_id: str, key: str) -> None:
     request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
     with typed_errors():
@@ -66,13 +60,13 @@ async def test_every_call_on_a_session_wants_its_key(tmp_path: Path, tokenizer_d
             session = await client.open_session(client.session_request())
             id_, key = session.session_id, session.api_key
             wrong = ["", "rmk-", id_, other.api_key, key[:-1], f"{key}a", key.upper(), "\u00e9"]
-            for call in (chat, show, check, close):
+            for call in (chat, check, close):
                 for given in wrong:
                     with pytest.raises(SessionKeyWrongError, match="session_key"):
                         await call(stub, id_, given)
                 with pytest.raises(SessionKeyWrongError):
                     await call(stub, "0" * 24, key)
-            for call in (chat, show, check, close, close):  # a close may be repeated
+            for call in (chat, check, close, close):  # a close may be repeated
                 await call(stub, id_, key)
             with pytest.raises(SessionKeyWrongError):
                 await close(stub, id_, "")

@@ -1,6 +1,7 @@
-"""An operator ends a session's key by the session's id, in a locked mesh, and gets no key."""
+"""An operator works on sessions by their ids in a locked mesh, and gets no key."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,10 +33,14 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 
 async def revoke(mesh: Mesh, role: str, *session_ids: str) -> tuple[int | None, str, str]:
-    """Runs the command with a role's token. Returns its exit code, output and errors."""
+    return await run(mesh, role, "sessions", "revoke-key", *session_ids)
+
+
+async def run(mesh: Mesh, role: str, *words: str) -> tuple[int | None, str, str]:
+    """Runs a tool with a role's token. Returns its exit code, output and errors."""
     assert mesh.locks is not None
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.cli", "gateway", "revoke-key", *session_ids),
+        *(sys.executable, "-m", "rollmesh.cli", "gateway", *words),
         f"--router={mesh.address('router')}",
         f"--token-file={mesh.locks.token_file(role)}",
         stdout=asyncio.subprocess.PIPE,
@@ -113,3 +118,30 @@ async def test_the_command_says_of_which_sessions_it_ended_no_key(mesh: Mesh) ->
         async with Client(operator) as other:
             with pytest.raises(RoleRefusedError):
                 await other.renew_key(session)
+
+
+async def test_an_operator_lists_shows_and_ends_sessions(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        idle = await client.open_session(client.session_request())
+        asked = await client.open_session(client.session_request(group_id="g"))
+        await mesh.openai(asked).chat.completions.create(model="policy", messages=ASK)
+        code, out, _ = await run(mesh, "operator", "sessions")
+        listed = {one["sessionId"]: one for one in map(json.loads, out.splitlines())}
+        assert (code, set(listed)) == (0, {idle.session_id, asked.session_id})
+        assert listed[asked.session_id]["turns"] == 1
+        code, out, _ = await run(mesh, "operator", "sessions", "list", "--group=g")
+        assert [json.loads(one)["sessionId"] for one in out.splitlines()] == [asked.session_id]
+        code, out, _ = await run(mesh, "operator", "sessions", "show", asked.session_id)
+        shown = json.loads(out)
+        texts = [part["text"] for node in shown["nodes"] for part in node["messages"][0]["content"]]
+        assert sorted(texts) == sorted(("plain", RULES[0][1]))
+        for role in ("trainer", "sidecar"):
+            code, out, err = await run(mesh, role, "sessions", "end", asked.session_id)
+            assert (code, out) == (1, "")
+            assert role in err
+        code, out, _ = await run(mesh, "operator", "sessions", "end", asked.session_id)
+        assert (code, out) == (0, f"{asked.session_id}: closed, 1 trajectories\n")
+        result = await delivered(client, asked)
+        assert result.metadata["closed_by"] == "operator"
+        with pytest.raises(openai.APIStatusError, match="is closed"):
+            await mesh.openai(asked).chat.completions.create(model="policy", messages=ASK)

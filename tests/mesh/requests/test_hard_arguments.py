@@ -101,9 +101,7 @@ async def test_a_conversation_with_half_an_emoji_is_continued_exactly(shared: Me
             for _ in range(3):
                 content = (await post("/messages", messages=messages))["content"]
                 messages += [{"role": "assistant", "content": content}, user]
-        request = gateway_pb2.GetSessionRequest(
-            session_id=session.session_id, session_key=session.api_key
-        )
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id)
         async with open_channel(shared.addresses.gateway) as channel:
             shown = await gateway_pb2_grpc.GatewayServiceStub(channel).GetSession(request)
     depths = {0: 0}

@@ -37,9 +37,7 @@ async def ask(agent: Any, messages: list[Any] = ASK, **fields: Any) -> Any:
 
 
 async def turns(mesh: Mesh, session: Session) -> list[gateway_pb2.SessionNode]:
-    asked = gateway_pb2.GetSessionRequest(
-        session_id=session.session_id, session_key=session.api_key
-    )
+    asked = gateway_pb2.GetSessionRequest(session_id=session.session_id)
     async with open_channel(mesh.processes["gateway"].address) as channel:
         tree = await gateway_pb2_grpc.GatewayServiceStub(channel).GetSession(asked)
     return [node for node in tree.nodes if node.sampled]

@@ -161,7 +161,7 @@ def expected(name: str, caller: str, found: str) -> str:
 
 def service_of(name: str) -> str:
     service = name.split("/")[1].rpartition(".")[2].removesuffix("Service").lower()
-    service = service.replace("peer", "router")
+    service = service.replace("peer", "router").removesuffix("admin")
     return service if service in SERVICES else COMMON
 
 

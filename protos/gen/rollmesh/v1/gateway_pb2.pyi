@@ -234,38 +234,6 @@ SPECIAL_TEXT_POLICY_REFUSE: SpecialTextPolicy.ValueType  # 3
 """The request is refused with INVALID_ARGUMENT (INVALID_MESSAGES)."""
 Global___SpecialTextPolicy: _TypeAlias = SpecialTextPolicy  # noqa: Y015
 
-class _DeadLetterReason:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _DeadLetterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeadLetterReason.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    DEAD_LETTER_REASON_UNSPECIFIED: _DeadLetterReason.ValueType  # 0
-    """The field is not set."""
-    DEAD_LETTER_REASON_REFUSED: _DeadLetterReason.ValueType  # 1
-    """The collector refused it, and would refuse it again."""
-    DEAD_LETTER_REASON_UNEXPORTABLE: _DeadLetterReason.ValueType  # 2
-    """No record can be made of it."""
-    DEAD_LETTER_REASON_DAMAGED: _DeadLetterReason.ValueType  # 3
-    """Its rows in the journal cannot be read."""
-    DEAD_LETTER_REASON_FAILED: _DeadLetterReason.ValueType  # 4
-    """The collector answered with an error each of the 10 times that it was sent alone."""
-
-class DeadLetterReason(_DeadLetterReason, metaclass=_DeadLetterReasonEnumTypeWrapper):
-    """Why a session was set aside."""
-
-DEAD_LETTER_REASON_UNSPECIFIED: DeadLetterReason.ValueType  # 0
-"""The field is not set."""
-DEAD_LETTER_REASON_REFUSED: DeadLetterReason.ValueType  # 1
-"""The collector refused it, and would refuse it again."""
-DEAD_LETTER_REASON_UNEXPORTABLE: DeadLetterReason.ValueType  # 2
-"""No record can be made of it."""
-DEAD_LETTER_REASON_DAMAGED: DeadLetterReason.ValueType  # 3
-"""Its rows in the journal cannot be read."""
-DEAD_LETTER_REASON_FAILED: DeadLetterReason.ValueType  # 4
-"""The collector answered with an error each of the 10 times that it was sent alone."""
-Global___DeadLetterReason: _TypeAlias = DeadLetterReason  # noqa: Y015
-
 @_typing.final
 class CreateSessionRequest(_message.Message):
     """Request of CreateSession."""
@@ -378,7 +346,7 @@ class CreateSessionResponse(_message.Message):
     session_key: _builtins.str
     """Key of the session, which grants access to this session only. Agents send it as a bearer token
     or in the URL. It ends with the session, or by RevokeSessionKey or
-    EndSessionKey. A repeat with the same request_id returns the current key.
+    GatewayAdminService.EndSessionKey. A repeat with the same request_id returns the current key.
     """
     model: _builtins.str
     """Name of the model that answers."""
@@ -1308,24 +1276,30 @@ class GetSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    SESSION_KEY_FIELD_NUMBER: _builtins.int
     WITH_MESSAGES_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
-    session_key: _builtins.str
-    """Key of the session."""
     with_messages: _builtins.bool
     """Whether to return the messages of the nodes."""
+    page_size: _builtins.int
+    """Maximum number of nodes on the page, at most 1000. 0 means 1000. A page also ends when its nodes
+    exceed 4 MiB.
+    """
+    page_token: _builtins.str
+    """`next_page_token` of the previous page. Empty requests the first page."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
-        session_key: _builtins.str = ...,
         with_messages: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "session_key", b"session_key", "with_messages", b"with_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "session_id", b"session_id", "with_messages", b"with_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,39 +1307,125 @@ Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
 
 @_typing.final
 class GetSessionResponse(_message.Message):
-    """A session and its tree."""
+    """A session and a page of its tree."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Requests the next page. Empty on the last page."""
+    @_builtins.property
+    def session(self) -> Global___OpenSession:
+        """The session."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionNode]:
+        """Durable nodes, parents first."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___OpenSession | None = ...,
+        nodes: _abc.Iterable[Global___SessionNode] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "nodes", b"nodes", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class OpenSession(_message.Message):
+    """An open session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    OPENED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
+    run_id: _builtins.str
+    """Id of its run. May be empty."""
+    group_id: _builtins.str
+    """Id of its group. May be empty."""
+    sample_index: _builtins.int
+    """Index within the group."""
+    group_size: _builtins.int
+    """Number of sessions in the group."""
+    model: _builtins.str
+    """Name of the model that answers."""
+    purpose: _session_pb2.SessionPurpose.ValueType
+    """The use of its tokens."""
+    opened_unix_ms: _builtins.int
+    """When it was opened, milliseconds since 1970 UTC."""
+    idle_ms: _builtins.int
+    """Time since its last use, milliseconds. It begins again when a gateway takes over its journal."""
     turns: _builtins.int
-    """Number of answered turns: they are durable."""
+    """Number of answered turns, including those that are being committed."""
     in_flight: _builtins.int
     """Number of generations in flight."""
     @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionNode]:
-        """The durable nodes, parents first."""
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Metadata from CreateSession. Empty in a list."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
-        nodes: _abc.Iterable[Global___SessionNode] | None = ...,
+        run_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        sample_index: _builtins.int = ...,
+        group_size: _builtins.int = ...,
+        model: _builtins.str = ...,
+        purpose: _session_pb2.SessionPurpose.ValueType = ...,
+        opened_unix_ms: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
         in_flight: _builtins.int = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "nodes", b"nodes", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 
 @_typing.final
 class SessionNode(_message.Message):
@@ -1492,51 +1552,6 @@ class RevokeSessionKeyResponse(_message.Message):
 Global___RevokeSessionKeyResponse: _TypeAlias = RevokeSessionKeyResponse  # noqa: Y015
 
 @_typing.final
-class EndSessionKeyRequest(_message.Message):
-    """Request of EndSessionKey."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Id of the session."""
-    request_id: _builtins.str
-    """Makes the call repeatable until another key of the session is ended, also after a restart, at
-    most 128 characters. Without it every call ends a key. It opens nothing.
-    """
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EndSessionKeyRequest: _TypeAlias = EndSessionKeyRequest  # noqa: Y015
-
-@_typing.final
-class EndSessionKeyResponse(_message.Message):
-    """The key is ended."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EndSessionKeyResponse: _TypeAlias = EndSessionKeyResponse  # noqa: Y015
-
-@_typing.final
 class GetGatewayInfoRequest(_message.Message):
     """Request of GetGatewayInfo."""
 
@@ -1593,7 +1608,7 @@ class GetGatewayInfoResponse(_message.Message):
     undelivered_sessions: _builtins.int
     """Number of closed sessions that wait for the collector."""
     dead_letters: _builtins.int
-    """Number of sessions that were set aside. ListDeadLetters returns them."""
+    """Number of sessions that were set aside. GatewayAdminService.ListDeadLetters returns them."""
     tool_calls_explanation: _builtins.str
     """Why tool calls cannot be parsed, for people. Empty unless `tool_calls` is UNKNOWN."""
     one_tool_call: _builtins.bool
@@ -1628,177 +1643,3 @@ class GetGatewayInfoResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetGatewayInfoResponse: _TypeAlias = GetGatewayInfoResponse  # noqa: Y015
-
-@_typing.final
-class DeadLetter(_message.Message):
-    """A session that was set aside."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    UNIX_MS_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Id of the session."""
-    reason: Global___DeadLetterReason.ValueType
-    """Why it was set aside."""
-    message: _builtins.str
-    """The error, for people."""
-    unix_ms: _builtins.int
-    """When it was set aside, milliseconds since 1970 UTC."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        reason: Global___DeadLetterReason.ValueType = ...,
-        message: _builtins.str = ...,
-        unix_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "session_id", b"session_id", "unix_ms", b"unix_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
-
-@_typing.final
-class ListDeadLettersRequest(_message.Message):
-    """Request of ListDeadLetters."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    page_size: _builtins.int
-    """Maximum number of entries on the page, at most 1000. 0 means 100."""
-    page_token: _builtins.str
-    """`next_page_token` of the previous page. Empty requests the first page."""
-    def __init__(
-        self,
-        *,
-        page_size: _builtins.int = ...,
-        page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
-
-@_typing.final
-class ListDeadLettersResponse(_message.Message):
-    """A page of dead letters in the order of their session ids."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    next_page_token: _builtins.str
-    """Requests the next page. Empty on the last page."""
-    @_builtins.property
-    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]:
-        """The entries."""
-
-    def __init__(
-        self,
-        *,
-        dead_letters: _abc.Iterable[Global___DeadLetter] | None = ...,
-        next_page_token: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "next_page_token", b"next_page_token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
-
-@_typing.final
-class RetryDeadLetterRequest(_message.Message):
-    """Request of RetryDeadLetter."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Id of the session."""
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RetryDeadLetterRequest: _TypeAlias = RetryDeadLetterRequest  # noqa: Y015
-
-@_typing.final
-class RetryDeadLetterResponse(_message.Message):
-    """The session is no longer a dead letter."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RetryDeadLetterResponse: _TypeAlias = RetryDeadLetterResponse  # noqa: Y015
-
-@_typing.final
-class DropDeadLetterRequest(_message.Message):
-    """Request of DropDeadLetter."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Id of the session."""
-    request_id: _builtins.str
-    """Makes the call repeatable, see server.proto."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DropDeadLetterRequest: _TypeAlias = DropDeadLetterRequest  # noqa: Y015
-
-@_typing.final
-class DropDeadLetterResponse(_message.Message):
-    """The session is deleted."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DropDeadLetterResponse: _TypeAlias = DropDeadLetterResponse  # noqa: Y015

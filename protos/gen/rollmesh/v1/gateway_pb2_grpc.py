@@ -85,26 +85,6 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
                 _registered_method=True)
-        self.EndSessionKey = channel.unary_unary(
-                '/rollmesh.v1.GatewayService/EndSessionKey',
-                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.FromString,
-                _registered_method=True)
-        self.ListDeadLetters = channel.unary_unary(
-                '/rollmesh.v1.GatewayService/ListDeadLetters',
-                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.FromString,
-                _registered_method=True)
-        self.RetryDeadLetter = channel.unary_unary(
-                '/rollmesh.v1.GatewayService/RetryDeadLetter',
-                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.FromString,
-                _registered_method=True)
-        self.DropDeadLetter = channel.unary_unary(
-                '/rollmesh.v1.GatewayService/DropDeadLetter',
-                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.FromString,
-                _registered_method=True)
         self.GetGatewayInfo = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/GetGatewayInfo',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetGatewayInfoRequest.SerializeToString,
@@ -199,9 +179,10 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Returns an open session's tree.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
-        (SESSION_CLOSED).
+        """Returns an open session and a page of its tree, to callers with the role of an operator or a
+        trainer. No key is needed. A node that becomes durable between two pages may be missing.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+        (SESSION_DAMAGED). INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,44 +195,6 @@ class GatewayServiceServicer(object):
         was ended, returns the same response until the next key is ended.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EndSessionKey(self, request, context):
-        """Ends the current key of an open session for an operator, who has none, and returns no key. From
-        then on the key opens nothing. Turns that are running are not ended. The opener of the session
-        gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
-        (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListDeadLetters(self, request, context):
-        """Lists dead letters, the sessions that were set aside because the collector refused them for good,
-        because no record can be made of them, or because their rows in the journal are damaged. They
-        stay in the journal and count neither as open nor as undelivered.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RetryDeadLetter(self, request, context):
-        """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
-        continues where it was.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
-        still cannot be read.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DropDeadLetter(self, request, context):
-        """Drops a dead letter and deletes everything that the journal has of the session.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -316,26 +259,6 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.RevokeSessionKey,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.SerializeToString,
-            ),
-            'EndSessionKey': grpc.unary_unary_rpc_method_handler(
-                    servicer.EndSessionKey,
-                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.SerializeToString,
-            ),
-            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListDeadLetters,
-                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.SerializeToString,
-            ),
-            'RetryDeadLetter': grpc.unary_unary_rpc_method_handler(
-                    servicer.RetryDeadLetter,
-                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.SerializeToString,
-            ),
-            'DropDeadLetter': grpc.unary_unary_rpc_method_handler(
-                    servicer.DropDeadLetter,
-                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.SerializeToString,
             ),
             'GetGatewayInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGatewayInfo,
@@ -614,114 +537,6 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/RevokeSessionKey',
             rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.RevokeSessionKeyResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EndSessionKey(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.GatewayService/EndSessionKey',
-            rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyRequest.SerializeToString,
-            rollmesh_dot_v1_dot_gateway__pb2.EndSessionKeyResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListDeadLetters(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.GatewayService/ListDeadLetters',
-            rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
-            rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RetryDeadLetter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.GatewayService/RetryDeadLetter',
-            rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.SerializeToString,
-            rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DropDeadLetter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.GatewayService/DropDeadLetter',
-            rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.SerializeToString,
-            rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.FromString,
             options,
             channel_credentials,
             insecure,

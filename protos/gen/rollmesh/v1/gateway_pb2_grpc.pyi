@@ -84,9 +84,10 @@ class GatewayServiceStub:
     the field, such as a reward of an unknown turn or trajectory, and the session stays open.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
-    """Returns an open session's tree.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
-    (SESSION_CLOSED).
+    """Returns an open session and a page of its tree, to callers with the role of an operator or a
+    trainer. No key is needed. A node that becomes durable between two pages may be missing.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+    (SESSION_DAMAGED). INVALID_ARGUMENT names the field.
     """
     RevokeSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]
     """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
@@ -95,28 +96,6 @@ class GatewayServiceStub:
     was ended, returns the same response until the next key is ended.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
-    """
-    EndSessionKey: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]
-    """Ends the current key of an open session for an operator, who has none, and returns no key. From
-    then on the key opens nothing. Turns that are running are not ended. The opener of the session
-    gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
-    (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
-    """
-    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]
-    """Lists dead letters, the sessions that were set aside because the collector refused them for good,
-    because no record can be made of them, or because their rows in the journal are damaged. They
-    stay in the journal and count neither as open nor as undelivered.
-    """
-    RetryDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]
-    """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
-    continues where it was.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
-    still cannot be read.
-    """
-    DropDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]
-    """Drops a dead letter and deletes everything that the journal has of the session.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
     """
     GetGatewayInfo: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]
     """Returns the model, the parsers of its answers, and the traits of its template."""
@@ -177,9 +156,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     the field, such as a reward of an unknown turn or trajectory, and the session stays open.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
-    """Returns an open session's tree.
-    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
-    (SESSION_CLOSED).
+    """Returns an open session and a page of its tree, to callers with the role of an operator or a
+    trainer. No key is needed. A node that becomes durable between two pages may be missing.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+    (SESSION_DAMAGED). INVALID_ARGUMENT names the field.
     """
     RevokeSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RevokeSessionKeyRequest, _gateway_pb2.RevokeSessionKeyResponse]  # type: ignore[assignment]
     """Ends the key of an open session and returns the next one. From then on the old key opens nothing.
@@ -188,28 +168,6 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     was ended, returns the same response until the next key is ended.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
-    """
-    EndSessionKey: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EndSessionKeyRequest, _gateway_pb2.EndSessionKeyResponse]  # type: ignore[assignment]
-    """Ends the current key of an open session for an operator, who has none, and returns no key. From
-    then on the key opens nothing. Turns that are running are not ended. The opener of the session
-    gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-    Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
-    (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
-    """
-    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
-    """Lists dead letters, the sessions that were set aside because the collector refused them for good,
-    because no record can be made of them, or because their rows in the journal are damaged. They
-    stay in the journal and count neither as open nor as undelivered.
-    """
-    RetryDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]  # type: ignore[assignment]
-    """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
-    continues where it was.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
-    still cannot be read.
-    """
-    DropDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]  # type: ignore[assignment]
-    """Drops a dead letter and deletes everything that the journal has of the session.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
     """
     GetGatewayInfo: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]  # type: ignore[assignment]
     """Returns the model, the parsers of its answers, and the traits of its template."""
@@ -321,9 +279,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetSessionResponse, _abc.Awaitable[_gateway_pb2.GetSessionResponse]]:
-        """Returns an open session's tree.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
-        (SESSION_CLOSED).
+        """Returns an open session and a page of its tree, to callers with the role of an operator or a
+        trainer. No key is needed. A node that becomes durable between two pages may be missing.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
+        (SESSION_DAMAGED). INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -338,52 +297,6 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         was ended, returns the same response until the next key is ended.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED). ALREADY_EXISTS (REPEAT_CONFLICT) if the request_id ended another key.
-        """
-
-    @_abc_1.abstractmethod
-    def EndSessionKey(
-        self,
-        request: _gateway_pb2.EndSessionKeyRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.EndSessionKeyResponse, _abc.Awaitable[_gateway_pb2.EndSessionKeyResponse]]:
-        """Ends the current key of an open session for an operator, who has none, and returns no key. From
-        then on the key opens nothing. Turns that are running are not ended. The opener of the session
-        gets the next key by a repeat of its CreateSession. It is durable before the response is sent.
-        Errors: NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION (SESSION_CLOSED). DATA_LOSS
-        (SESSION_DAMAGED). INVALID_ARGUMENT (INVALID_FIELD) if the request_id is too long.
-        """
-
-    @_abc_1.abstractmethod
-    def ListDeadLetters(
-        self,
-        request: _gateway_pb2.ListDeadLettersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.ListDeadLettersResponse, _abc.Awaitable[_gateway_pb2.ListDeadLettersResponse]]:
-        """Lists dead letters, the sessions that were set aside because the collector refused them for good,
-        because no record can be made of them, or because their rows in the journal are damaged. They
-        stay in the journal and count neither as open nor as undelivered.
-        """
-
-    @_abc_1.abstractmethod
-    def RetryDeadLetter(
-        self,
-        request: _gateway_pb2.RetryDeadLetterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.RetryDeadLetterResponse, _abc.Awaitable[_gateway_pb2.RetryDeadLetterResponse]]:
-        """Retries a dead letter: a closed session is sent again. A damaged open one is read again and
-        continues where it was.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter. DATA_LOSS (SESSION_DAMAGED) if it
-        still cannot be read.
-        """
-
-    @_abc_1.abstractmethod
-    def DropDeadLetter(
-        self,
-        request: _gateway_pb2.DropDeadLetterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.DropDeadLetterResponse, _abc.Awaitable[_gateway_pb2.DropDeadLetterResponse]]:
-        """Drops a dead letter and deletes everything that the journal has of the session.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
         """
 
     @_abc_1.abstractmethod

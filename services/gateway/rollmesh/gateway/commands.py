@@ -1,17 +1,19 @@
-"""Tools of operators: `rollmesh gateway dead-letters` and `rollmesh gateway revoke-key`.
+"""Tools of operators: `rollmesh gateway sessions` and `rollmesh gateway dead-letters`.
 
-The first manages the sessions that running gateways have set aside, the second ends the keys of
-open ones.
+They work on the open sessions of running gateways, on their keys, and on the sessions that were set
+aside.
 """
 
 import argparse
 import asyncio
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
+import grpc
 from google.protobuf import json_format
 
 from rollmesh.mesh.directory import GatewayDirectory
@@ -21,69 +23,114 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import gateway_pb2 as pb
+from rollmesh.v1 import gateway_admin_pb2 as pb, gateway_pb2
+from rollmesh.v1.gateway_admin_pb2_grpc import GatewayAdminServiceStub
+from rollmesh.v1.gateway_pb2_grpc import GatewayServiceStub
 
-if TYPE_CHECKING:
-    from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
-
-DEAD_LETTERS = "dead-letters"
-REVOKE_KEY = "revoke-key"
 _TIMEOUT_S = 60.0
 _REPEATED_MS = 10_000
 """Time in which a gateway that was lost is looked for again, milliseconds."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 
 
-def run_dead_letters(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
-    parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
-    _add_addresses(parser)
-    parser.add_argument("work", nargs="?", default="list", choices=("list", "retry", "drop"))
-    parser.add_argument("session_ids", nargs="*", help="retry, drop: which; with --all, all")
-    parser.add_argument("--all", action="store_true", help="retry, drop: every dead letter")
-    identity.add_flags(parser)
-    options = parser.parse_args(argv)
-    if options.work != "list" and options.all == bool(options.session_ids):
-        parser.error(f"{options.work}: give session ids, or --all")
-    return _run(DEAD_LETTERS, _connected, options, environ)
+async def _show(channel: grpc.aio.Channel, session_id: str) -> str:
+    request = gateway_pb2.GetSessionRequest(session_id=session_id, with_messages=True)
+    shown = gateway_pb2.GetSessionResponse()
+    async for page in _pages(GatewayServiceStub(channel).GetSession, request):
+        shown.MergeFrom(page)
+    shown.ClearField("next_page_token")
+    return json_format.MessageToJson(shown, indent=None)
 
 
-def run_revoke_key(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
-    parser = argparse.ArgumentParser(
-        prog=f"rollmesh gateway {REVOKE_KEY}",
-        description="Ends the keys of open sessions. Agents that have them get 401; whoever opened "
-        "a session gets its next key by opening it again under the same request id.",
+async def _end(channel: grpc.aio.Channel, session_id: str) -> str:
+    request = pb.EndSessionRequest(session_id=session_id)
+    done = await GatewayAdminServiceStub(channel).EndSession(request, timeout=_TIMEOUT_S)
+    return f"{session_id}: closed, {len(done.trajectory_ids)} trajectories"
+
+
+async def _revoke(repeat: str, channel: grpc.aio.Channel, session_id: str) -> str:
+    request = pb.EndSessionKeyRequest(session_id=session_id, request_id=repeat)
+    await GatewayAdminServiceStub(channel).EndSessionKey(request, timeout=_TIMEOUT_S)
+    return f"{session_id}: its key is ended"
+
+
+async def _retry(channel: grpc.aio.Channel, session_id: str) -> str:
+    request = pb.RetryDeadLetterRequest(session_id=session_id)
+    await GatewayAdminServiceStub(channel).RetryDeadLetter(request, timeout=_TIMEOUT_S)
+    return f"{session_id}: served or delivered again"
+
+
+async def _drop(channel: grpc.aio.Channel, session_id: str) -> str:
+    request = pb.DropDeadLetterRequest(session_id=session_id)
+    await GatewayAdminServiceStub(channel).DropDeadLetter(request, timeout=_TIMEOUT_S)
+    return f"{session_id}: dropped"
+
+
+async def _open_sessions(options: argparse.Namespace, channel: grpc.aio.Channel) -> Sequence[Any]:
+    request = pb.ListSessionsRequest(
+        run_id=options.run, group_id=options.group, idle_ms=int(options.idle_s * 1000)
     )
-    _add_addresses(parser)
-    parser.add_argument("session_ids", nargs="+", metavar="SESSION_ID")
-    identity.add_flags(parser)
-    return _run(REVOKE_KEY, _revoked, parser.parse_args(argv), environ)
+    pages = _pages(GatewayAdminServiceStub(channel).ListSessions, request)
+    return [one async for page in pages for one in page.sessions]
 
 
-def _add_addresses(parser: argparse.ArgumentParser) -> None:
+async def _dead_letters(_: argparse.Namespace, channel: grpc.aio.Channel) -> Sequence[Any]:
+    pages = _pages(GatewayAdminServiceStub(channel).ListDeadLetters, pb.ListDeadLettersRequest())
+    return [one async for page in pages for one in page.dead_letters]
+
+
+async def _pages(call: Callable[..., Awaitable[Any]], request: Any) -> Any:
+    while True:
+        page = await call(request, timeout=_TIMEOUT_S)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+_Work = Callable[[grpc.aio.Channel, str], Awaitable[str]]
+_TOOLS: Mapping[str, tuple[Callable[..., Awaitable[Sequence[Any]]], Mapping[str, _Work]]] = {
+    "sessions": (
+        _open_sessions,
+        {"show": _show, "end": _end, "revoke-key": partial(_revoke, uuid.uuid4().hex)},
+    ),
+    "dead-letters": (_dead_letters, {"retry": _retry, "drop": _drop}),
+}
+"""The lister of each tool, and its work on single sessions."""
+TOOLS = tuple(_TOOLS)
+"""The names of the tools."""
+
+
+def run_tool(tool: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
+    list_all, works = _TOOLS[tool]
+    parser = argparse.ArgumentParser(prog=f"rollmesh gateway {tool}", epilog=_EPILOG[tool])
     parser.add_argument(
         "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know gateways"
     )
     parser.add_argument(
         "--gateway", default="", help="host:port of the only one; the router is then not asked"
     )
-
-
-def _run(
-    tool: str,
-    work: Callable[[argparse.Namespace], Coroutine[None, None, list[str]]],
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-) -> int:
-    """Runs a tool's work, which returns the failures, and returns the exit code."""
+    parser.add_argument("work", nargs="?", default="list", choices=("list", *works))
+    parser.add_argument("session_ids", nargs="*", metavar="SESSION_ID", help="for all but list")
+    if tool == "sessions":
+        parser.add_argument("--run", default="", help="list: only sessions of this run")
+        parser.add_argument("--group", default="", help="list: only sessions of this group")
+        parser.add_argument("--idle-s", type=float, default=0, help="list: only those idle so long")
+    else:
+        parser.add_argument("--all", action="store_true", help="retry, drop: every dead letter")
+    identity.add_flags(parser)
+    options = parser.parse_args(argv)
+    takes_ids = options.work != "list" and not getattr(options, "all", False)
+    if takes_ids != bool(options.session_ids):
+        parser.error(f"{options.work}: {'give session ids' if takes_ids else 'give no session id'}")
     try:
         identity.present_files(options, environ)
     except ConfigError as error:
         print(f"rollmesh gateway {tool}: {error}", file=sys.stderr)
         return 2
     try:
-        failed = asyncio.run(work(options))
+        failed = asyncio.run(_run(options, partial(list_all, options), works.get(options.work)))
     except RollmeshError as error:
         failed = [error.message]
     for message in failed:
@@ -91,95 +138,58 @@ def _run(
     return 1 if failed else 0
 
 
-async def _revoked(options: argparse.Namespace) -> list[str]:
-    """Ends the key of each session and returns the errors of the sessions that keep theirs."""
-    failed = []
+_EPILOG = {
+    "sessions": "`end` closes a session as aborted: it is delivered with the turns it has, and "
+    "without a reward. `revoke-key` ends a key: agents that have it get 401, and the opener of the "
+    "session gets its next key by opening it again under the same request id.",
+    "dead-letters": "`retry` delivers a closed session again and reopens an open one. `drop` "
+    "deletes everything that the journal has of a session.",
+}
+
+
+async def _run(
+    options: argparse.Namespace,
+    list_all: Callable[[grpc.aio.Channel], Awaitable[Sequence[Any]]],
+    work: _Work | None,
+) -> list[str]:
+    """Lists at every gateway, or works on sessions. Returns the errors."""
+    failed: list[str] = []
+    session_ids = list(options.session_ids)
     async with aclosing(GatewayDirectory(options.router, options.gateway)) as gateways:
-        for session_id in options.session_ids:
+        if not session_ids:
+            addresses = await gateways.addresses()
+            if not addresses:
+                raise NoGatewayError("no gateway is registered; give the address of one: --gateway")
+            for address in addresses:
+                try:
+                    with typed_errors():
+                        found = await list_all(gateways.channel(address))
+                except RollmeshError as error:
+                    failed.append(f"gateway {address}: {error.message}")
+                    continue
+                session_ids += [one.session_id for one in found]
+                for one in found if work is None else ():
+                    print(json_format.MessageToJson(one, indent=None))
+        for session_id in session_ids if work else ():
+            assert work is not None
             try:
-                await _end_key(gateways, session_id)
+                print(await _where_served(gateways, session_id, work))
             except RollmeshError as error:
                 failed.append(f"{session_id}: {error.message}")
-            else:
-                _say(f"{session_id}: its key is ended")
     return failed
 
 
-async def _end_key(gateways: GatewayDirectory, session_id: str) -> None:
-    """Ends the key of a session where it is served, also if another gateway takes it over now."""
-    request = pb.EndSessionKeyRequest(session_id=session_id, request_id=uuid.uuid4().hex)
+async def _where_served(gateways: GatewayDirectory, session_id: str, work: _Work) -> str:
+    """Works on a session where it is served, also if another gateway takes it over now."""
     backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
     until_ms = clock.monotonic_ms() + _REPEATED_MS
     while True:
         try:
             gateway = await gateways.of(session_id)
             with typed_errors():
-                await gateway.stub.EndSessionKey(request, timeout=_TIMEOUT_S)
+                return await work(gateways.channel(gateway.route.address), session_id)
         except RollmeshError as error:
             is_moving = gateways.failed(session_id, error) or isinstance(error, NoGatewayError)
             if not is_moving or clock.monotonic_ms() >= until_ms:
                 raise
-        else:
-            return
         await asyncio.sleep(backoff.next_s())
-
-
-async def _connected(options: argparse.Namespace) -> list[str]:
-    """Does the work and returns the errors of the gateways that failed."""
-    async with aclosing(GatewayDirectory(options.router, options.gateway)) as gateways:
-        if options.session_ids:
-            for session_id in options.session_ids:
-                gateway = await gateways.of(session_id)
-                with typed_errors():
-                    await _retry_or_drop(gateway.stub, options.work, session_id)
-            _say(f"{options.work}: {len(options.session_ids)} sessions")
-            return []
-        addresses = await gateways.addresses()
-        if not addresses:
-            raise NoGatewayError("no gateway is registered; give the address of one as --gateway")
-        count, failed = 0, []
-        for address in addresses:
-            try:
-                count += await _work_through(gateways.at(address), options.work)
-            except RollmeshError as error:
-                failed.append(f"gateway {address}: {error.message}")
-        if options.work != "list":
-            _say(f"{options.work}: {count} sessions")
-        return failed
-
-
-async def _work_through(stub: "Stub", work: str) -> int:
-    """Shows, retries or drops all dead letters of one gateway and returns their number."""
-    with typed_errors():
-        letters = [letter async for letter in _letters(stub)]
-        for letter in letters:
-            if work == "list":
-                _say(json_format.MessageToJson(letter, indent=None))
-            else:
-                await _retry_or_drop(stub, work, letter.session_id)
-    return len(letters)
-
-
-async def _letters(stub: "Stub") -> AsyncIterator[pb.DeadLetter]:
-    request = pb.ListDeadLettersRequest()
-    while True:
-        page = await stub.ListDeadLetters(request, timeout=_TIMEOUT_S)
-        for letter in page.dead_letters:
-            yield letter
-        if not page.next_page_token:
-            return
-        request.page_token = page.next_page_token
-
-
-async def _retry_or_drop(stub: "Stub", work: str, session_id: str) -> None:
-    if work == "retry":
-        request = pb.RetryDeadLetterRequest(session_id=session_id)
-        await stub.RetryDeadLetter(request, timeout=_TIMEOUT_S)
-    else:
-        await stub.DropDeadLetter(
-            pb.DropDeadLetterRequest(session_id=session_id), timeout=_TIMEOUT_S
-        )
-
-
-def _say(text: str) -> None:
-    print(text)

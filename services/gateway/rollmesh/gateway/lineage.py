@@ -9,7 +9,8 @@ keeps the conversations that satisfy it, if any do. The first rule that leaves e
 | does not begin with a turn whose request says another lineage |
 | has tools |
 | continues: a second turn follows the first |
-| is not a probe, and does not quote the first user message of another one, as title calls do |
+| is not a probe, and does not quote the first user message of another one of the 64 oldest, as
+title calls do |
 | is the oldest |
 
 Where the main conversation forks, its children are compared in the same way: says MAIN, does not
@@ -37,142 +38,20 @@ An uncertain case is never AUXILIARY, because AUXILIARY turns are not trained.
 """
 
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from rollmesh.chat.canonical import lenient_key
 from rollmesh.chat.messages import MessageGroup
 from rollmesh.gateway.tree import Branches, Lineage, Node
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
-# Finds the texts that contain another one, in time near linear in all of them.
-#
-# The texts are sorted, so one look-up finds the text that begins at a position. Few positions are
-# looked up: windows of 8, 16, 32, ... characters are hashed, and a position counts if the hash is
-# that of the longest such window with which some text begins.
-
 LEAST_CHARS = 8
 """Length of the shortest text whose quotation counts."""
-MOST_PLACES = 64
-"""Number of places in a text that are looked up."""
-CHARS_AT_ONCE = 1 << 18
-"""Number of characters that are hashed together."""
-_MOST_CHARS = 65_536  # of each text, from its beginning
-_MOST_CHARS_OF_ALL = 1 << 24
-_SLOT_BITS = 20
-_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD92)
-
-
-def quoting(texts: Sequence[str]) -> list[bool]:
-    """Returns for each text whether it contains another, shorter one.
-
-    Of each text the beginning is read: 65,536 characters, fewer if there are many texts. Of the
-    places in a text where another one seems to begin, the first 64 are looked up.
-    """
-    limit = min(_MOST_CHARS, _MOST_CHARS_OF_ALL // max(1, len(texts)))
-    cut = [text[:limit] for text in texts]
-    different = sorted(set(cut))
-    quoted: list[str] = []
-    for text in different:
-        # A text that begins with another one need not be looked for: whoever quotes it quotes both.
-        if len(text) >= LEAST_CHARS and not (quoted and text.startswith(quoted[-1])):
-            quoted.append(text)
-    found: set[str] = set()
-    for text, at in _places(different, quoted):
-        if text not in found and _begins(quoted, text, at):
-            found.add(text)
-    return [text in found for text in cut]
-
-
-def _begins(quoted: Sequence[str], text: str, at: int) -> bool:
-    """Returns whether a quoted text that is shorter than the text begins at a position of it."""
-    place = bisect_right(quoted, text[at:])
-    before = quoted[place - 1] if place else text
-    return len(before) < len(text) and text.startswith(before, at)
-
-
-def _places(texts: Sequence[str], quoted: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields the places at which a text has a window with which a quoted text begins."""
-    begins: dict[int, list[int]] = {}
-    for some in _batches(quoted):
-        starts = np.array([0, *accumulate(len(text) for text in some)])[:-1]
-        levels = np.array([_level(len(text)) for text in some])
-        for level, windows in enumerate(_windows(some)):
-            begins.setdefault(level, []).extend(windows[starts[levels == level]].tolist())
-    known = {level: _Known(hashes) for level, hashes in begins.items() if hashes}
-    for some in _batches(texts):
-        ends = np.array([*accumulate(len(text) for text in some)])
-        here = [
-            known[level].places(windows)
-            for level, windows in enumerate(_windows(some))
-            if level in known
-        ]
-        places = np.unique(np.concatenate(here)) if here else np.empty(0, np.int64)
-        which = np.searchsorted(ends, places, "right")
-        first = np.arange(len(which)) - np.searchsorted(which, which) < MOST_PLACES
-        for index, at in zip(which[first].tolist(), places[first].tolist(), strict=True):
-            yield some[index], at - int(ends[index]) + len(some[index])
-
-
-class _Known:
-    """A set of hashes in which arrays of hashes are looked up."""
-
-    def __init__(self, hashes: Sequence[int]) -> None:
-        """Marks the first bits of each, so that few need to be looked for."""
-        self._sorted = np.unique(np.array(hashes, np.uint64))
-        self._slots = np.zeros(1 << _SLOT_BITS, np.bool_)
-        self._slots[self._sorted >> np.uint64(64 - _SLOT_BITS)] = True
-
-    def places(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Returns the indices of the known ones."""
-        near = np.flatnonzero(self._slots[hashes >> np.uint64(64 - _SLOT_BITS)])
-        last = len(self._sorted) - 1
-        at = np.minimum(np.searchsorted(self._sorted, hashes[near]), last)
-        known: npt.NDArray[np.bool_] = self._sorted[at] == hashes[near]
-        return near[known]
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the texts in parts that are hashed together."""
-    some: list[str] = []
-    chars = 0
-    for text in texts:
-        some.append(text)
-        chars += len(text)
-        if chars >= CHARS_AT_ONCE:
-            yield some
-            some, chars = [], 0
-    if some:
-        yield some
-
-
-def _windows(texts: Sequence[str]) -> Iterator[npt.NDArray[np.uint64]]:
-    """Yields hashes of all windows of the joined texts: of 8 characters, of 16, and so on.
-
-    A window that leaves its text is the beginning of none, unless hashes are equal by chance.
-    """
-    longest = max(map(len, texts))
-    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-    size, hashes = 1, codes * np.uint64(_FACTORS[0])
-    while size * 2 <= longest:
-        factor = np.uint64(_FACTORS[0] ^ (size * _FACTORS[1] & (1 << 64) - 2))
-        left = hashes[:-size]
-        hashes = (left ^ (left >> np.uint64(29))) * factor + hashes[size:]
-        size *= 2
-        if size >= LEAST_CHARS:
-            yield hashes
-
-
-def _level(length: int) -> int:
-    """Returns the number of the longest window that fits into a text."""
-    return (length // LEAST_CHARS).bit_length() - 1
-
-
+_STARTS_COMPARED, _START_CHARS = 64, 16_384
+"""Number of conversations whose first messages are compared, and the compared beginning of each."""
 _TURNS_BEFORE_COMPACTION = 2
 _RECENT_TURNS = 8
 _LONGEST_HISTORY = 64  # messages before the first turn of a compaction that are looked at
@@ -323,13 +202,14 @@ class _Ways:
         ranked = [start for start in starts if rank(start) == best]
         if len(ranked) == 1:
             return ranked[0]
-        quotes = dict(zip(starts, quoting([_first_asked(start) for start in starts]), strict=True))
+        asked = [_first_asked(start)[:_START_CHARS] for start in starts[:_STARTS_COMPARED]]
 
         def is_work(start: Node) -> bool:
-            first = self._first[start.node_id]
-            return not quotes[start] and not (first is not None and _is_probe(first))
+            first, text = self._first[start.node_id], _first_asked(start)[:_START_CHARS]
+            quotes = any(len(text) > len(one) >= LEAST_CHARS and one in text for one in asked)
+            return not quotes and not (first is not None and _is_probe(first))
 
-        return max(ranked, key=is_work)
+        return next(filter(is_work, ranked[:_STARTS_COMPARED]), ranked[0])
 
     def _next(self, node: Node) -> Node:
         """Returns the child with which a path preferably continues."""

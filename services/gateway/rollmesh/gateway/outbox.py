@@ -60,7 +60,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
+from rollmesh.v1 import collector_pb2, gateway_admin_pb2, gateway_pb2, session_pb2
 
 # Closed sessions in the journal: waiting for the collector, set aside, and remembered.
 #
@@ -324,7 +324,7 @@ def _forget(tx: Transaction, session_id: str) -> None:
         delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
 
 
-def set_aside(tx: Transaction, letters: Iterable[gateway_pb2.DeadLetter]) -> None:
+def set_aside(tx: Transaction, letters: Iterable[gateway_admin_pb2.DeadLetter]) -> None:
     """Makes sessions dead letters: open ones are no longer served, closed ones not sent."""
     for letter in letters:
         tx.db.run(
@@ -344,7 +344,7 @@ def set_aside(tx: Transaction, letters: Iterable[gateway_pb2.DeadLetter]) -> Non
         tx.db.run("UPDATE sessions SET request_id = NULL WHERE session_id = ?1", letter.session_id)
 
 
-def dead_letters(tx: Transaction, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
+def dead_letters(tx: Transaction, after: str, count: int) -> list[gateway_admin_pb2.DeadLetter]:
     """Returns up to `count` dead letters with session ids after the given one, in id order."""
     rows = tx.db.rows(
         "SELECT session_id, reason, message, unix_ms FROM dead_letters"
@@ -354,7 +354,7 @@ def dead_letters(tx: Transaction, after: str, count: int) -> list[gateway_pb2.De
         count,
     )
     names = ("session_id", "reason", "message", "unix_ms")
-    return [gateway_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows]
+    return [gateway_admin_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def dead_ids(tx: Transaction) -> set[str]:
@@ -438,7 +438,7 @@ class _Turn(NamedTuple):
     """The result of one journal transaction."""
 
     letters: list[Letter]
-    damaged: list[gateway_pb2.DeadLetter]
+    damaged: list[gateway_admin_pb2.DeadLetter]
     forgotten: list[str]
     """Session ids of closes that are no longer remembered."""
     more: bool
@@ -476,7 +476,7 @@ class _Written(NamedTuple):
     """The records of closed sessions."""
 
     records: list[_Record]
-    broken: list[gateway_pb2.DeadLetter]
+    broken: list[gateway_admin_pb2.DeadLetter]
     """Sessions whose records cannot be written."""
     slow: list[tuple[str, SlowRecordError]]
     """Sessions whose time was over, by id."""
@@ -504,7 +504,7 @@ def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
         except SlowRecordError as error:
             written.slow.append((letter.session_id, error))
         except Exception as error:  # any error affects only this session
-            reason = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+            reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             written.broken.append(dead_letter(letter.session_id, reason, error))
         else:
             written.records.append(_Record(letter.session_id, data, lineages))
@@ -512,18 +512,18 @@ def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
 
 
 def dead_letter(
-    session_id: str, reason: gateway_pb2.DeadLetterReason.ValueType, error: Exception
-) -> gateway_pb2.DeadLetter:
+    session_id: str, reason: gateway_admin_pb2.DeadLetterReason.ValueType, error: Exception
+) -> gateway_admin_pb2.DeadLetter:
     """Returns the dead letter of a session that is set aside, and logs its error."""
     known = isinstance(error, (RollmeshError, DamagedSessionError))
     message = str(error) if known else repr(error)
-    name = name_of(gateway_pb2.DeadLetterReason.DESCRIPTOR, reason)
+    name = name_of(gateway_admin_pb2.DeadLetterReason.DESCRIPTOR, reason)
     _log.error(
         "session became a dead letter",
         extra=fields(session_id=session_id, reason=name, error=message),
         exc_info=None if known else error,
     )
-    return gateway_pb2.DeadLetter(
+    return gateway_admin_pb2.DeadLetter(
         session_id=session_id, reason=reason, message=message, unix_ms=clock.unix_ms()
     )
 
@@ -605,7 +605,7 @@ class Outbox:
         """Number of sessions that the collector did not take and that are sent again, alone."""
         return len(self._failed)
 
-    async def set_aside(self, letters: list[gateway_pb2.DeadLetter]) -> None:
+    async def set_aside(self, letters: list[gateway_admin_pb2.DeadLetter]) -> None:
         """Makes sessions dead letters.
 
         Raises:
@@ -614,13 +614,13 @@ class Outbox:
         await self._journal.run(lambda tx: set_aside(tx, letters))
         self._died(letters)
 
-    def _died(self, letters: Sequence[gateway_pb2.DeadLetter]) -> None:
+    def _died(self, letters: Sequence[gateway_admin_pb2.DeadLetter]) -> None:
         """Notes that sessions were set aside. They are not sent again by themselves."""
         for letter in letters:
             self.dead.add(letter.session_id)
             self._failed.pop(letter.session_id, None)
 
-    async def list_dead_letters(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
+    async def list_dead_letters(self, after: str, count: int) -> list[gateway_admin_pb2.DeadLetter]:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""
         return await self._journal.run(lambda tx: dead_letters(tx, after, count))
 
@@ -714,7 +714,7 @@ class Outbox:
         more = sweep(tx)
         forgotten = forget_closes(tx, self._remembered)
         letters: list[Letter] = []
-        damaged: list[gateway_pb2.DeadLetter] = []
+        damaged: list[gateway_admin_pb2.DeadLetter] = []
         size = 0
         waiting = [(retry, 0)] if retry else undelivered(tx, len(passed) + _CALL_SESSIONS)
         for session_id, length in waiting:
@@ -726,7 +726,7 @@ class Outbox:
             try:
                 letters.append(read_letter(tx, session_id))
             except DamagedSessionError as error:
-                reason = gateway_pb2.DEAD_LETTER_REASON_DAMAGED
+                reason = gateway_admin_pb2.DEAD_LETTER_REASON_DAMAGED
                 damaged.append(dead_letter(session_id, reason, error))
                 continue
             if self._is_failing or len(letters) == _CALL_SESSIONS:
@@ -786,7 +786,7 @@ class Outbox:
         limit_s = _LONGEST_WRITE_S if parcel.is_retry else _WRITE_S
         records, broken, slow = await asyncio.to_thread(write_letters, parcel.letters, limit_s)
         if parcel.is_retry:
-            reason = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+            reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             broken += [dead_letter(session_id, reason, error) for session_id, error in slow]
             slow = []
         late = {session_id for session_id, _ in slow}
@@ -799,7 +799,7 @@ class Outbox:
             if len(records) > 1:
                 raise
             session_id = records[0].session_id
-            reason = gateway_pb2.DEAD_LETTER_REASON_REFUSED
+            reason = gateway_admin_pb2.DEAD_LETTER_REASON_REFUSED
             if not _is_final(error):
                 if error.code in _COLLECTOR_CODES or isinstance(error, StoreError):
                     raise  # the collector's fault, not the session's
@@ -807,7 +807,7 @@ class Outbox:
                 failed.errors += 1
                 if failed.errors < MOST_FAILURES:
                     raise
-                reason = gateway_pb2.DEAD_LETTER_REASON_FAILED
+                reason = gateway_admin_pb2.DEAD_LETTER_REASON_FAILED
             await self._bury([dead_letter(session_id, reason, error)])
             return late
         await faults.reach("gateway-after-handover")
@@ -860,7 +860,7 @@ class Outbox:
             at, image = found
             letter.images.append(image)
 
-    async def _bury(self, letters: list[gateway_pb2.DeadLetter]) -> None:
+    async def _bury(self, letters: list[gateway_admin_pb2.DeadLetter]) -> None:
         if letters:
             await self.set_aside(letters)
             self.undelivered -= len(letters)

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from google.protobuf import json_format
@@ -57,7 +58,7 @@ from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.repeats import digest_of
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 # A close and its repeats: their digests and errors.
 
@@ -383,6 +384,11 @@ class Registry:
         return len(self._sessions)
 
     @property
+    def sessions(self) -> Iterable[Session]:
+        """The open sessions."""
+        return (one for one in self._sessions.values() if not one.closing)
+
+    @property
     def booked_sessions(self) -> int:
         """Number of open sessions, including sessions that are being opened."""
         return len(self._sessions) + self._opens
@@ -421,7 +427,7 @@ class Registry:
             [
                 dead_letter(
                     id_,
-                    gateway_pb2.DEAD_LETTER_REASON_DAMAGED,
+                    gateway_admin_pb2.DEAD_LETTER_REASON_DAMAGED,
                     DamagedSessionError(message),
                 )
                 for id_, message in damaged.items()
@@ -681,7 +687,7 @@ class Registry:
         Raises:
             RollmeshError: The journal cannot be written. The session stays open.
         """
-        unexportable = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+        unexportable = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
         letter = dead_letter(session.spec.session_id, unexportable, error)
         session.closing = True
         try:
@@ -741,7 +747,7 @@ async def close_idle(registry: Registry, idle_ms: int) -> None:
         for session in registry.unused_since(clock.monotonic_ms() - idle_ms):
             _log.warning("session closed as idle", extra=fields(session_id=session.spec.session_id))
             try:
-                await _close(registry, session)
+                await end_session(registry, session.spec.session_id, "idle")
             except RollmeshError as error:  # retried in the next round
                 _log.warning(
                     "closing an idle session failed, will retry",
@@ -750,20 +756,35 @@ async def close_idle(registry: Registry, idle_ms: int) -> None:
         await asyncio.sleep(min(idle_ms / 4000, _CHECK_S))
 
 
-async def _close(registry: Registry, session: Session) -> None:
-    """Closes a session, or sets it aside if it cannot be closed."""
+async def end_session(registry: Registry, session_id: str, closed_by: str) -> list[str]:
+    """Closes a session as aborted, or sets it aside if it cannot be closed.
+
+    Returns:
+        The ids of its trajectories. A repeat with the same `closed_by` returns them again.
+
+    Raises:
+        RepeatConflictError: It was closed otherwise.
+    """
     request = gateway_pb2.CloseSessionRequest(
-        session_id=session.spec.session_id,
+        session_id=session_id,
         outcome=session_pb2.SESSION_OUTCOME_ABORTED,
-        metadata={"closed_by": "idle"},
-        superseded=not session.tree.turns,
+        metadata={"closed_by": closed_by},
     )
     try:
-        await registry.close(request)
+        session = registry.session(session_id)
+    except SessionClosedError:
+        with suppress(RepeatConflictError):
+            return await registry.close(request)
+        request.superseded = True
+        return await registry.close(request)
+    request.superseded = not (session.tree.turns or session.in_flight)
+    try:
+        return await registry.close(request)
     except RollmeshError:
         raise
     except Exception as error:  # affects only this session
         await registry.set_aside(session, error)
+        return []
 
 
 # Chat requests that wait for turns: joining them, and replying once the answers are durable.

@@ -10,11 +10,18 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
-from rollmesh.gateway.session import Answered
+from rollmesh.gateway.session import Answered, Session
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.mesh.generation import Sampled
+from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, template_pb2
+from rollmesh.v1 import (
+    chat_pb2,
+    gateway_pb2,
+    sampling_pb2,
+    session_pb2,
+    template_pb2,
+)
 
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 
@@ -145,14 +152,35 @@ def events_of(message: Message) -> list[ParserEvent]:
     return events
 
 
-def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
-    """Yields the protos of a tree's durable nodes, parents first.
+def write_session(session: Session) -> gateway_pb2.OpenSession:
+    """Returns the proto of an open session without its metadata."""
+    spec = session.spec
+    return gateway_pb2.OpenSession(
+        session_id=spec.session_id,
+        run_id=spec.run_id,
+        group_id=spec.group_id,
+        sample_index=spec.sample_index,
+        group_size=spec.group_size,
+        model=spec.model,
+        purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
+        opened_unix_ms=spec.opened_unix_ms,
+        idle_ms=0 if session.in_flight else clock.monotonic_ms() - session.used_ms,
+        turns=session.tree.turns,
+        in_flight=len(session.in_flight),
+    )
+
+
+def write_nodes(
+    tree: Tree, after: int, *, with_messages: bool
+) -> Iterable[gateway_pb2.SessionNode]:
+    """Yields the protos of a tree's durable nodes, parents first, beginning after a node.
 
     A node that is still being committed may be lost with the process, so it is not shown.
     """
     nodes = [node for node in tree.nodes.values() if node.stored]
     found = lineages(tree, nodes)
-    for node in nodes:
+    at = next((place for place, node in enumerate(nodes, 1) if node.node_id == after), 0)
+    for node in nodes[at:]:
         result = _write_node(node, found[node.node_id])
         if with_messages:
             result.messages.extend(map(write_message, node.messages))

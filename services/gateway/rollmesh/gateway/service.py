@@ -29,7 +29,7 @@ from rollmesh.gateway.responses import (
     write_template,
     write_tool_calls,
 )
-from rollmesh.gateway.servicer import GatewayServicer
+from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.mesh.directory import CollectorDirectory
@@ -42,7 +42,13 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, server_pb2
+from rollmesh.v1 import (
+    gateway_admin_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    router_pb2,
+    server_pb2,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ _log = logging.getLogger(__name__)
 class GatewayService:
     """One gateway process."""
 
-    names = ("rollmesh.v1.GatewayService",)
+    names = ("rollmesh.v1.GatewayService", "rollmesh.v1.GatewayAdminService")
 
     def __init__(self, config: GatewayConfig) -> None:
         """Loads the model's files and probes its template.
@@ -125,8 +131,10 @@ class GatewayService:
         return self._servicer
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer."""
+        """Adds the servicers."""
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self._servicer, server)
+        admin = GatewayAdminServicer(lambda: self._servicer.gateway)
+        gateway_admin_pb2_grpc.add_GatewayAdminServiceServicer_to_server(admin, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:

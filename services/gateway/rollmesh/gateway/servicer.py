@@ -1,14 +1,15 @@
-"""GatewayService: validates fields, calls the gateway and writes the responses."""
+"""The services of a gateway: they validate fields, call the gateway and write the responses."""
 
-from collections.abc import AsyncIterator, Mapping
+import heapq
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy, RequestImages, given_images
-from rollmesh.gateway.registry import ChatCall, Registry
+from rollmesh.gateway.registry import ChatCall, Registry, end_session
 from rollmesh.gateway.requests import read_choices
-from rollmesh.gateway.responses import write_nodes, write_stored
+from rollmesh.gateway.responses import write_nodes, write_session, write_stored
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
@@ -23,11 +24,18 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, sampling_pb2, session_pb2
+from rollmesh.v1 import (
+    gateway_admin_pb2 as pb,
+    gateway_admin_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    sampling_pb2,
+    session_pb2,
+)
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
+_DEFAULT_PAGE, _MAX_PAGE, _PAGE_BYTES = 100, 1000, 4 * 1024 * 1024
 _LARGE_BYTES, _MANY_MESSAGES = 256 * 1024, 512
 """A request of this many bytes or messages is read in a thread."""
 
@@ -51,7 +59,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._max_messages = config.max_session_nodes
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
-        self._repeats = Repeats()
 
     @property
     def gateway(self) -> Gateway:
@@ -242,27 +249,24 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         key = await registry.keys.revoke(session_id, request.session_key, repeat)
         return gateway_pb2.RevokeSessionKeyResponse(session_key=key)
 
-    async def EndSessionKey(
-        self, request: gateway_pb2.EndSessionKeyRequest, context: Context
-    ) -> gateway_pb2.EndSessionKeyResponse:
-        if len(request.request_id) > _MAX_ID_CHARS:
-            raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
-        registry = self.gateway.of(request.session_id)
-        registry.session(request.session_id)
-        await registry.keys.end(request.session_id, request.request_id)
-        return gateway_pb2.EndSessionKeyResponse()
-
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:
-        _, session = self._session(request.session_id, request.session_key)
-        nodes = list(write_nodes(session.tree, with_messages=request.with_messages))
-        return gateway_pb2.GetSessionResponse(
-            session_id=request.session_id,
-            nodes=nodes,
-            turns=sum(node.sampled for node in nodes),
-            in_flight=len(session.in_flight),
-        )
+        session = self.gateway.of(request.session_id).session(request.session_id)
+        most, token = _page_size(request.page_size, _MAX_PAGE), request.page_token
+        after = int(token) if token.isdecimal() else 0
+        if token and after not in session.tree.nodes:
+            raise InvalidFieldError("page_token", "give the next_page_token of the previous page")
+        response = gateway_pb2.GetSessionResponse(session=write_session(session))
+        response.session.metadata.update(session.spec.metadata)
+        size = 0
+        for node in write_nodes(session.tree, after, with_messages=request.with_messages):
+            if len(response.nodes) == most or size > _PAGE_BYTES:
+                response.next_page_token = str(response.nodes[-1].node_id)
+                break
+            response.nodes.append(node)
+            size += node.ByteSize()
+        return response
 
     async def GetGatewayInfo(
         self, request: gateway_pb2.GetGatewayInfoRequest, context: Context
@@ -274,31 +278,82 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         info.dead_letters = self.gateway.count_dead_letters
         return info
 
+
+class GatewayAdminServicer(gateway_admin_pb2_grpc.GatewayAdminServiceServicer):
+    """Serves operators, who have no session keys."""
+
+    def __init__(self, gateway: Callable[[], Gateway]) -> None:
+        """Takes the getter of the gateway."""
+        self._gateway = gateway
+        self._repeats = Repeats()
+
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: Context
+    ) -> pb.ListSessionsResponse:
+        size = _page_size(request.page_size, _DEFAULT_PAGE)
+        now_ms = clock.monotonic_ms()
+        found = (
+            session
+            for registry in self._gateway().registries
+            for session in registry.sessions
+            if session.spec.session_id > request.page_token
+            and request.run_id in {"", session.spec.run_id}
+            and request.group_id in {"", session.spec.group_id}
+            and now_ms - session.used_ms >= request.idle_ms
+        )
+        page = heapq.nsmallest(size, found, key=lambda session: session.spec.session_id)
+        return pb.ListSessionsResponse(
+            sessions=map(write_session, page),
+            next_page_token=page[-1].spec.session_id if len(page) == size else "",
+        )
+
+    async def EndSession(
+        self, request: pb.EndSessionRequest, context: Context
+    ) -> pb.EndSessionResponse:
+        registry = self._gateway().of(request.session_id)
+        return pb.EndSessionResponse(
+            trajectory_ids=await end_session(registry, request.session_id, "operator")
+        )
+
+    async def EndSessionKey(
+        self, request: pb.EndSessionKeyRequest, context: Context
+    ) -> pb.EndSessionKeyResponse:
+        if len(request.request_id) > _MAX_ID_CHARS:
+            raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
+        registry = self._gateway().of(request.session_id)
+        registry.session(request.session_id)
+        await registry.keys.end(request.session_id, request.request_id)
+        return pb.EndSessionKeyResponse()
+
     async def ListDeadLetters(
-        self, request: gateway_pb2.ListDeadLettersRequest, context: Context
-    ) -> gateway_pb2.ListDeadLettersResponse:
-        size = request.page_size or _DEFAULT_PAGE
-        if size > _MAX_PAGE:
-            raise InvalidFieldError("page_size", f"is {size}; give at most {_MAX_PAGE}")
-        letters = await self.gateway.list_dead_letters(request.page_token, size)
-        return gateway_pb2.ListDeadLettersResponse(
+        self, request: pb.ListDeadLettersRequest, context: Context
+    ) -> pb.ListDeadLettersResponse:
+        size = _page_size(request.page_size, _DEFAULT_PAGE)
+        letters = await self._gateway().list_dead_letters(request.page_token, size)
+        return pb.ListDeadLettersResponse(
             dead_letters=letters,
             next_page_token=letters[-1].session_id if len(letters) == size else "",
         )
 
     async def RetryDeadLetter(
-        self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
-    ) -> gateway_pb2.RetryDeadLetterResponse:
-        registry = self.gateway.of(request.session_id)
+        self, request: pb.RetryDeadLetterRequest, context: Context
+    ) -> pb.RetryDeadLetterResponse:
+        registry = self._gateway().of(request.session_id)
         await self._repeats.once(request, lambda: registry.retry_dead_letter(request.session_id))
-        return gateway_pb2.RetryDeadLetterResponse()
+        return pb.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
-        self, request: gateway_pb2.DropDeadLetterRequest, context: Context
-    ) -> gateway_pb2.DropDeadLetterResponse:
-        outbox = self.gateway.of(request.session_id).outbox
+        self, request: pb.DropDeadLetterRequest, context: Context
+    ) -> pb.DropDeadLetterResponse:
+        outbox = self._gateway().of(request.session_id).outbox
         await self._repeats.once(request, lambda: outbox.drop(request.session_id))
-        return gateway_pb2.DropDeadLetterResponse()
+        return pb.DropDeadLetterResponse()
+
+
+def _page_size(asked: int, default: int) -> int:
+    if asked > _MAX_PAGE:
+        raise InvalidFieldError("page_size", f"is {asked}; give at most {_MAX_PAGE}")
+    return asked or default
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from rollmesh.runtime.errors import (
     TooManySessionsError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import gateway_pb2, router_pb2
+from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
@@ -179,9 +179,9 @@ class Gateway:
                 return found, True
         raise SessionUnknownError(f"request_id: {request_id!r} opened no session here")
 
-    async def list_dead_letters(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
+    async def list_dead_letters(self, after: str, count: int) -> list[gateway_admin_pb2.DeadLetter]:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""
-        letters: list[gateway_pb2.DeadLetter] = []
+        letters: list[gateway_admin_pb2.DeadLetter] = []
         for journal_id in sorted(self._registries):
             registry = self._registries.get(journal_id)
             if registry is not None and journal_of(after) <= journal_id and len(letters) < count:

@@ -87,7 +87,7 @@ class Directory:
         await self._routers.aclose()
         await self._close(list(self._channels))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to an address, `host:port`."""
         self._used_ms[address] = clock.monotonic_ms()
         if address not in self._channels:
@@ -490,7 +490,7 @@ class GatewayDirectory(Directory):
         if address in self._local:
             return self._local[address]
         stub: gateway_pb2_grpc.GatewayServiceAsyncStub
-        stub = stub_of(self._channel(address), gateway_pb2_grpc.GatewayServiceStub)
+        stub = stub_of(self.channel(address), gateway_pb2_grpc.GatewayServiceStub)
         return stub
 
     def _reached(self, address: str, journal_id: str = "", *, is_new: bool = False) -> Reached:
@@ -617,7 +617,7 @@ class CollectorDirectory(Directory):
         """
         address = await self._address()
         try:
-            yield self._channel(address)
+            yield self.channel(address)
         except RollmeshError as error:
             if _is_loss(error):
                 self._lose(address)
@@ -635,7 +635,7 @@ class CollectorDirectory(Directory):
         tried: dict[str, RollmeshError] = {}
         while (address := await self._address()) not in tried:
             try:
-                return await call(self._channel(address))
+                return await call(self.channel(address))
             except RollmeshError as error:
                 if not _is_loss(error):
                     raise

@@ -83,13 +83,16 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "WithdrawAnswer": _TALKS,
         "CloseSession": _TALKS,
         "RevokeSessionKey": _TRAINS,
-        "EndSessionKey": frozenset({_R.OPERATOR}),
-        "GetSession": _TRAINS,
-        "ListDeadLetters": frozenset({_R.OPERATOR}),
-        "RetryDeadLetter": frozenset({_R.OPERATOR}),
-        "DropDeadLetter": frozenset({_R.OPERATOR}),
+        "GetSession": _OPERATES,
         "GetGatewayInfo": _OPERATES | _TALKS,
     },
+    "rollmesh.v1.GatewayAdminService": dict.fromkeys(
+        (
+            *("ListSessions", "EndSession", "EndSessionKey"),
+            *("ListDeadLetters", "RetryDeadLetter", "DropDeadLetter"),
+        ),
+        frozenset({_R.OPERATOR}),
+    ),
     "rollmesh.v1.CollectorService": {
         "Ingest": frozenset({_R.GATEWAY}),
         "AbandonSeat": _TRAINS,
@@ -136,11 +139,6 @@ def may_call(method: str, roles: frozenset[Role]) -> bool:
 # Roles that a client certificate shows: URIs such as `rollmesh://role/engine`.
 
 _PREFIX = b"rollmesh://role/"
-
-
-def role_uri(role: Role) -> str:
-    """Returns the URI of a certificate that shows a role."""
-    return f"{_PREFIX.decode()}{role}"
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role]:

@@ -4,29 +4,12 @@ from rollmesh.runtime.codec.arrays import (
     Logprobs,
     Mask,
     TokenIds,
-    pack_ids,
-    pack_logprobs,
-    pack_mask,
     unpack_ids,
     unpack_logprobs,
     unpack_mask,
 )
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
-
-
-def pack_tokens(
-    token_ids: TokenIds,
-    logprobs: Logprobs,
-    loss_mask: Mask,
-    into: trajectory_pb2.TokenArrays | None = None,
-) -> trajectory_pb2.TokenArrays:
-    """Packs three arrays [N] into a message, or into a new one."""
-    packed = trajectory_pb2.TokenArrays() if into is None else into
-    packed.token_ids_u32le = pack_ids(token_ids)
-    packed.logprobs_f32le = pack_logprobs(logprobs)
-    packed.loss_mask_u8 = pack_mask(loss_mask)
-    return packed
 
 
 def unpack_tokens(
