@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 import httpx2
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.fuzz.callers import Callers
@@ -33,13 +33,12 @@ from benchmarks.kills.matrix import Doors
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import (
-    collector_pb2,
     engine_pb2,
     gateway_pb2,
-    router_pb2,
     router_pb2_grpc,
     server_pb2,
 )
+from tests.served import SERVED
 
 MODEL = "policy"
 TRAINER = frozenset(("trainer",))
@@ -52,12 +51,6 @@ _LIFE = 60
 """Inputs to a session, then there is another one."""
 _WAKE_S = 0.3
 _PROBE_S, _PROBE_LIMIT_S = 1.0, 20.0
-_SERVICES: dict[str, ServiceDescriptor] = {
-    "router": router_pb2.DESCRIPTOR.services_by_name["RouterService"],
-    "engine": engine_pb2.DESCRIPTOR.services_by_name["EngineService"],
-    "gateway": gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
-    "collector": collector_pb2.DESCRIPTOR.services_by_name["CollectorService"],
-}
 _EVERYWHERE = (
     server_pb2.DESCRIPTOR.services_by_name["ServerService"],
     health_pb2.DESCRIPTOR.services_by_name["Health"],
@@ -99,7 +92,7 @@ class Attack:
     ) -> None:
         """Attacks in one session after the other."""
         rng = random.Random(f"{self._seed} {worker}")
-        addresses = [self._addresses[name] for name in (*_SERVICES, "sidecar")]
+        addresses = [self._addresses[name] for name in (*SERVED, "sidecar")]
         pool = [MODEL, CONSUMER, "engine-0", "gateway-0", *addresses]
         kept = len(pool)
         while not self.stopping:
@@ -174,7 +167,7 @@ class Attack:
 
     async def _probe(self) -> None:
         """Asks every service whether it answers. One that stands still is a hang."""
-        await asyncio.gather(*(self._asked(name) for name in _SERVICES), self._asked_sidecar())
+        await asyncio.gather(*(self._asked(name) for name in SERVED), self._asked_sidecar())
 
     async def _asked(self, name: str) -> None:
         channel = self._callers.channel(self._callers.trainer(), name)
@@ -201,10 +194,10 @@ class Attack:
 
 def _methods() -> Iterator[tuple[str, MethodDescriptor]]:
     """Yields all methods, each with the name of a service that is asked for it."""
-    for name, own in _SERVICES.items():
-        for service in (own, *_EVERYWHERE):
-            methods: Any = service.methods
-            yield from ((name, method) for method in methods)
+    for name, own in SERVED.items():
+        service: Any
+        for service in (*own, *_EVERYWHERE):
+            yield from ((name, method) for method in service.methods)
 
 
 def _sorted(outcomes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ _NO_ANSWER = {"left", "DEADLINE", "DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE
 """Outcomes that tell nothing: the caller left, or there was no time or no connection."""
 _TOO_LARGE = {"RESOURCE_EXHAUSTED"}
 """What gRPC itself says of large metadata, before anybody reads them."""
-_REGISTER = "/rollmesh.v1.RouterService/Register"
+_REGISTER = "/rollmesh.internal.v1.MembershipService/Register"
 """Refuses a role also if it registers as another one."""
 _NOBODY: frozenset[Role] = frozenset()
 

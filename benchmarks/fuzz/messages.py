@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from benchmarks.fuzz import values
 
 _DEPTH = 5
-_BELIEVED = frozenset(("rollmesh.v1.ReleaseLease.engine_fault",))
+_BELIEVED = frozenset(("rollmesh.internal.v1.ReleaseLease.engine_fault",))
 """Fields by which a gateway, which is believed, takes an engine out of service until it registers
 again: with two such words the agents beside would have no engine."""
 _KINDS = {

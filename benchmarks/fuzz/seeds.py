@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rollmesh.client import Session
+from rollmesh.internal.v1 import leases_pb2, members_pb2
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -93,18 +94,18 @@ def _router(model: str) -> dict[str, Sequence[Message]]:
         model=model,
         lease_capacity=1,
     )
-    acquire = router_pb2.AcquireLease(lease_id="l", session_id="s", wait_ms=100)
+    acquire = leases_pb2.AcquireLease(lease_id="l", session_id="s", wait_ms=100)
     return {
         "Register": [
-            router_pb2.RegisterRequest(hello=hello),
-            router_pb2.RegisterRequest(load=router_pb2.ReplicaLoad(running=1)),
+            members_pb2.RegisterRequest(hello=hello),
+            members_pb2.RegisterRequest(load=router_pb2.ReplicaLoad(running=1)),
         ],
         "Dispatch": [
-            router_pb2.DispatchRequest(
-                hello=router_pb2.DispatchHello(gateway_id="fuzz", model=model)
+            leases_pb2.DispatchRequest(
+                hello=leases_pb2.DispatchHello(gateway_id="fuzz", model=model)
             ),
-            router_pb2.DispatchRequest(acquire=acquire),
-            router_pb2.DispatchRequest(releases=[router_pb2.ReleaseLease(lease_id="l")]),
+            leases_pb2.DispatchRequest(acquire=acquire),
+            leases_pb2.DispatchRequest(releases=[leases_pb2.ReleaseLease(lease_id="l")]),
         ],
         "PushWeights": [
             router_pb2.PushWeightsRequest(header=header),

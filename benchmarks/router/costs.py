@@ -8,9 +8,9 @@ import time
 from statistics import median
 
 from benchmarks.harness.memory import rss_bytes
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
-from rollmesh.v1 import router_pb2
 
 _SESSIONS = 100_000
 _HELD = 64
@@ -39,16 +39,16 @@ def lease_costs() -> dict[str, float]:
 def filled(engines: int, sessions: int) -> LeaseTable:
     """Returns a table with engines, and with sessions that are placed and hold no lease."""
     table = LeaseTable()
-    table.open_stream("g", router_pb2.DispatchHello(gateway_id="g", model="policy"))
+    table.open_stream("g", leases_pb2.DispatchHello(gateway_id="g", model="policy"))
     for number in range(engines):
         name = f"engine-{number:04}"
         table.add_engine(Engine(name, f"10.0.{number // 256}.{number % 256}:7400", "policy", 256))
     for number in range(sessions):
-        asked = router_pb2.AcquireLease(
+        asked = leases_pb2.AcquireLease(
             lease_id="fill", session_id=_name(number), group_id=_group(number)
         )
         table.acquire("g", asked)
-        table.release("g", "fill", router_pb2.LEASE_OUTCOME_ANSWERED)
+        table.release("g", "fill", leases_pb2.LEASE_OUTCOME_ANSWERED)
     return table
 
 
@@ -75,7 +75,7 @@ def _turns(table: LeaseTable, round_: int) -> float:
         known = chance.random() >= _NEW
         turns.append(chance.randrange(sessions) if known else 10**9 * (round_ + 1) + number)
     asked = [
-        router_pb2.AcquireLease(
+        leases_pb2.AcquireLease(
             lease_id=f"{round_}-{at}", session_id=_name(one), group_id=_group(one), wait_ms=30_000
         )
         for at, one in enumerate(turns)
@@ -85,7 +85,7 @@ def _turns(table: LeaseTable, round_: int) -> float:
         table.acquire("g", one, now_ms=at)
         if at >= _HELD:
             table.release(
-                "g", asked[at - _HELD].lease_id, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=at
+                "g", asked[at - _HELD].lease_id, leases_pb2.LEASE_OUTCOME_ANSWERED, now_ms=at
             )
             table.end_waits(at)
     spent = time.process_time() - started

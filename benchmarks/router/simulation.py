@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.harness.measure import percentile
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
-from rollmesh.v1 import router_pb2
 
 _ENGINES, _SLOTS = 4, 8
 _GROUPS, _GROUP = 18, 8
@@ -104,7 +104,7 @@ class Week:
         self.waits_s: list[float] = []
         self._end_s = days * 86_400
         self._table = LeaseTable(imbalance_margin=imbalance_margin)
-        self._table.open_stream("g", router_pb2.DispatchHello(model="policy"))
+        self._table.open_stream("g", leases_pb2.DispatchHello(model="policy"))
         self._engines = {f"engine-{at}": SimulatedEngine() for at in range(_ENGINES)}
         for name in self._engines:
             self._table.add_engine(Engine(name, f"{name}:1", "policy", _SLOTS))
@@ -154,7 +154,7 @@ class Week:
         self._asked[lease_id] = agent, self._now_s
         grant = self._table.acquire(
             "g",
-            router_pb2.AcquireLease(
+            leases_pb2.AcquireLease(
                 lease_id=lease_id,
                 session_id=agent.name,
                 group_id=agent.group.name,
@@ -205,9 +205,9 @@ class Week:
             self._after(left * engine.step_s, look)
 
     def _end_turn(self, agent: Agent, lease_id: str) -> None:
-        self._table.release("g", lease_id, router_pb2.LEASE_OUTCOME_ANSWERED, now_ms=self._now_ms)
+        self._table.release("g", lease_id, leases_pb2.LEASE_OUTCOME_ANSWERED, now_ms=self._now_ms)
         for ended in self._table.end_waits(self._now_ms):
-            assert isinstance(ended.result, router_pb2.LeaseGrant)
+            assert isinstance(ended.result, leases_pb2.LeaseGrant)
             self._generate(ended.lease_id, ended.result.engine_id)
         agent.turns += 1
         agent.tokens += _tokens(agent.chance, _TOOL)

@@ -9,10 +9,11 @@ import grpc
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, session_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 
 Script: TypeAlias = Sequence[Callable[[bytes], bytes]]
@@ -96,8 +97,8 @@ def delivery(session: session_pb2.SessionRecord) -> Callable[[bytes], bytes]:
 
 def lease(request: bytes) -> bytes:
     """Answers a message of a gateway as a router does: the lease that is asked for is granted."""
-    asked = router_pb2.DispatchRequest.FromString(request)
-    answer = router_pb2.DispatchResponse(lease_id=asked.acquire.lease_id)
+    asked = leases_pb2.DispatchRequest.FromString(request)
+    answer = leases_pb2.DispatchResponse(lease_id=asked.acquire.lease_id)
     match asked.WhichOneof("part"):
         case "hello":
             answer.welcome.router_id = "r"

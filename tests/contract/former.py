@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from rollmesh.runtime.rpc.channels import open_channel
 from tests.paths import ROOT
 
-PACKAGE = "rollmesh.v1"
+_PACKAGES = ("rollmesh.v1", "rollmesh.internal.v1")
 _BASELINE = ROOT / "protos" / "baseline.txtpb"
 _OWN_HEADERS = ("user-agent", "grpc-", "te", "content-type", ":")
 _METHODS = {
@@ -39,17 +39,19 @@ class Former:
         self._pool = descriptor_pool.DescriptorPool()
         for file in image.file:
             self._pool.Add(file)
-        own = [file for file in image.file if file.package == PACKAGE]
-        self.messages = [f"{PACKAGE}.{one.name}" for file in own for one in file.message_type]
+        own = [file for file in image.file if file.package in _PACKAGES]
+        self.messages = [f"{file.package}.{one.name}" for file in own for one in file.message_type]
         """Full names of the messages."""
-        self.enums = [f"{PACKAGE}.{one.name}" for file in own for one in file.enum_type]
+        self.enums = [f"{file.package}.{one.name}" for file in own for one in file.enum_type]
         """Full names of the enums."""
-        self.services = [f"{PACKAGE}.{one.name}" for file in own for one in file.service]
+        self.services = [f"{file.package}.{one.name}" for file in own for one in file.service]
         """Full names of the services."""
+        every = (*self.messages, *self.enums, *self.services)
+        self._full = {name.rpartition(".")[2]: name for name in every}
 
     def __getattr__(self, name: str) -> type[Any]:
         """Returns the class of a message."""
-        return self.class_of(f"{PACKAGE}.{name}")
+        return self.class_of(self._full[name])
 
     def class_of(self, full_name: str) -> type[Any]:
         return message_factory.GetMessageClass(self._pool.FindMessageTypeByName(full_name))
@@ -64,7 +66,7 @@ class Former:
 
     def number(self, enum: str, value: str) -> int:
         """Returns the number of an enum's value."""
-        return int(self.enum(f"{PACKAGE}.{enum}").values_by_name[value].number)
+        return int(self.enum(self._full[enum]).values_by_name[value].number)
 
     def method(self, path: str) -> Any:
         """Returns the descriptor of `/rollmesh.v1.Service/Method`. None if it is newer."""
@@ -73,7 +75,7 @@ class Former:
 
     def stub(self, channel: grpc.aio.Channel, name: str) -> Any:
         """Returns the stub of a service."""
-        return _Stub(self, channel, f"{PACKAGE}.{name}")
+        return _Stub(self, channel, self._full[name])
 
 
 class _Stub:
@@ -123,7 +125,7 @@ class FormerPeer(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         path = str(handler_call_details.method)
-        if not path.startswith(f"/{PACKAGE}."):  # such as health
+        if not path.startswith("/rollmesh."):  # such as health
             return self._handler(path, bytes, bytes)
         if (method := former().method(path)) is None:
             return None  # UNIMPLEMENTED, as a server of the last release says

@@ -45,7 +45,11 @@ async def stubs(mesh: Mesh) -> AsyncIterator[dict[str, Any]]:
             name: await stack.enter_async_context(open_channel(mesh.address(name)))
             for name in services
         }
-        yield {name: former().stub(channels[name], services[name]) for name in services}
+        found = {name: former().stub(channels[name], services[name]) for name in services}
+        internal = {"members": "MembershipService", "leases": "LeaseService"}
+        yield found | {
+            name: former().stub(channels["router"], service) for name, service in internal.items()
+        }
 
 
 def said(role: str, text: str) -> Any:
@@ -166,11 +170,11 @@ async def test_a_gateway_registers_leases_generates_and_hands_a_session_over(mes
             model="policy",
             instance_id="1",
         )
-        registered = at["router"].Register()
+        registered = at["members"].Register()
         await registered.write(old.RegisterRequest(hello=hello))
         assert (await registered.read()).router_id
         await registered.write(old.RegisterRequest(load=old.ReplicaLoad(live_sessions=1)))
-        leases = at["router"].Dispatch()
+        leases = at["leases"].Dispatch()
         own = old.DispatchHello(gateway_id="old-gateway", model="policy")
         await leases.write(old.DispatchRequest(hello=own))
         wanted = old.AcquireLease(lease_id="lease-1", session_id="s-1")

@@ -12,10 +12,10 @@ FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integ
 FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli", "psycopg", "redis"}
 STANDS_ON = {  # apart from itself, the runtime and the stubs
     "router": {"mesh", "internal"},
-    "engine": {"mesh"},
-    "collector": {"mesh"},
-    "gateway": {"mesh", "chat"},
-    "sidecar": {"mesh"},
+    "engine": {"mesh", "internal"},
+    "collector": {"mesh", "internal"},
+    "gateway": {"mesh", "chat", "internal"},
+    "sidecar": {"mesh", "internal"},
     "scorer": set[str](),
 }
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router import dispatch
 from rollmesh.router.config import RouterConfig
@@ -36,14 +37,14 @@ class NotingRouter(RouterServicer):
     def __init__(self, data_dir: Path) -> None:
         self.table = LeaseTable()
         super().__init__(RouterConfig(data_dir=data_dir), self.table)
-        self.messages: list[router_pb2.DispatchRequest] = []
+        self.messages: list[leases_pb2.DispatchRequest] = []
         self.address = ""
         self.released = asyncio.Event()
 
     async def Dispatch(
-        self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
-    ) -> AsyncIterator[router_pb2.DispatchResponse]:
-        async def noted() -> AsyncIterator[router_pb2.DispatchRequest]:
+        self, request_iterator: AsyncIterator[leases_pb2.DispatchRequest], context: Context
+    ) -> AsyncIterator[leases_pb2.DispatchResponse]:
+        async def noted() -> AsyncIterator[leases_pb2.DispatchRequest]:
             async for request in request_iterator:
                 yield request
                 if not request.HasField("ping") or request.releases:
@@ -65,6 +66,7 @@ async def noting_router(data_dir: Path) -> AsyncIterator[NotingRouter]:
     router.table.add_engine(Engine("a", "127.0.0.1:9", "policy", 64))
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
     router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
+    leases_pb2_grpc.add_LeaseServiceServicer_to_server(router, server)
     router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     async with router.running():
         await server.start()
@@ -123,19 +125,19 @@ async def test_a_faulty_engine_is_given_back_with_its_fault(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (router_pb2.DispatchRequest(), "part"),
-        (router_pb2.DispatchRequest(hello=router_pb2.DispatchHello()), "hello"),
+        (leases_pb2.DispatchRequest(), "part"),
+        (leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello()), "hello"),
     ],
 )
 async def test_an_empty_message_and_a_second_hello_are_refused(
-    tmp_path: Path, message: router_pb2.DispatchRequest, field: str
+    tmp_path: Path, message: leases_pb2.DispatchRequest, field: str
 ) -> None:
-    async def requests() -> AsyncIterator[router_pb2.DispatchRequest]:
-        yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello())
+    async def requests() -> AsyncIterator[leases_pb2.DispatchRequest]:
+        yield leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello())
         yield message
 
     async with noting_router(tmp_path) as router, open_channel(router.address) as channel:
-        call = router_pb2_grpc.RouterServiceStub(channel).Dispatch(requests(), timeout=60)
+        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(requests(), timeout=60)
         responses = aiter(read_stream(call))
         assert (await anext(responses)).HasField("welcome")
         with pytest.raises(InvalidFieldError) as caught:
@@ -253,11 +255,11 @@ async def test_a_gateway_that_does_not_read_loses_its_stream_and_harms_no_other(
     monkeypatch.setattr(dispatch, "_MAX_UNREAD", 4)
     read = asyncio.Event()
 
-    async def requests() -> AsyncIterator[router_pb2.DispatchRequest]:
-        yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello())
+    async def requests() -> AsyncIterator[leases_pb2.DispatchRequest]:
+        yield leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello())
         for at in range(100):
-            acquire = router_pb2.AcquireLease(lease_id=str(at), session_id=f"s{at}")
-            yield router_pb2.DispatchRequest(acquire=acquire)
+            acquire = leases_pb2.AcquireLease(lease_id=str(at), session_id=f"s{at}")
+            yield leases_pb2.DispatchRequest(acquire=acquire)
             await read.wait()
 
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "h") as leases:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
+from rollmesh.internal.v1 import leases_pb2, members_pb2, members_pb2_grpc
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import (
@@ -22,7 +23,7 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2_grpc, router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2_grpc, router_pb2
 from tests.controls import WAKE_UP, pause, sleep
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
@@ -83,25 +84,25 @@ async def test_a_bad_hello_names_its_field(
     router: ServiceProcess, field: str, value: object
 ) -> None:
     fields: dict[str, Any] = {field: value}
-    request = router_pb2.RegisterRequest(hello=hello("e", **fields))
+    request = members_pb2.RegisterRequest(hello=hello("e", **fields))
 
-    async def requests() -> AsyncIterator[router_pb2.RegisterRequest]:
+    async def requests() -> AsyncIterator[members_pb2.RegisterRequest]:
         yield request
 
     async with open_channel(router.address) as channel:
-        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=60)
+        call = members_pb2_grpc.MembershipServiceStub(channel).Register(requests(), timeout=60)
         with pytest.raises(InvalidFieldError) as caught, typed_errors():
             await call.read()
     assert caught.value.field == field
 
 
 async def test_an_id_that_is_registered_is_refused(router: ServiceProcess) -> None:
-    async def requests() -> AsyncIterator[router_pb2.RegisterRequest]:
-        yield router_pb2.RegisterRequest(hello=hello())
+    async def requests() -> AsyncIterator[members_pb2.RegisterRequest]:
+        yield members_pb2.RegisterRequest(hello=hello())
 
     async with member(router) as first, open_channel(router.address) as channel:
         await until_registered(first)
-        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=60)
+        call = members_pb2_grpc.MembershipServiceStub(channel).Register(requests(), timeout=60)
         with pytest.raises(ReplicaIdInUseError), typed_errors():
             await call.read()
 
@@ -300,7 +301,7 @@ async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_acc
         slow.hangs.clear()
         leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
 
-        async def lease(session_id: str) -> router_pb2.LeaseGrant:
+        async def lease(session_id: str) -> leases_pb2.LeaseGrant:
             async with leases.lease(session_id=session_id, deadline_ms=60_000) as grant:
                 return grant
 

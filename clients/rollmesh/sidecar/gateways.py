@@ -127,7 +127,7 @@ class Gateways:
 
     async def check(self) -> None:
         """Checks that a gateway answers."""
-        gateway = await self._directory.any()
+        gateway = self._directory.at(await self._directory.any_address())
         with typed_errors():
             await gateway.GetGatewayInfo(
                 gateway_pb2.GetGatewayInfoRequest(), timeout=_CHECK_TIMEOUT_S

@@ -11,9 +11,10 @@ from benchmarks.fuzz.bodies import SEEDS, Bodies
 from benchmarks.fuzz.callers import Caller
 from benchmarks.fuzz.fuzz import WRONG, run_fuzz
 from benchmarks.fuzz.messages import Messages
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.access.roles import Role
-from rollmesh.v1 import gateway_pb2, router_pb2
+from rollmesh.v1 import gateway_pb2
 
 
 def figures(found: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -105,5 +106,5 @@ def test_what_belongs_to_others_is_never_sent() -> None:
 def test_no_engine_is_taken_out_of_service_by_word() -> None:
     messages = Messages(random.Random(1), ["engine-0"], frozenset())
     for _ in range(300):
-        made: Any = messages.made(router_pb2.ReleaseLease.DESCRIPTOR)
+        made: Any = messages.made(leases_pb2.ReleaseLease.DESCRIPTOR)
         assert not made.engine_fault

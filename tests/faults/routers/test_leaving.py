@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc, members_pb2, members_pb2_grpc
 from rollmesh.runtime.errors import ShuttingDownError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
@@ -45,12 +46,14 @@ class Member:
         return self.ended.exception()
 
 
-def gateway(stub: Any) -> Member:
-    hello = router_pb2.DispatchHello(gateway_id="g")
-    return Member(stub.Dispatch, router_pb2.DispatchRequest(hello=hello))
+def gateway(channel: Any) -> Member:
+    hello = leases_pb2.DispatchHello(gateway_id="g")
+    return Member(
+        leases_pb2_grpc.LeaseServiceStub(channel).Dispatch, leases_pb2.DispatchRequest(hello=hello)
+    )
 
 
-def engine(stub: Any) -> Member:
+def engine(channel: Any) -> Member:
     hello = router_pb2.ReplicaHello(
         replica_id="e",
         kind=router_pb2.REPLICA_KIND_ENGINE,
@@ -59,21 +62,24 @@ def engine(stub: Any) -> Member:
         lease_capacity=1,
         report_interval_ms=60_000,
     )
-    return Member(stub.Register, router_pb2.RegisterRequest(hello=hello))
+    return Member(
+        members_pb2_grpc.MembershipServiceStub(channel).Register,
+        members_pb2.RegisterRequest(hello=hello),
+    )
 
 
 async def a_router(stack: AsyncExitStack, folder: Path) -> tuple[ServiceProcess, Any]:
-    """A router with a long grace, and a stub of it."""
+    """A router with a long grace, and a channel to it."""
     flags = {"port": 0, "data_dir": folder / "router", "grace_ms": GRACE_MS}
     process = await stack.enter_async_context(running("router", folder, **flags))
     channel = await stack.enter_async_context(open_channel(process.address))
-    return process, router_pb2_grpc.RouterServiceStub(channel)
+    return process, channel
 
 
 async def test_a_router_that_is_stopped_ends_the_streams_of_its_members(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        process, stub = await a_router(stack, tmp_path)
-        members = [gateway(stub), engine(stub)]
+        process, channel = await a_router(stack, tmp_path)
+        members = [gateway(channel), engine(channel)]
         for member in members:
             await member.answer()
         assert await process.terminate() == 0  # within 90 s
@@ -100,15 +106,16 @@ async def test_members_stay_until_the_push_has_ended_that_needs_them(
         yield await chunks.get()
 
     async with AsyncExitStack() as stack:
-        process, stub = await a_router(stack, tmp_path)
-        leases, member = gateway(stub), engine(stub)
+        process, channel = await a_router(stack, tmp_path)
+        leases, member = gateway(channel), engine(channel)
         for one in (leases, member):
             await one.answer()
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         push = stub.PushWeights(said(), timeout=60)
         await until(lambda: list((tmp_path / "router").rglob("*.part")))
         stopped = asyncio.create_task(process.terminate())
         await until_says(tmp_path / "router.log", '"stopping"')
-        leases.says.put_nowait(router_pb2.DispatchRequest(ping=router_pb2.DispatchPing()))
+        leases.says.put_nowait(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))
         while not (await leases.answer()).HasField("pong"):
             pass
         if ends:

@@ -13,23 +13,19 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollmesh.internal.v1 import leases_pb2, members_pb2
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, engine_pb2, gateway_pb2, router_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, engine_pb2, router_pb2
 from tests.collector.collectors import SESSION, create_or_update
 from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.served import SERVED
 
 TIMEOUT_S = 120
 UNDECODABLE = b"\xff"
 UNKNOWN = 99
-SERVICES = {
-    "router": router_pb2.DESCRIPTOR.services_by_name["RouterService"],
-    "engine": engine_pb2.DESCRIPTOR.services_by_name["EngineService"],
-    "gateway": gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
-    "collector": collector_pb2.DESCRIPTOR.services_by_name["CollectorService"],
-}
 _HEADER = engine_pb2.UpdateWeightsHeader(
     policy_version=7,
     pause_mode=engine_pb2.PAUSE_MODE_KEEP,
@@ -43,7 +39,7 @@ _PUSH = router_pb2.PushWeightsHeader(
     model="policy",
 )
 FIRST: dict[str, Message] = {
-    "Register": router_pb2.RegisterRequest(
+    "Register": members_pb2.RegisterRequest(
         hello=router_pb2.ReplicaHello(
             replica_id="stranger",
             kind=router_pb2.REPLICA_KIND_GATEWAY,
@@ -51,7 +47,7 @@ FIRST: dict[str, Message] = {
             model="policy",
         )
     ),
-    "Dispatch": router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id="stranger")),
+    "Dispatch": leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello(gateway_id="stranger")),
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
     "Generations": engine_pb2.GenerationsRequest(abort=[1]),
     "UpdateWeights": engine_pb2.UpdateWeightsRequest(header=_HEADER),
@@ -97,17 +93,17 @@ async def left_standing(mesh: Mesh) -> AsyncIterator[dict[str, grpc.aio.Channel]
     async with AsyncExitStack() as stack:
         channels = {
             name: await stack.enter_async_context(open_channel(mesh.processes[name].address))
-            for name in SERVICES
+            for name in SERVED
         }
         collector = collector_pb2_grpc.CollectorServiceStub(channels["collector"])
         await create_or_update(collector, name="stranger", unit=SESSION)
         yield channels
         for name, channel in channels.items():
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service=SERVICES[name].full_name)
+            request = health_pb2.HealthCheckRequest(service=SERVED[name][0].full_name)
             answer = await stub.Check(request, timeout=TIMEOUT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
-    for name in SERVICES:
+    for name in SERVED:
         lines = (mesh.folder / f"{name}.log").read_text().splitlines()
         assert [line for line in lines if "Traceback" in line] == []
         assert all(json.loads(line) for line in lines)
@@ -118,7 +114,12 @@ async def left_standing(mesh: Mesh) -> AsyncIterator[dict[str, grpc.aio.Channel]
 
 
 def methods() -> Iterator[tuple[str, MethodDescriptor]]:
-    return ((name, method) for name, one in SERVICES.items() for method in one.methods)
+    return (
+        (name, method)
+        for name, services in SERVED.items()
+        for one in services
+        for method in one.methods
+    )
 
 
 async def test_bytes_that_are_no_message_end_their_call_and_nothing_else(mesh: Mesh) -> None:

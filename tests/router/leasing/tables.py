@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
-from rollmesh.v1 import router_pb2 as pb
 
 
 def table(*names: str, capacity: int = 8) -> LeaseTable:
@@ -23,9 +23,9 @@ def acquire(
     *,
     now_ms: int = 0,
     **asked: Any,
-) -> pb.LeaseGrant | None:
+) -> leases_pb2.LeaseGrant | None:
     """Asks for a lease. `asked` are fields of AcquireLease."""
-    request = pb.AcquireLease(lease_id=lease_id, session_id=session_id, **asked)
+    request = leases_pb2.AcquireLease(lease_id=lease_id, session_id=session_id, **asked)
     return leases.acquire(stream, request, now_ms=now_ms)
 
 
@@ -35,15 +35,15 @@ def change(leases: LeaseTable, name: str, **state: Any) -> None:
     leases.fleet.changed(leases.engines[name])
 
 
-def granted(grant: pb.LeaseGrant | None) -> str:
+def granted(grant: leases_pb2.LeaseGrant | None) -> str:
     assert grant is not None
     return grant.engine_id
 
 
 def hello(
     model: str = "", sha256: str = "", tokens: int = 0, *, name: str = "g"
-) -> pb.DispatchHello:
-    return pb.DispatchHello(
+) -> leases_pb2.DispatchHello:
+    return leases_pb2.DispatchHello(
         gateway_id=name, model=model, tokenizer_sha256=sha256, vocabulary_tokens=tokens
     )
 
@@ -52,7 +52,7 @@ def ended(leases: LeaseTable, now_ms: int) -> dict[str, str]:
     """Ends the waits that can end: the engine of each lease, or the reason of its refusal."""
     return {
         one.lease_id: one.result.engine_id
-        if isinstance(one.result, pb.LeaseGrant)
+        if isinstance(one.result, leases_pb2.LeaseGrant)
         else one.result.reason
         for one in leases.end_waits(now_ms)
     }

@@ -1,17 +1,18 @@
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Circuit, CircuitLimits
 from rollmesh.v1 import router_pb2 as pb
 
 LIMITS = CircuitLimits(losses=3, first_ms=100, longest_ms=350)
-LOST, ANSWERED = pb.LEASE_OUTCOME_LOST, pb.LEASE_OUTCOME_ANSWERED
-NOTHING = pb.LEASE_OUTCOME_UNSPECIFIED
+LOST, ANSWERED = leases_pb2.LEASE_OUTCOME_LOST, leases_pb2.LEASE_OUTCOME_ANSWERED
+NOTHING = leases_pb2.LEASE_OUTCOME_UNSPECIFIED
 CLOSED, OPEN = pb.CIRCUIT_STATE_CLOSED, pb.CIRCUIT_STATE_OPEN
 HALF_OPEN = pb.CIRCUIT_STATE_HALF_OPEN
 
 
 def turn(
-    circuit: Circuit, outcome: pb.LeaseOutcome.ValueType, now_ms: int = 0
+    circuit: Circuit, outcome: leases_pb2.LeaseOutcome.ValueType, now_ms: int = 0
 ) -> tuple[bool, pb.CircuitState.ValueType]:
     changed = circuit.end(circuit.grant(), outcome, now_ms, LIMITS)
     return changed, circuit.state
@@ -35,7 +36,7 @@ def opened(now_ms: int = 0) -> Circuit:
     ],
 )
 def test_turns_lost_in_a_row_open_it(
-    outcomes: list[pb.LeaseOutcome.ValueType], state: pb.CircuitState.ValueType
+    outcomes: list[leases_pb2.LeaseOutcome.ValueType], state: pb.CircuitState.ValueType
 ) -> None:
     circuit = Circuit()
     for outcome in outcomes:

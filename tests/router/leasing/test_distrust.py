@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import NoEngineError
@@ -96,7 +97,7 @@ def test_reports_stay_while_their_gateway_has_a_stream() -> None:
     leases = two_gateways("a")
     report(leases, "g", "a")
     for number in (1, 2):  # a process that reconnects: the later stream replaces the earlier
-        first = pb.DispatchHello(gateway_id="g", instance_id="p", stream_number=number)
+        first = leases_pb2.DispatchHello(gateway_id="g", instance_id="p", stream_number=number)
         leases.open_stream(f"g{number}", first)
     leases.close_stream("g")
     with pytest.raises(NoEngineError):

@@ -7,6 +7,7 @@ from typing import TypeVar
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Choice, CircuitLimits, Engine, fits
 from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
@@ -14,8 +15,8 @@ from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire
 
 GATEWAYS = {
-    "g1": pb.DispatchHello(gateway_id="g1"),
-    "g2": pb.DispatchHello(gateway_id="g2", model="m", tokenizer_sha256="t"),
+    "g1": leases_pb2.DispatchHello(gateway_id="g1"),
+    "g2": leases_pb2.DispatchHello(gateway_id="g2", model="m", tokenizer_sha256="t"),
 }
 
 
@@ -173,7 +174,7 @@ class LeaseMachine(RuleBasedStateMachine):
         leases = [str(self.count - at) for at in range(new)] + given
         engine = self.table.engines.get(name)
         place: Place = name if engine is None else engine
-        holdings = pb.EngineHoldings(engine_id=name, lease_ids=leases)
+        holdings = leases_pb2.EngineHoldings(engine_id=name, lease_ids=leases)
         for session, group in restated:
             holdings.sessions.add(session_id=session, group_id=group)
         self.table.restate(stream, [holdings], now_ms=self.now_ms)
@@ -240,10 +241,14 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         outcome=st.sampled_from(
-            [pb.LEASE_OUTCOME_UNSPECIFIED, pb.LEASE_OUTCOME_ANSWERED, pb.LEASE_OUTCOME_LOST]
+            [
+                leases_pb2.LEASE_OUTCOME_UNSPECIFIED,
+                leases_pb2.LEASE_OUTCOME_ANSWERED,
+                leases_pb2.LEASE_OUTCOME_LOST,
+            ]
         ),
     )
-    def release(self, data: st.DataObject, outcome: pb.LeaseOutcome.ValueType) -> None:
+    def release(self, data: st.DataObject, outcome: leases_pb2.LeaseOutcome.ValueType) -> None:
         stream, lease = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[stream, lease]
         self.table.release(stream, lease, outcome, now_ms=self.now_ms)

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine, Target
 from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
@@ -80,7 +81,7 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
     ],
 )
 def test_models_and_tokenizers_are_never_mixed(
-    engine: tuple[str, str, int], gateway: pb.DispatchHello, why: str
+    engine: tuple[str, str, int], gateway: leases_pb2.DispatchHello, why: str
 ) -> None:
     leases = LeaseTable()
     model, sha256, tokens = engine
@@ -104,7 +105,7 @@ def test_models_and_tokenizers_are_never_mixed(
 def test_a_grant_names_the_engine_its_address_and_its_weights() -> None:
     leases = table("a")
     change(leases, "a", policy_version=3)
-    assert acquire(leases, "g", "1", "s") == pb.LeaseGrant(
+    assert acquire(leases, "g", "1", "s") == leases_pb2.LeaseGrant(
         engine_id="a", address="a:1", policy_version=3
     )
 

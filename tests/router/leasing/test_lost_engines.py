@@ -2,6 +2,7 @@ import gc
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
@@ -13,7 +14,7 @@ from tests.router.leasing.tables import acquire, ended, granted, table
 
 def lose(leases: LeaseTable, lease_id: str, now_ms: int, engine: str = "a") -> None:
     assert granted(acquire(leases, "g", lease_id, "s", now_ms=now_ms)) == engine
-    leases.release("g", lease_id, pb.LEASE_OUTCOME_LOST, now_ms=now_ms)
+    leases.release("g", lease_id, leases_pb2.LEASE_OUTCOME_LOST, now_ms=now_ms)
 
 
 def test_an_engine_with_lost_turns_gets_no_lease_for_a_while_and_then_a_probe() -> None:
@@ -30,7 +31,7 @@ def test_an_engine_with_lost_turns_gets_no_lease_for_a_while_and_then_a_probe() 
     assert acquire(leases, "g", "5", "s", wait_ms=9000, now_ms=1009) is None
     assert acquire(leases, "g", "6", "t", wait_ms=9000, now_ms=1009) is None
     assert ended(leases, 1010) == {"5": "a"}
-    leases.release("g", "5", pb.LEASE_OUTCOME_ANSWERED, now_ms=1020)
+    leases.release("g", "5", leases_pb2.LEASE_OUTCOME_ANSWERED, now_ms=1020)
     assert ended(leases, 1020) == {"6": "a"}
     assert states == [
         pb.CIRCUIT_STATE_OPEN,
@@ -55,7 +56,7 @@ def test_turns_that_end_after_their_engine_has_left_change_nothing() -> None:
         granted(acquire(leases, "g", str(at), "s", excluded_engine_ids=["b"]))
     leases.add_engine(Engine("a", "a:1", "m", 8))
     for at in range(8):
-        leases.release("g", str(at), pb.LEASE_OUTCOME_LOST)
+        leases.release("g", str(at), leases_pb2.LEASE_OUTCOME_LOST)
     assert leases.fleet.exclusion(leases.engines["a"]) is None
 
 

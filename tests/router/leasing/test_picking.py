@@ -2,9 +2,9 @@
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import Engine, Lease
 from rollmesh.router.leases import LeaseTable
-from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire, hello
 
 
@@ -68,8 +68,8 @@ def picked(leases: LeaseTable, engines: list[Engine], placed: str, sibling: str)
     for one in engines:
         leases.add_engine(one)
     for session_id, engine_id in (("sibling", sibling), ("s", placed)):
-        stated = pb.PlacedSession(session_id=session_id, group_id="x")
+        stated = leases_pb2.PlacedSession(session_id=session_id, group_id="x")
         if engine_id:
-            leases.restate("g", [pb.EngineHoldings(engine_id=engine_id, sessions=[stated])])
+            leases.restate("g", [leases_pb2.EngineHoldings(engine_id=engine_id, sessions=[stated])])
     grant = acquire(leases, "g", "1", "s", group_id="x", wait_ms=1)
     return "" if grant is None else grant.engine_id

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.leases import LeaseTable
-from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire, table
 
 
@@ -15,7 +15,7 @@ class OneSlot:
 
     def __init__(self, queue_limit: int = 99) -> None:
         self.leases = LeaseTable(queue_limit=queue_limit)
-        self.leases.open_stream("g", pb.DispatchHello(gateway_id="g"))
+        self.leases.open_stream("g", leases_pb2.DispatchHello(gateway_id="g"))
         self.leases.add_engine(table("a", capacity=1).engines["a"])
         self.held = "first"
         acquire(self.leases, "g", "first", "first")

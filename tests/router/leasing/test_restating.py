@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import AWAITED_MS, LeaseTable
 from rollmesh.runtime.errors import EnginesBusyError, InvalidFieldError, SupersededError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
-from rollmesh.v1 import router_pb2 as pb, router_pb2_grpc
+from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire
 from tests.router.test_dispatch import noting_router
 from tests.waiting import until
@@ -22,13 +23,15 @@ def table(*names: str, capacity: int = 8) -> LeaseTable:
     return result
 
 
-def hello(number: int, instance: str = "i") -> pb.DispatchHello:
-    return pb.DispatchHello(gateway_id="g", instance_id=instance, stream_number=number)
+def hello(number: int, instance: str = "i") -> leases_pb2.DispatchHello:
+    return leases_pb2.DispatchHello(gateway_id="g", instance_id=instance, stream_number=number)
 
 
-def holdings(engine: str, *leases: str, sessions: tuple[str, ...] = ()) -> list[pb.EngineHoldings]:
-    placed = [pb.PlacedSession(session_id=one, group_id="x") for one in sessions]
-    return [pb.EngineHoldings(engine_id=engine, lease_ids=leases, sessions=placed)]
+def holdings(
+    engine: str, *leases: str, sessions: tuple[str, ...] = ()
+) -> list[leases_pb2.EngineHoldings]:
+    placed = [leases_pb2.PlacedSession(session_id=one, group_id="x") for one in sessions]
+    return [leases_pb2.EngineHoldings(engine_id=engine, lease_ids=leases, sessions=placed)]
 
 
 def granted(leases: LeaseTable, lease: str, session: str) -> str:
@@ -62,7 +65,7 @@ def test_an_engine_that_registers_later_gets_its_restated_leases() -> None:
     assert not leases.end_waits(0)
     leases.add_engine(Engine("b", "b:1", "m", 8))
     (ended,) = leases.end_waits(0)
-    assert isinstance(ended.result, pb.LeaseGrant)
+    assert isinstance(ended.result, leases_pb2.LeaseGrant)
     assert ended.result.engine_id == "b"
     assert leases.engines["b"].leases == 2
 
@@ -86,7 +89,7 @@ def test_an_engine_that_does_not_register_is_given_up_in_time() -> None:
     assert leases.due_ms(200) == 100 + AWAITED_MS
     assert not leases.end_waits(99 + AWAITED_MS)
     (ended,) = leases.end_waits(100 + AWAITED_MS)
-    assert isinstance(ended.result, pb.LeaseGrant)
+    assert isinstance(ended.result, leases_pb2.LeaseGrant)
     assert ended.result.engine_id == "a"
     assert leases.leases == 1
     leases.release("g", "1")  # nobody knows it any more
@@ -187,21 +190,21 @@ def test_streams_of_other_processes_replace_nothing(instance: str) -> None:
 
 async def test_a_stream_that_is_replaced_ends_with_the_reason(tmp_path: Path) -> None:
     async with noting_router(tmp_path) as router, open_channel(router.address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
+        stub = leases_pb2_grpc.LeaseServiceStub(channel)
         first = stub.Dispatch()
-        await first.write(pb.DispatchRequest(hello=hello(1)))
+        await first.write(leases_pb2.DispatchRequest(hello=hello(1)))
         responses = aiter(read_stream(first))
         assert (await anext(responses)).HasField("welcome")
-        acquire = pb.AcquireLease(lease_id="1", session_id="s")
-        await first.write(pb.DispatchRequest(acquire=acquire))
+        acquire = leases_pb2.AcquireLease(lease_id="1", session_id="s")
+        await first.write(leases_pb2.DispatchRequest(acquire=acquire))
         assert (await anext(responses)).HasField("grant")
         second = stub.Dispatch()
-        await second.write(pb.DispatchRequest(hello=hello(2)))
+        await second.write(leases_pb2.DispatchRequest(hello=hello(2)))
         with pytest.raises(SupersededError, match="stream 2 of this process"):
             await anext(responses)
         assert router.leases == 0
-        restated = pb.Restatement(engines=holdings("a", "1"))
-        await second.write(pb.DispatchRequest(restate=restated))
+        restated = leases_pb2.Restatement(engines=holdings("a", "1"))
+        await second.write(leases_pb2.DispatchRequest(restate=restated))
         await until(lambda: router.leases == 1)
         second.cancel()
 
@@ -209,10 +212,10 @@ async def test_a_stream_that_is_replaced_ends_with_the_reason(tmp_path: Path) ->
 async def test_a_message_that_states_too_much_is_refused(tmp_path: Path) -> None:
     too_many = [str(at) for at in range(1_025)]
     async with noting_router(tmp_path) as router, open_channel(router.address) as channel:
-        call = router_pb2_grpc.RouterServiceStub(channel).Dispatch()
-        await call.write(pb.DispatchRequest(hello=hello(1)))
-        restated = pb.Restatement(engines=holdings("a", *too_many))
-        await call.write(pb.DispatchRequest(restate=restated))
+        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch()
+        await call.write(leases_pb2.DispatchRequest(hello=hello(1)))
+        restated = leases_pb2.Restatement(engines=holdings("a", *too_many))
+        await call.write(leases_pb2.DispatchRequest(restate=restated))
         responses = aiter(read_stream(call))
         assert (await anext(responses)).HasField("welcome")
         with pytest.raises(InvalidFieldError, match="at most 1024"):

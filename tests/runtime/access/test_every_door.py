@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from rollmesh.internal.v1 import members_pb2, members_pb2_grpc
 from rollmesh.runtime.access.roles import OPEN, TABLE, Role
 from rollmesh.runtime.errors import RoleRefusedError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
@@ -85,7 +86,7 @@ async def test_a_service_registers_only_under_its_own_kind(mesh: Mesh) -> None:
     let_in: set[tuple[str, str]] = set()
     for role in kinds:
         async with mesh.locks.channel(mesh.address("router"), role) as channel:
-            stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+            stub: Any = members_pb2_grpc.MembershipServiceStub(channel)
             for kind in kinds:
                 hello = router_pb2.ReplicaHello(
                     replica_id=f"{kind}-of-{role}",
@@ -94,7 +95,7 @@ async def test_a_service_registers_only_under_its_own_kind(mesh: Mesh) -> None:
                 )
                 hello.lease_capacity, hello.model, hello.journal_id = 1, "other", "12345678"
                 hello.store_id = "other"
-                request = router_pb2.RegisterRequest(hello=hello)
+                request = members_pb2.RegisterRequest(hello=hello)
                 try:
                     with typed_errors():
                         await anext(aiter(stub.Register(iter([request]), timeout=30)))
@@ -109,11 +110,15 @@ async def test_a_service_registers_only_under_its_own_kind(mesh: Mesh) -> None:
 async def test_no_role_takes_the_id_of_another_or_learns_what_proves_one(mesh: Mesh) -> None:
     assert mesh.locks is not None
     async with AsyncExitStack() as stack:
-        stubs: dict[str, Any] = {
-            role: router_pb2_grpc.RouterServiceStub(
-                await stack.enter_async_context(mesh.locks.channel(mesh.address("router"), role))
-            )
+        channels = {
+            role: await stack.enter_async_context(mesh.locks.channel(mesh.address("router"), role))
             for role in ("sidecar", "engine", "gateway", "operator")
+        }
+        stubs: dict[str, Any] = {
+            role: router_pb2_grpc.RouterServiceStub(one) for role, one in channels.items()
+        }
+        joins: dict[str, Any] = {
+            role: members_pb2_grpc.MembershipServiceStub(one) for role, one in channels.items()
         }
         found = await stubs["operator"].ListReplicas(router_pb2.ListReplicasRequest(), timeout=30)
         assert {one.hello.instance_id for one in found.replicas} == {""}
@@ -131,9 +136,9 @@ async def test_no_role_takes_the_id_of_another_or_learns_what_proves_one(mesh: M
                     address="127.0.0.1:1",
                 )
                 hello.lease_capacity, hello.model = 1, "other"
-                taking = stubs[role].Register(timeout=60)
+                taking = joins[role].Register(timeout=60)
                 stack.callback(taking.cancel)
-                await taking.write(router_pb2.RegisterRequest(hello=hello))
+                await taking.write(members_pb2.RegisterRequest(hello=hello))
                 assert (await taking.read()).router_id
         coming = router_pb2.ReplicaHello(
             replica_id="gateway-to-come",
@@ -142,9 +147,9 @@ async def test_no_role_takes_the_id_of_another_or_learns_what_proves_one(mesh: M
             model="other",
             journal_id="12345679",
         )
-        arrived = stubs["gateway"].Register(timeout=60)
+        arrived = joins["gateway"].Register(timeout=60)
         stack.callback(arrived.cancel)
-        await arrived.write(router_pb2.RegisterRequest(hello=coming))
+        await arrived.write(members_pb2.RegisterRequest(hello=coming))
         assert (await arrived.read()).router_id
         listed = await stubs["sidecar"].ListGateways(router_pb2.ListGatewaysRequest(), timeout=30)
         addresses = {one.gateway_id: one.address for one in listed.gateways}
@@ -159,9 +164,18 @@ def expected(name: str, caller: str, found: str) -> str:
     return "CALLER_UNKNOWN" if caller in {STRANGER, INTRUDER} else "ROLE_REFUSED"
 
 
+_SERVED_BY = {
+    "peer": "router",
+    "membership": "router",
+    "lease": "router",
+    "gatewayadmin": "gateway",
+}
+"""The service process that serves a gRPC service of another name."""
+
+
 def service_of(name: str) -> str:
     service = name.split("/")[1].rpartition(".")[2].removesuffix("Service").lower()
-    service = service.replace("peer", "router").removesuffix("admin")
+    service = _SERVED_BY.get(service, service)
     return service if service in SERVICES else COMMON
 
 

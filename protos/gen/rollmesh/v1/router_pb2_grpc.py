@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class RouterServiceStub(object):
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    """Places sessions and passes control calls on to engines. Tokens never pass through it.
     Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
     it at another one, and no engine does anything twice. A router that has just started lets these calls
     wait until engines can have registered again.
@@ -39,16 +39,6 @@ class RouterServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Register = channel.stream_stream(
-                '/rollmesh.v1.RouterService/Register',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.RegisterResponse.FromString,
-                _registered_method=True)
-        self.Dispatch = channel.stream_stream(
-                '/rollmesh.v1.RouterService/Dispatch',
-                request_serializer=rollmesh_dot_v1_dot_router__pb2.DispatchRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_router__pb2.DispatchResponse.FromString,
-                _registered_method=True)
         self.PlaceSession = channel.unary_unary(
                 '/rollmesh.v1.RouterService/PlaceSession',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionRequest.SerializeToString,
@@ -82,36 +72,11 @@ class RouterServiceStub(object):
 
 
 class RouterServiceServicer(object):
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    """Places sessions and passes control calls on to engines. Tokens never pass through it.
     Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
     it at another one, and no engine does anything twice. A router that has just started lets these calls
     wait until engines can have registered again.
     """
-
-    def Register(self, request_iterator, context):
-        """Makes the caller a member while the stream is open. The first message identifies it and promises
-        how often it reports. Later ones report its load. A member that misses several reports is
-        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE). It may register again. If another
-        process is a member under the same id, the router waits for its next report and refuses the
-        caller, or gives the id to the caller if the member is removed.
-        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members).
-        ALREADY_EXISTS (REPLICA_ID_IN_USE).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Dispatch(self, request_iterator, context):
-        """Acquires and releases leases of engines. Responses come in the order in which requests are
-        decided: a request may wait in the router while later ones are granted. The end of the stream
-        releases all of its leases and ends its waits. Generations that run on those engines are not
-        touched: the caller states the leases again on its next stream, to this router or another. A
-        stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
-        (OVERLOADED). One that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def PlaceSession(self, request, context):
         """Names the gateway for a new session, which has the fewest open sessions and takes new ones. A
@@ -177,16 +142,6 @@ class RouterServiceServicer(object):
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Register': grpc.stream_stream_rpc_method_handler(
-                    servicer.Register,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.RegisterRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.RegisterResponse.SerializeToString,
-            ),
-            'Dispatch': grpc.stream_stream_rpc_method_handler(
-                    servicer.Dispatch,
-                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.DispatchRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_router__pb2.DispatchResponse.SerializeToString,
-            ),
             'PlaceSession': grpc.unary_unary_rpc_method_handler(
                     servicer.PlaceSession,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionRequest.FromString,
@@ -226,65 +181,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService(object):
-    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
+    """Places sessions and passes control calls on to engines. Tokens never pass through it.
     Calls of all engines of a model tell them their request_id: if a router is lost in such a call, repeat
     it at another one, and no engine does anything twice. A router that has just started lets these calls
     wait until engines can have registered again.
     """
-
-    @staticmethod
-    def Register(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/rollmesh.v1.RouterService/Register',
-            rollmesh_dot_v1_dot_router__pb2.RegisterRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.RegisterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Dispatch(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/rollmesh.v1.RouterService/Dispatch',
-            rollmesh_dot_v1_dot_router__pb2.DispatchRequest.SerializeToString,
-            rollmesh_dot_v1_dot_router__pb2.DispatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def PlaceSession(request,

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router import metrics
 from rollmesh.router.engines import Engine, Fleet
 from rollmesh.router.leases import EndedWait, LeaseTable
@@ -38,11 +39,11 @@ class Outbox:
         """Starts empty."""
         self.error: Exception | None = None
         """Why the stream has ended, or None if the gateway ended it."""
-        self._responses: deque[router_pb2.DispatchResponse] = deque()
+        self._responses: deque[leases_pb2.DispatchResponse] = deque()
         self._changed = asyncio.Event()
         self._ended = False
 
-    def send(self, response: router_pb2.DispatchResponse) -> bool:
+    def send(self, response: leases_pb2.DispatchResponse) -> bool:
         """Adds a response, or returns False if the gateway has left too many unread."""
         if len(self._responses) >= _MAX_UNREAD:
             return False
@@ -61,7 +62,7 @@ class Outbox:
         self.error = error
         self.end()
 
-    async def next(self) -> router_pb2.DispatchResponse | None:
+    async def next(self) -> leases_pb2.DispatchResponse | None:
         """Waits for the next response. Returns None at the end."""
         while not self._responses:
             if self._ended:
@@ -77,7 +78,7 @@ class Dispatch:
     def __init__(self, table: LeaseTable, router_id: str) -> None:
         """Takes the table and the router's id. Listens to the changes of the table's engines."""
         self._table = table
-        self._welcome = router_pb2.DispatchWelcome(router_id=router_id)
+        self._welcome = leases_pb2.DispatchWelcome(router_id=router_id)
         self._outboxes: dict[str, Outbox] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due_ms: int | None = None
@@ -98,9 +99,9 @@ class Dispatch:
 
     async def serve(
         self,
-        hello: router_pb2.DispatchHello,
-        requests: AsyncIterator[router_pb2.DispatchRequest],
-    ) -> AsyncGenerator[router_pb2.DispatchResponse, None]:
+        hello: leases_pb2.DispatchHello,
+        requests: AsyncIterator[leases_pb2.DispatchRequest],
+    ) -> AsyncGenerator[leases_pb2.DispatchResponse, None]:
         """Serves one stream and yields its responses.
 
         Args:
@@ -118,7 +119,7 @@ class Dispatch:
             number = hello.stream_number
             self._end(former, SupersededError(f"stream {number} of this process replaces this one"))
         self._outboxes[stream_id] = outbox
-        outbox.send(router_pb2.DispatchResponse(welcome=self._welcome))
+        outbox.send(leases_pb2.DispatchResponse(welcome=self._welcome))
         for model in self._table.fleet.offered_models():
             if hello.model in {"", model}:
                 self._send(stream_id, self._news(model))
@@ -141,9 +142,9 @@ class Dispatch:
 
         Its address is empty if it has not registered since this router started.
         """
-        news = router_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
+        news = leases_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
         for stream_id in {lease.stream_id for lease in engine.held}:
-            self._send(stream_id, router_pb2.DispatchResponse(silent_engine=news))
+            self._send(stream_id, leases_pb2.DispatchResponse(silent_engine=news))
 
     def _offered(self, model: str) -> None:
         """Tells gateways which policy versions the engines of their model may have."""
@@ -151,10 +152,10 @@ class Dispatch:
             if stream.hello.model in {"", model}:
                 self._send(stream_id, self._news(model))
 
-    def _news(self, model: str) -> router_pb2.DispatchResponse:
+    def _news(self, model: str) -> leases_pb2.DispatchResponse:
         newest = self._table.fleet.newest_version(model)
-        offered = router_pb2.OfferedWeights(model=model, policy_version=newest)
-        return router_pb2.DispatchResponse(offered=offered)
+        offered = leases_pb2.OfferedWeights(model=model, policy_version=newest)
+        return leases_pb2.DispatchResponse(offered=offered)
 
     def end_streams(self, gateway_id: str) -> None:
         """Ends the streams of a gateway that has stopped reporting, which frees its leases."""
@@ -169,7 +170,7 @@ class Dispatch:
             self._end(stream_id, error)
 
     async def _read(
-        self, stream_id: str, outbox: Outbox, requests: AsyncIterator[router_pb2.DispatchRequest]
+        self, stream_id: str, outbox: Outbox, requests: AsyncIterator[leases_pb2.DispatchRequest]
     ) -> None:
         """Takes requests until the gateway ends the stream. The writer raises any error."""
         try:
@@ -180,7 +181,7 @@ class Dispatch:
         except Exception as error:  # one stream's error must not stop the others
             outbox.error = outbox.error or error
 
-    async def _take(self, stream_id: str, request: router_pb2.DispatchRequest) -> None:
+    async def _take(self, stream_id: str, request: leases_pb2.DispatchRequest) -> None:
         now_ms = clock.monotonic_ms()
         for release in request.releases:
             self._release(stream_id, release, now_ms)
@@ -195,14 +196,14 @@ class Dispatch:
             case "restate":
                 self._restate(stream_id, request.restate, now_ms)
             case "ping":
-                self._send(stream_id, router_pb2.DispatchResponse(pong=router_pb2.DispatchPong()))
+                self._send(stream_id, leases_pb2.DispatchResponse(pong=leases_pb2.DispatchPong()))
             case "hello":
                 raise InvalidFieldError("hello", "is not the first message; send it once")
             case None if not request.releases:
                 raise InvalidFieldError("part", "is empty; set one of its fields, or releases")
 
-    def _acquire(self, stream_id: str, acquire: router_pb2.AcquireLease, now_ms: int) -> None:
-        response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
+    def _acquire(self, stream_id: str, acquire: leases_pb2.AcquireLease, now_ms: int) -> None:
+        response = leases_pb2.DispatchResponse(lease_id=acquire.lease_id)
         try:
             grant = self._table.acquire(stream_id, acquire, now_ms=now_ms)
         except RollmeshError as error:
@@ -217,7 +218,7 @@ class Dispatch:
         response.grant.CopyFrom(grant)
         self._send(stream_id, response)
 
-    def _restate(self, stream_id: str, stated: router_pb2.Restatement, now_ms: int) -> None:
+    def _restate(self, stream_id: str, stated: leases_pb2.Restatement, now_ms: int) -> None:
         ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated.engines)
         if ids > _MOST_RESTATED or len(stated.engines) > _MOST_RESTATED:
             raise InvalidFieldError(
@@ -227,7 +228,7 @@ class Dispatch:
         self._table.restate(stream_id, stated.engines, now_ms=now_ms)
         self._set_timer(self._table.due_ms(now_ms), now_ms)
 
-    def _release(self, stream_id: str, release: router_pb2.ReleaseLease, now_ms: int) -> None:
+    def _release(self, stream_id: str, release: leases_pb2.ReleaseLease, now_ms: int) -> None:
         if release.engine_fault:
             fault = release.engine_fault[:_MAX_FAULT_CHARS]
             engine = self._table.report_fault(stream_id, release.lease_id, fault)
@@ -249,7 +250,7 @@ class Dispatch:
 
     def _answer(self, ended: EndedWait) -> None:
         metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
-        response = router_pb2.DispatchResponse(lease_id=ended.lease_id)
+        response = leases_pb2.DispatchResponse(lease_id=ended.lease_id)
         if isinstance(ended.result, RollmeshError):
             metrics.QUEUE_REFUSALS.labels("deadline").inc()
             self._refuse(ended.stream_id, response, ended.result)
@@ -259,13 +260,13 @@ class Dispatch:
             self._send(ended.stream_id, response)
 
     def _refuse(
-        self, stream_id: str, response: router_pb2.DispatchResponse, error: RollmeshError
+        self, stream_id: str, response: leases_pb2.DispatchResponse, error: RollmeshError
     ) -> None:
         metrics.LEASE_REQUESTS.labels(error.reason.lower()).inc()
         response.refusal.CopyFrom(to_status(error))
         self._send(stream_id, response)
 
-    def _send(self, stream_id: str, response: router_pb2.DispatchResponse) -> None:
+    def _send(self, stream_id: str, response: leases_pb2.DispatchResponse) -> None:
         outbox = self._outboxes.get(stream_id)
         if outbox is not None and not outbox.send(response):
             _log.warning("gateway does not read its responses", extra=fields(stream=stream_id))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.v1 import router_pb2
 
 _Item = TypeVar("_Item")
@@ -129,7 +130,7 @@ class Circuit:
     def end(
         self,
         epoch: int,
-        outcome: router_pb2.LeaseOutcome.ValueType,
+        outcome: leases_pb2.LeaseOutcome.ValueType,
         now_ms: int,
         limits: CircuitLimits,
     ) -> bool:
@@ -145,11 +146,11 @@ class Circuit:
             return False
         self._probing = False
         before = self.state
-        if outcome == router_pb2.LEASE_OUTCOME_LOST:
+        if outcome == leases_pb2.LEASE_OUTCOME_LOST:
             self._losses += 1
             if before == router_pb2.CIRCUIT_STATE_HALF_OPEN or self._losses >= limits.losses:
                 self._open(now_ms, limits)
-        elif outcome == router_pb2.LEASE_OUTCOME_ANSWERED:
+        elif outcome == leases_pb2.LEASE_OUTCOME_ANSWERED:
             self._losses = self._openings = 0
             self.state = router_pb2.CIRCUIT_STATE_CLOSED
         return self.state != before
@@ -262,7 +263,7 @@ class Engine:
         self.most_held = len(self.held)
 
 
-def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
+def misfit(engine: Engine, gateway: leases_pb2.DispatchHello) -> str:
     """Returns why an engine cannot serve a gateway of its model, empty if it can."""
     if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
         return ""
@@ -277,7 +278,7 @@ def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
     return ""
 
 
-def fits(engine: Engine, gateway: router_pb2.DispatchHello) -> bool:
+def fits(engine: Engine, gateway: leases_pb2.DispatchHello) -> bool:
     """Returns whether an engine has the model, tokenizer and vocabulary of a gateway."""
     return gateway.model in {"", engine.model} and not misfit(engine, gateway)
 
@@ -301,7 +302,7 @@ class Pool:
     Engines are ranked again when the first of them is asked for, not when they change.
     """
 
-    def __init__(self, gateway: router_pb2.DispatchHello) -> None:
+    def __init__(self, gateway: leases_pb2.DispatchHello) -> None:
         """Starts without engines, for gateways of the same kind."""
         self.gateway = gateway
         """A gateway of the kind."""
@@ -548,7 +549,7 @@ class Fleet:
         """Returns the engines of a model. An empty name means all models."""
         return list(self._models.get(model, ()) if model else self.engines.values())
 
-    def join(self, gateway: router_pb2.DispatchHello) -> Pool:
+    def join(self, gateway: leases_pb2.DispatchHello) -> Pool:
         """Returns the pool of a gateway that has connected."""
         pool = self._pools.get(_kind(gateway))
         if pool is None:
@@ -617,7 +618,7 @@ class Fleet:
             return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
         return None
 
-    def why_none(self, gateway: router_pb2.DispatchHello) -> str:
+    def why_none(self, gateway: leases_pb2.DispatchHello) -> str:
         """Returns why no engine can serve a turn of a gateway, for people."""
 
         def why(engine: Engine) -> str:
@@ -667,7 +668,7 @@ def ignore(*_: object) -> None:
     """Does nothing."""
 
 
-def _kind(gateway: router_pb2.DispatchHello) -> _Kind:
+def _kind(gateway: leases_pb2.DispatchHello) -> _Kind:
     """Returns the kind of a gateway. Gateways of one kind can lease the same engines."""
     return gateway.model, gateway.tokenizer_sha256, gateway.vocabulary_tokens
 

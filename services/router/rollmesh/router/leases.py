@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.engines import (
     IMBALANCE_MARGIN,
     NO_ENGINES,
@@ -44,7 +45,6 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SupersededError,
 )
-from rollmesh.v1 import router_pb2
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Stream:
     """The `Dispatch` stream of a gateway."""
 
     stream_id: str
-    hello: router_pb2.DispatchHello
+    hello: leases_pb2.DispatchHello
     pool: Pool
     distrusted: frozenset[Engine] = NO_ENGINES
     """Engines that the gateway reported for an impossible answer."""
@@ -280,7 +280,7 @@ class EndedWait(NamedTuple):
     stream_id: str
     lease_id: str
     waited_ms: int
-    result: router_pb2.LeaseGrant | RollmeshError
+    result: leases_pb2.LeaseGrant | RollmeshError
 
 
 class LeaseTable:
@@ -379,7 +379,7 @@ class LeaseTable:
         if (engine := self.fleet.remove(engine_id)) is not None:
             self._empty(engine)
 
-    def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> str | None:
+    def open_stream(self, stream_id: str, gateway: leases_pb2.DispatchHello) -> str | None:
         """Opens a gateway's stream.
 
         Returns:
@@ -429,7 +429,7 @@ class LeaseTable:
                 self._give_up(engine_id)
 
     def restate(
-        self, stream_id: str, holdings: Iterable[router_pb2.EngineHoldings], *, now_ms: int = 0
+        self, stream_id: str, holdings: Iterable[leases_pb2.EngineHoldings], *, now_ms: int = 0
     ) -> None:
         """Books the leases and places the sessions that a gateway has from before its stream.
 
@@ -454,8 +454,8 @@ class LeaseTable:
             self.fleet.touch(engine)
 
     def acquire(
-        self, stream_id: str, asked: router_pb2.AcquireLease, *, now_ms: int = 0
-    ) -> router_pb2.LeaseGrant | None:
+        self, stream_id: str, asked: leases_pb2.AcquireLease, *, now_ms: int = 0
+    ) -> leases_pb2.LeaseGrant | None:
         """Grants a lease for one turn of a session, or lets the request wait for `end_waits`.
 
         Returns:
@@ -511,7 +511,7 @@ class LeaseTable:
         self,
         stream_id: str,
         lease_id: str,
-        outcome: router_pb2.LeaseOutcome.ValueType = router_pb2.LEASE_OUTCOME_UNSPECIFIED,
+        outcome: leases_pb2.LeaseOutcome.ValueType = leases_pb2.LEASE_OUTCOME_UNSPECIFIED,
         *,
         now_ms: int = 0,
     ) -> None:
@@ -591,7 +591,7 @@ class LeaseTable:
             due.append(now_ms if self._queue.next() is not None else self._queue.due_ms())
         return min(due, default=None)
 
-    def _grant(self, request: Request) -> router_pb2.LeaseGrant | None:
+    def _grant(self, request: Request) -> leases_pb2.LeaseGrant | None:
         stream, group_id = request.stream, request.group_id
         if not stream.hello.model and len(self.fleet.models) > 1:
             known = ", ".join(sorted(self.fleet.models))
@@ -606,7 +606,7 @@ class LeaseTable:
         self._book(stream, request.lease_id, engine, engine.circuit.grant())
         self._place(request.session_id, engine, stream, group_id)
         self.fleet.touch(engine)
-        return router_pb2.LeaseGrant(
+        return leases_pb2.LeaseGrant(
             engine_id=engine.engine_id,
             address=engine.address,
             policy_version=engine.policy_version,
@@ -620,7 +620,7 @@ class LeaseTable:
     def _free(
         self,
         lease: Lease,
-        outcome: router_pb2.LeaseOutcome.ValueType = router_pb2.LEASE_OUTCOME_UNSPECIFIED,
+        outcome: leases_pb2.LeaseOutcome.ValueType = leases_pb2.LEASE_OUTCOME_UNSPECIFIED,
         now_ms: int = 0,
     ) -> bool:
         """Frees the slot of a lease. Returns whether the circuit of its engine changed."""
@@ -634,7 +634,7 @@ class LeaseTable:
         """Grants a waiting request a slot, or refuses it if there is none."""
         stream = request.stream
         del stream.waiting[request.lease_id]
-        result: router_pb2.LeaseGrant | RollmeshError | None
+        result: leases_pb2.LeaseGrant | RollmeshError | None
         try:
             result = self._grant(request)
             if result is None and not request.choice.fitting:
@@ -642,7 +642,7 @@ class LeaseTable:
                 result = self._grant(request)
         except InvalidLeaseError as error:
             result = error
-        self._queue.remove(request, served=isinstance(result, router_pb2.LeaseGrant))
+        self._queue.remove(request, served=isinstance(result, leases_pb2.LeaseGrant))
         if result is None:
             result = self._refusal(request, now_ms)
         return EndedWait(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)

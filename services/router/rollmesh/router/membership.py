@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -21,7 +20,6 @@ _log = logging.getLogger(__name__)
 _TICK_MS = 250
 _INTERVAL_MS = 5_000  # of replicas that promise none
 _RETRY_MS = 1_000
-_Key: TypeAlias = tuple[router_pb2.ReplicaKind.ValueType, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +67,7 @@ class Member:
         )
 
 
-def _key(hello: router_pb2.ReplicaHello) -> _Key:
+def _key(hello: router_pb2.ReplicaHello) -> tuple[int, str]:
     """Returns the key of a member. Replicas of two kinds may have one id."""
     return hello.kind, hello.replica_id
 
@@ -84,7 +82,7 @@ class Members:
             missed_reports: Number of reports that a member may miss before it is removed.
         """
         self._missed_reports = missed_reports
-        self._members: dict[_Key, Member] = {}
+        self._members: dict[tuple[int, str], Member] = {}
         self._placements = 0
         self._error: RollmeshError | None = None
 
@@ -213,21 +211,15 @@ class Members:
         Args:
             passed_ms: Time since the last call, milliseconds.
         """
-        for member in self._members.values():
+        members, missed = self._members.values(), self._missed_reports
+        for member in members:
             member.silent_ms += passed_ms
-        return [
-            member
-            for member in self._members.values()
-            if member.silent_ms > self._missed_reports * member.interval_ms
-        ]
+        return [one for one in members if one.silent_ms > missed * one.interval_ms]
 
     def gateways(self) -> list[Member]:
         """Returns the gateways in the order of their ids."""
-        found = [
-            member
-            for member in self._members.values()
-            if member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY
-        ]
+        kind = router_pb2.REPLICA_KIND_GATEWAY
+        found = [one for one in self._members.values() if one.hello.kind == kind]
         return sorted(found, key=lambda one: one.hello.replica_id)
 
     def place(self, model: str, known: Collection[str] = ()) -> router_pb2.Gateway:
@@ -250,15 +242,12 @@ class Members:
         if models and (not is_known if model else len(models) > 1):
             problem = f"{model!r} is not served" if model else "is empty"
             raise InvalidFieldError("model", f"{problem}; give one of {', '.join(models)}")
-        taking = [
-            one
-            for one in gateways
-            if model in {"", one.hello.model} and not one.hello.load.draining
-        ]
+        of_model = [one for one in gateways if model in {"", one.hello.model}]
+        taking = [one for one in of_model if not one.hello.load.draining]
         if not taking:
-            of_model = f" of model {model!r}" if model else ""
+            named = f" of model {model!r}" if model else ""
             raise NoGatewayError(
-                f"none of {len(gateways)} gateways takes new sessions{of_model}; try again",
+                f"none of {len(gateways)} gateways takes new sessions{named}; try again",
                 retry_delay_ms=_RETRY_MS,
             )
         gateway = min(taking, key=lambda one: (one.is_late, one.live_sessions, one.last_placed))

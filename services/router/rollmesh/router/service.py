@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from rollmesh.internal.v1 import peers_pb2_grpc
+from rollmesh.internal.v1 import leases_pb2_grpc, members_pb2_grpc, peers_pb2_grpc
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import CircuitLimits
@@ -18,7 +18,12 @@ from rollmesh.v1 import router_pb2_grpc, server_pb2
 class RouterService:
     """One router process."""
 
-    names = ("rollmesh.v1.RouterService", "rollmesh.internal.v1.PeerService")
+    names = (
+        "rollmesh.v1.RouterService",
+        "rollmesh.internal.v1.MembershipService",
+        "rollmesh.internal.v1.LeaseService",
+        "rollmesh.internal.v1.PeerService",
+    )
 
     def __init__(self, config: RouterConfig) -> None:
         """Starts without members."""
@@ -40,6 +45,8 @@ class RouterService:
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicers."""
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, server)
+        members_pb2_grpc.add_MembershipServiceServicer_to_server(self._servicer, server)
+        leases_pb2_grpc.add_LeaseServiceServicer_to_server(self._servicer, server)
         peers_pb2_grpc.add_PeerServiceServicer_to_server(self._servicer.peers, server)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""RouterService: checks requests, applies them to the router's state and answers."""
+"""The services of a router: checks requests, applies them to the router's state and answers."""
 
 import asyncio
 import uuid
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc, members_pb2, members_pb2_grpc
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
 from rollmesh.router.engines import Engine
@@ -39,7 +40,11 @@ _NEEDED = {
 """By kind: the field that its members must give."""
 
 
-class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+class RouterServicer(
+    router_pb2_grpc.RouterServiceServicer,
+    members_pb2_grpc.MembershipServiceServicer,
+    leases_pb2_grpc.LeaseServiceServicer,
+):
     """Serves one router. Its state is built from its members' reports.
 
     Control calls go to all engines of a model in parallel and return a result per engine. Engines
@@ -85,14 +90,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._dispatch.end(_shutting_down())
 
     async def Register(
-        self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
-    ) -> AsyncIterator[router_pb2.RegisterResponse]:
+        self, request_iterator: AsyncIterator[members_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[members_pb2.RegisterResponse]:
         first = await anext(request_iterator, None)
         self._check_open()
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
         try:
-            yield router_pb2.RegisterResponse(router_id=self._router_id)
+            yield members_pb2.RegisterResponse(router_id=self._router_id)
             async with self._members.reporting(member):
                 async for message in request_iterator:
                     if not message.HasField("load"):
@@ -116,8 +121,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     self._table.remove_engine(engine.engine_id)
 
     async def Dispatch(
-        self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
-    ) -> AsyncIterator[router_pb2.DispatchResponse]:
+        self, request_iterator: AsyncIterator[leases_pb2.DispatchRequest], context: Context
+    ) -> AsyncIterator[leases_pb2.DispatchResponse]:
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "is missing; send it in the first message")
@@ -254,19 +259,14 @@ def _shutting_down() -> ShuttingDownError:
 
 def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
     """Returns the header of a push that engines receive."""
-    update = engine_pb2.UpdateWeightsHeader(
-        policy_version=header.policy_version, pause_mode=header.pause_mode, model=header.model
+    source = header.WhichOneof("source")
+    given: dict[str, Any] = {source: getattr(header, source)} if source else {}
+    return engine_pb2.UpdateWeightsHeader(
+        policy_version=header.policy_version,
+        pause_mode=header.pause_mode,
+        model=header.model,
+        **given,
     )
-    match header.WhichOneof("source"):
-        case "checkpoint_dir":
-            update.checkpoint_dir = header.checkpoint_dir
-        case "safetensors_bytes":
-            update.safetensors_bytes = header.safetensors_bytes
-        case "transfer":
-            update.transfer.CopyFrom(header.transfer)
-        case _:
-            pass
-    return update
 
 
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
@@ -276,7 +276,7 @@ def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.report(load.running + load.waiting)
 
 
-def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:
+def _checked_hello(first: members_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:
     """Returns the hello of a stream, whose fields are valid and whose kind is the caller's role."""
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
@@ -289,11 +289,11 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
     role = router_pb2.ReplicaKind.Name(hello.kind).removeprefix("REPLICA_KIND_").lower()
     if roles is not None and role not in roles:
         count_refused("wrong_role")
-        shown = ",".join(sorted(roles))
+        shown = ", ".join(sorted(roles))
         raise RoleRefusedError(
-            f"kind: role {shown.replace(',', ', ')} may not register as {role}; use the token or "
+            f"kind: role {shown} may not register as {role}; use the token or "
             f"the certificate of the {role}",
-            roles=shown,
+            roles=",".join(sorted(roles)),
         )
     needed = _NEEDED.get(hello.kind)
     if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:

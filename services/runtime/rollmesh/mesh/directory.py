@@ -450,17 +450,13 @@ class GatewayDirectory(Directory):
         """Whether there is only one gateway, at a known address."""
         return bool(self._only)
 
-    async def any(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
-        """Returns one of the gateways.
+    async def any_address(self) -> str:
+        """Returns the address of one of the gateways.
 
         Raises:
             NoGatewayError: There is none.
             RollmeshError: The router did not answer.
         """
-        return self.at(await self.any_address())
-
-    async def any_address(self) -> str:
-        """Returns the address of one of the gateways. Raises as `any` does."""
         addresses = await self.addresses()
         if not addresses:
             raise _no_gateway()

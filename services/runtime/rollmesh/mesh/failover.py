@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.engines import Answer, EngineClients
 from rollmesh.mesh.generation import Generation, Sampled, ended, newest_version, why_not_continued
 from rollmesh.mesh.leases import LeaseClient
@@ -30,7 +31,7 @@ from rollmesh.runtime.errors import (
     StartingError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 # Requests that engines die of, and the rule by which such a request is refused.
 #
@@ -396,7 +397,7 @@ class Failover:
             RollmeshError: No engine can be leased, or the request is poison.
         """
         generation, suspects = order.generation, self.suspects
-        leased: tuple[Suspicion, router_pb2.LeaseGrant] | None = None
+        leased: tuple[Suspicion, leases_pb2.LeaseGrant] | None = None
         order.waiting = waiting = asyncio.timeout(None)
         try:
             async with waiting:
@@ -498,7 +499,7 @@ class _Attempt:
     """A generation on one engine."""
 
     suspect: Suspicion
-    grant: router_pb2.LeaseGrant
+    grant: leases_pb2.LeaseGrant
     request: engine_pb2.StreamGenerateRequest
     asked: int = 0
     """How often the engine asked for images."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import grpc
 
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
@@ -35,7 +36,6 @@ from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 # The leases and placements of a gateway, to be stated to another router: plain state.
 
@@ -48,13 +48,13 @@ class Holdings:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self.leases: dict[str, router_pb2.LeaseGrant] = {}
+        self.leases: dict[str, leases_pb2.LeaseGrant] = {}
         """Grants by lease id."""
         self.sessions: dict[str, tuple[str, str]] = {}
         """Engine id and group id by session id. The group may be empty."""
 
     def granted(
-        self, lease_id: str, grant: router_pb2.LeaseGrant, acquire: router_pb2.AcquireLease
+        self, lease_id: str, grant: leases_pb2.LeaseGrant, acquire: leases_pb2.AcquireLease
     ) -> None:
         """Notes a lease. Its session is on its engine from now on."""
         self.leases[lease_id] = grant
@@ -79,7 +79,7 @@ class Restating:
         self._leases = list(holdings.leases)
         self._sessions = dict.fromkeys(holdings.sessions)
 
-    def next(self) -> router_pb2.Restatement | None:
+    def next(self) -> leases_pb2.Restatement | None:
         """Returns the next message. None if all is stated."""
         if self._leases:
             lease_ids, self._leases = self._leases[:MOST_IDS], self._leases[MOST_IDS:]
@@ -89,7 +89,7 @@ class Restating:
             return self._statement([], [self._sessions.popitem()[0] for _ in range(count)])
         return None
 
-    def before(self, session_id: str) -> router_pb2.Restatement | None:
+    def before(self, session_id: str) -> leases_pb2.Restatement | None:
         """Returns the message that a request of a session must follow. None if it was sent."""
         if session_id not in self._sessions:
             return None
@@ -98,9 +98,9 @@ class Restating:
 
     def _statement(
         self, lease_ids: Iterable[str], session_ids: Iterable[str]
-    ) -> router_pb2.Restatement:
-        engines: defaultdict[str, router_pb2.EngineHoldings]
-        engines = defaultdict(router_pb2.EngineHoldings)
+    ) -> leases_pb2.Restatement:
+        engines: defaultdict[str, leases_pb2.EngineHoldings]
+        engines = defaultdict(leases_pb2.EngineHoldings)
         for lease_id in lease_ids:
             if (grant := self._held.leases.get(lease_id)) is not None:
                 engines[grant.engine_id].lease_ids.append(lease_id)
@@ -110,7 +110,7 @@ class Restating:
                 engines[engine_id].sessions.add(session_id=session_id, group_id=group_id)
         for engine_id, one in engines.items():
             one.engine_id = engine_id
-        return router_pb2.Restatement(engines=engines.values())
+        return leases_pb2.Restatement(engines=engines.values())
 
 
 _log = logging.getLogger(__name__)
@@ -145,9 +145,9 @@ class Link:
         address: str,
         patience: int,
         *,
-        hello: Callable[[], router_pb2.DispatchHello],
+        hello: Callable[[], leases_pb2.DispatchHello],
         changed: Callable[["Link"], None],
-        answered: Callable[["Link", router_pb2.DispatchResponse], None],
+        answered: Callable[["Link", leases_pb2.DispatchResponse], None],
     ) -> None:
         """Takes the router's `host:port` and the callbacks.
 
@@ -168,8 +168,8 @@ class Link:
         self._quiet = self._up_ticks = 0  # ticks since the last message, and since the welcome
         self._is_pinged = False
         self._scope: asyncio.Timeout | None = None
-        self._messages: asyncio.Queue[router_pb2.DispatchRequest | None] = asyncio.Queue(1)
-        self._releases: list[router_pb2.ReleaseLease] = []
+        self._messages: asyncio.Queue[leases_pb2.DispatchRequest | None] = asyncio.Queue(1)
+        self._releases: list[leases_pb2.ReleaseLease] = []
         self._restating: Restating | None = None
 
     async def run(self) -> None:
@@ -204,7 +204,7 @@ class Link:
         is_waiting = is_waiting or self._restating is not None
         if not self._is_pinged and self._quiet >= (_WAITING if is_waiting else _IDLE):
             self._quiet, self._is_pinged = 0, True
-            self._try_to_send(router_pb2.DispatchRequest(ping=router_pb2.DispatchPing()))
+            self._try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))
         elif self._is_pinged and self._quiet >= self._patience:
             _log.warning("router silent", extra=fields(router=self.address))
             # An overloaded router would suffer from gateways that leave and return.
@@ -220,17 +220,17 @@ class Link:
     def begin(self, restating: Restating) -> None:
         """Begins to use the router: first of all, the holdings are stated."""
         self._restating = restating
-        self._try_to_send(router_pb2.DispatchRequest(ping=router_pb2.DispatchPing()))  # wakes it
+        self._try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))  # wakes it
 
-    def acquire(self, acquire: router_pb2.AcquireLease) -> None:
+    def acquire(self, acquire: leases_pb2.AcquireLease) -> None:
         """Requests a lease.
 
         Raises:
             asyncio.QueueFull: The router reads too slowly.
         """
-        self._send(router_pb2.DispatchRequest(acquire=acquire))
+        self._send(leases_pb2.DispatchRequest(acquire=acquire))
 
-    def release(self, release: router_pb2.ReleaseLease) -> None:
+    def release(self, release: leases_pb2.ReleaseLease) -> None:
         """Releases a lease, with the next request or within 2 ms: a turn costs one message."""
         if not self.is_up:  # the router has freed it
             return
@@ -243,14 +243,14 @@ class Link:
     def forget(self, session_id: str) -> None:
         """Tells the router that a session has ended. It forgets all when the stream ends."""
         if self.is_up:
-            forget = router_pb2.ForgetSession(session_id=session_id)
-            self._try_to_send(router_pb2.DispatchRequest(forget=forget))
+            forget = leases_pb2.ForgetSession(session_id=session_id)
+            self._try_to_send(leases_pb2.DispatchRequest(forget=forget))
 
     async def _hold(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        messages: asyncio.Queue[router_pb2.DispatchRequest | None] = asyncio.Queue(_MOST_OUTGOING)
+        messages: asyncio.Queue[leases_pb2.DispatchRequest | None] = asyncio.Queue(_MOST_OUTGOING)
         self._messages = messages
         self._releases, self._restating = [], None
-        call = router_pb2_grpc.RouterServiceStub(channel).Dispatch(self._requests(messages))
+        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(self._requests(messages))
         try:
             async with aclosing(read_stream(call)) as responses:
                 async for response in responses:
@@ -268,21 +268,21 @@ class Link:
                 messages.put_nowait(None)  # so that the call's own task can finish
 
     async def _requests(
-        self, messages: "asyncio.Queue[router_pb2.DispatchRequest | None]"
-    ) -> AsyncIterator[router_pb2.DispatchRequest]:
+        self, messages: "asyncio.Queue[leases_pb2.DispatchRequest | None]"
+    ) -> AsyncIterator[leases_pb2.DispatchRequest]:
         """Yields the messages of a stream.
 
         Restatements are made as the router reads them, with other messages in between, which do not
         wait for 100,000 sessions. A request for a lease comes after the statement of its session.
         """
-        yield router_pb2.DispatchRequest(hello=self._hello())
+        yield leases_pb2.DispatchRequest(hello=self._hello())
         while messages is self._messages:
             if self._restating is not None:
                 stated = self._restating.next()
                 if stated is None:
                     self._restating = None
                 else:
-                    yield router_pb2.DispatchRequest(restate=stated)
+                    yield leases_pb2.DispatchRequest(restate=stated)
                     if messages.empty():
                         continue
             if (message := await messages.get()) is None:
@@ -290,7 +290,7 @@ class Link:
             if self._restating is not None and message.HasField("acquire"):
                 stated = self._restating.before(message.acquire.session_id)
                 if stated is not None:
-                    yield router_pb2.DispatchRequest(restate=stated)
+                    yield leases_pb2.DispatchRequest(restate=stated)
             yield message
 
     def _up(self) -> None:
@@ -309,16 +309,16 @@ class Link:
     def _flush(self) -> None:
         if self.is_up and self._releases:  # else they were sent with another message
             try:
-                self._send(router_pb2.DispatchRequest())
+                self._send(leases_pb2.DispatchRequest())
             except asyncio.QueueFull:
                 asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
 
-    def _send(self, message: router_pb2.DispatchRequest) -> None:
+    def _send(self, message: leases_pb2.DispatchRequest) -> None:
         message.releases.extend(self._releases)
         self._messages.put_nowait(message)
         self._releases.clear()
 
-    def _try_to_send(self, message: router_pb2.DispatchRequest) -> None:
+    def _try_to_send(self, message: leases_pb2.DispatchRequest) -> None:
         with suppress(asyncio.QueueFull):
             self._send(message)
 
@@ -372,7 +372,7 @@ class OfferedVersions:
                     await self._news.wait()
         return self.of(model)
 
-    def take(self, router: str, weights: router_pb2.OfferedWeights) -> None:
+    def take(self, router: str, weights: leases_pb2.OfferedWeights) -> None:
         """Takes news from the router of an address."""
         if weights.HasField("policy_version"):
             self._said[weights.model, router] = weights.policy_version
@@ -415,8 +415,8 @@ _LOST_CODES = {
 class _Asked:
     """A request that the router has not answered."""
 
-    acquire: router_pb2.AcquireLease
-    answer: asyncio.Future[router_pb2.DispatchResponse]
+    acquire: leases_pb2.AcquireLease
+    answer: asyncio.Future[leases_pb2.DispatchResponse]
 
 
 class LeaseClient(Background):
@@ -457,7 +457,7 @@ class LeaseClient(Background):
         self._preference = Preference(len(addresses), steady_ms)
         self._active: Link | None = None
         self._holdings = Holdings()
-        self._hello = router_pb2.DispatchHello(
+        self._hello = leases_pb2.DispatchHello(
             gateway_id=gateway_id,
             model=model,
             tokenizer_sha256=tokenizer_sha256,
@@ -481,7 +481,7 @@ class LeaseClient(Background):
         excluded: Sequence[str] = (),
         deadline_ms: int,
         suspended_ms: int = 0,
-    ) -> AsyncIterator[router_pb2.LeaseGrant]:
+    ) -> AsyncIterator[leases_pb2.LeaseGrant]:
         """Holds a lease on an engine while the block runs.
 
         How the block ends tells the router about the engine. An `EngineFaultError` takes it out of
@@ -502,20 +502,20 @@ class LeaseClient(Background):
                 is full.
             NoEngineError: No engine, or no router, was available until the deadline.
         """
-        request = router_pb2.AcquireLease(
+        request = leases_pb2.AcquireLease(
             session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
         )
         lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
-        release = router_pb2.ReleaseLease(lease_id=lease_id)
+        release = leases_pb2.ReleaseLease(lease_id=lease_id)
         try:
             yield grant
-            release.outcome = router_pb2.LEASE_OUTCOME_ANSWERED
+            release.outcome = leases_pb2.LEASE_OUTCOME_ANSWERED
         except EngineFaultError as error:
             release.engine_fault = error.message
             raise
         except (EngineDeadError, RemoteError) as error:
             if error.code in _LOST_CODES:
-                release.outcome = router_pb2.LEASE_OUTCOME_LOST
+                release.outcome = leases_pb2.LEASE_OUTCOME_LOST
             raise
         finally:
             self._release(release)
@@ -531,14 +531,14 @@ class LeaseClient(Background):
         if self._active is not None:
             self._active.forget(session_id)
 
-    def _release(self, release: router_pb2.ReleaseLease) -> None:
+    def _release(self, release: leases_pb2.ReleaseLease) -> None:
         self._holdings.leases.pop(release.lease_id, None)
         if self._active is not None:
             self._active.release(release)
 
     async def _acquire_until(
-        self, request: router_pb2.AcquireLease, deadline_ms: int, suspended_ms: int
-    ) -> tuple[str, router_pb2.LeaseGrant]:
+        self, request: leases_pb2.AcquireLease, deadline_ms: int, suspended_ms: int
+    ) -> tuple[str, leases_pb2.LeaseGrant]:
         """Waits for a router and in its queue. Asks again if the router goes away.
 
         A wait that is longer than `deadline_ms` already, because no engine sampled, begins again at
@@ -570,12 +570,12 @@ class LeaseClient(Background):
             retry_delay_ms=_BUSY_MS,
         )
 
-    async def _ask(self, request: router_pb2.AcquireLease) -> router_pb2.DispatchResponse:
+    async def _ask(self, request: leases_pb2.AcquireLease) -> leases_pb2.DispatchResponse:
         link = self._active
         if link is None or not link.is_up:
             raise ConnectionError
         lease_id = str(next(self._ids))
-        acquire = router_pb2.AcquireLease()
+        acquire = leases_pb2.AcquireLease()
         acquire.CopyFrom(request)
         acquire.lease_id = lease_id
         asked = _Asked(acquire, asyncio.get_running_loop().create_future())
@@ -588,7 +588,7 @@ class LeaseClient(Background):
                 "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
             ) from None
         except asyncio.CancelledError:
-            self._release(router_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
+            self._release(leases_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
             raise
         finally:
             self._asked.pop(lease_id, None)
@@ -603,13 +603,13 @@ class LeaseClient(Background):
                     link.tick(is_waiting=link is self._active and bool(self._asked))
                 self._choose()
 
-    def _next_hello(self) -> router_pb2.DispatchHello:
+    def _next_hello(self) -> leases_pb2.DispatchHello:
         self._hello.stream_number += 1
-        hello = router_pb2.DispatchHello()
+        hello = leases_pb2.DispatchHello()
         hello.CopyFrom(self._hello)
         return hello
 
-    def _answered(self, link: Link, response: router_pb2.DispatchResponse) -> None:
+    def _answered(self, link: Link, response: leases_pb2.DispatchResponse) -> None:
         """Takes the router's answer to a request, from which on a lease is held. Or news."""
         if response.HasField("silent_engine"):
             for address in self._holdings.addresses(response.silent_engine.engine_id):
@@ -663,7 +663,7 @@ def _uint32(ms: int) -> int:
     return min(max(ms, 1), _MOST_WAIT_MS)
 
 
-def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
+def _refusal(answer: leases_pb2.DispatchResponse) -> RollmeshError:
     refusal = from_status(answer.refusal)
     if isinstance(refusal, (EnginesBusyError, NoEngineError)):
         return type(refusal)(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from rollmesh.internal.v1 import members_pb2, members_pb2_grpc
 from rollmesh.runtime import clock
 from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.backoff import Backoff
@@ -303,7 +304,7 @@ class _Registration:
             )
 
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
+        stub = members_pb2_grpc.MembershipServiceStub(channel)
         hello = router_pb2.ReplicaHello()
         hello.CopyFrom(self._hello)
         hello.address = await reachable(hello.address, self._router)
@@ -321,9 +322,9 @@ class _Registration:
 
     async def _reports(
         self, hello: router_pb2.ReplicaHello, ended: asyncio.Event
-    ) -> AsyncIterator[router_pb2.RegisterRequest]:
+    ) -> AsyncIterator[members_pb2.RegisterRequest]:
         hello.load.CopyFrom(self._load())
-        yield router_pb2.RegisterRequest(hello=hello)
+        yield members_pb2.RegisterRequest(hello=hello)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_MS / 1000):
@@ -331,7 +332,7 @@ class _Registration:
             if ended.is_set():
                 return
             self._changed.clear()
-            yield router_pb2.RegisterRequest(load=self._load())
+            yield members_pb2.RegisterRequest(load=self._load())
 
 
 # Calls to the routers of a mesh. Any of them may answer.

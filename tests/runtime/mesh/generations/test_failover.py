@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh import failover, leases
 from rollmesh.mesh.engines import Answer
 from rollmesh.mesh.failover import Failover, Order
@@ -26,7 +27,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StartingError,
 )
-from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import PROMPT, message
 
 Step: TypeAlias = engine_pb2.StreamGenerateResponse | RollmeshError
@@ -65,7 +66,7 @@ class Fleet:
     @asynccontextmanager
     async def lease(
         self, *, session_id: str, excluded: Sequence[str], suspended_ms: int, **_: Any
-    ) -> AsyncIterator[router_pb2.LeaseGrant]:
+    ) -> AsyncIterator[leases_pb2.LeaseGrant]:
         if session_id in self.gates:
             self.waiting.add(session_id)
             await self.gates[session_id].wait()
@@ -73,7 +74,7 @@ class Fleet:
         self.suspended_ms.append(suspended_ms)
         try:
             number = len(self.requests)
-            yield router_pb2.LeaseGrant(engine_id=f"e{number}", address=f"a{number}")
+            yield leases_pb2.LeaseGrant(engine_id=f"e{number}", address=f"a{number}")
             self.outcomes.append("answered")
         except RollmeshError as error:
             self.outcomes.append(error.reason)
@@ -269,7 +270,7 @@ async def test_a_version_that_no_router_has_offered_is_a_lie(
 ) -> None:
     monkeypatch.setattr(leases, "_NEWS_S", 0.001)
     fleet, order = Fleet([some(1, version=2)], [last(3)]), order_of()
-    fleet.offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=1))
+    fleet.offered.take("r", leases_pb2.OfferedWeights(model="m", policy_version=1))
     assert await run(fleet, order) == ([[3]], [3])
     assert fleet.losses == 1
 

@@ -1,15 +1,15 @@
 """What a gateway tells a router of what it holds."""
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.leases import MOST_IDS, Holdings, Restating
-from rollmesh.v1 import router_pb2
 
 
 def grant(holdings: Holdings, at: int, engine_id: str, session_id: str, group_id: str) -> None:
     address = engine_id.replace("e", "host:")
     holdings.granted(
         str(at),
-        router_pb2.LeaseGrant(engine_id=engine_id, address=address),
-        router_pb2.AcquireLease(session_id=session_id, group_id=group_id),
+        leases_pb2.LeaseGrant(engine_id=engine_id, address=address),
+        leases_pb2.AcquireLease(session_id=session_id, group_id=group_id),
     )
 
 
@@ -24,7 +24,7 @@ def held(leases: int, sessions: int) -> Holdings:
     return holdings
 
 
-def ids(messages: list[router_pb2.Restatement]) -> tuple[dict[str, str], dict[str, str]]:
+def ids(messages: list[leases_pb2.Restatement]) -> tuple[dict[str, str], dict[str, str]]:
     """Engines of the leases and of the sessions in messages."""
     engines = [one for message in messages for one in message.engines]
     return (
@@ -33,11 +33,11 @@ def ids(messages: list[router_pb2.Restatement]) -> tuple[dict[str, str], dict[st
     )
 
 
-def size(message: router_pb2.Restatement) -> int:
+def size(message: leases_pb2.Restatement) -> int:
     return sum(len(one.lease_ids) + len(one.sessions) for one in message.engines)
 
 
-def all_of(restating: Restating) -> list[router_pb2.Restatement]:
+def all_of(restating: Restating) -> list[leases_pb2.Restatement]:
     return list(iter(restating.next, None))
 
 

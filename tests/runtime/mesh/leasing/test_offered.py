@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh import leases as offered_versions
 from rollmesh.mesh.leases import Offered, OfferedVersions
-from rollmesh.v1 import router_pb2
 
 
 def told(versions: list[int | None]) -> OfferedVersions:
     offered = OfferedVersions()
     for version in versions:
-        offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=version))
+        offered.take("r", leases_pb2.OfferedWeights(model="m", policy_version=version))
     return offered
 
 
@@ -44,7 +44,7 @@ def test_models_that_are_forgotten_leave_nothing() -> None:
     offered = OfferedVersions()
     for at in range(100):
         for version in (1, None):
-            news = router_pb2.OfferedWeights(model=f"m{at}", policy_version=version)
+            news = leases_pb2.OfferedWeights(model=f"m{at}", policy_version=version)
             offered.take("r", news)
     assert offered.models == 0
     assert offered.of("m7").epoch == offered.of("m99").epoch  # of both it was lost what was known
@@ -53,7 +53,7 @@ def test_models_that_are_forgotten_leave_nothing() -> None:
 def test_the_highest_version_of_any_router_counts() -> None:
     offered = told([4])
     for version in (3, 5):
-        offered.take("other", router_pb2.OfferedWeights(model="m", policy_version=version))
+        offered.take("other", leases_pb2.OfferedWeights(model="m", policy_version=version))
     assert offered.of("m") == Offered(1, 5)
     offered.lose("other")
     assert offered.of("m") == Offered(2, 4)
@@ -64,8 +64,8 @@ async def test_a_version_that_is_about_to_be_offered_is_waited_for() -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         waits = [tasks.create_task(offered.until("m", version)) for version in (4, 5, 6)]
         await asyncio.sleep(0)
-        offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=5))
-        offered.take("r", router_pb2.OfferedWeights(model="m", policy_version=6))
+        offered.take("r", leases_pb2.OfferedWeights(model="m", policy_version=5))
+        offered.take("r", leases_pb2.OfferedWeights(model="m", policy_version=6))
     assert [wait.result().newest for wait in waits] in ([4, 6, 6], [4, 5, 6])
 
 

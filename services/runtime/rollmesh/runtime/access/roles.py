@@ -53,8 +53,6 @@ _ROUTES = frozenset({_R.ROUTER})
 
 _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "rollmesh.v1.RouterService": {
-        "Register": _SERVICES,
-        "Dispatch": frozenset({_R.GATEWAY}),
         "PlaceSession": _OPERATES,
         "ListGateways": _OPERATES | _TALKS,
         "ListReplicas": _OPERATES | {_R.GATEWAY},
@@ -62,6 +60,8 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "PushWeights": _OPERATES,
         "ForgetWeights": _OPERATES,
     },
+    "rollmesh.internal.v1.MembershipService": {"Register": _SERVICES},
+    "rollmesh.internal.v1.LeaseService": {"Dispatch": frozenset({_R.GATEWAY})},
     "rollmesh.internal.v1.PeerService": dict.fromkeys(
         ("ListKeptWeights", "FetchWeights", "SyncWeights"), _ROUTES
     ),
@@ -130,7 +130,7 @@ def may_call(method: str, roles: frozenset[Role]) -> bool:
     """Returns whether a caller may call a method.
 
     Args:
-        method: Its full name: `/rollmesh.v1.RouterService/Register`.
+        method: Its full name: `/rollmesh.v1.GatewayService/Chat`.
         roles: Roles that the caller has shown, none for a stranger.
     """
     return method in OPEN or not roles.isdisjoint(TABLE.get(method, ()))
