@@ -62,7 +62,7 @@ class Generations:
 
     async def streamed(self) -> int:
         """Returns the number of tokens of one generation, taken as they come."""
-        request = engine_pb2.StreamGenerateRequest(
+        request = engine_pb2.StreamedGenerate(
             generate=self._request(), max_chunk_tokens=MOST_COLLECTED_TOKENS, collect_ms=COLLECT_MS
         )
         tokens = 0

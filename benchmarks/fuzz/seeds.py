@@ -60,14 +60,13 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
         model=model,
         sampling=sampling_pb2.SamplingParams(max_tokens=2),
     )
-    streamed = engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=1)
+    streamed = engine_pb2.StreamedGenerate(generate=generate, max_chunk_tokens=1)
     header = engine_pb2.UpdateWeightsHeader(
         policy_version=1, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8, model=model
     )
     control = engine_pb2.ControlEnginesRequest
     return {
         "Generate": [generate],
-        "StreamGenerate": [streamed],
         "Generations": [
             engine_pb2.GenerationsRequest(
                 begin=[engine_pb2.BeginGeneration(number=1, request=streamed)], abort=[2], drop=[3]

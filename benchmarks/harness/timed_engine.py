@@ -23,7 +23,7 @@ _generate = ScriptedBackend.generate
 
 async def _timed(
     self: ScriptedBackend, request: GenerateInput
-) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
     first = True
     async with aclosing(_generate(self, request)) as messages:
         async for message in messages:

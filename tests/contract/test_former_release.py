@@ -185,12 +185,14 @@ async def test_a_gateway_registers_leases_generates_and_hands_a_session_over(mes
         request = old.GenerateRequest(
             request_id="g-1", session_id="s-1", token_ids_u32le=prompt, model="policy"
         )
-        chunks = [
-            one
-            async for one in at["engine"].StreamGenerate(
-                old.StreamGenerateRequest(generate=request, max_chunk_tokens=8)
-            )
-        ]
+        generations = at["engine"].Generations()
+        begin = old.BeginGeneration(
+            number=1, request=old.StreamedGenerate(generate=request, max_chunk_tokens=8)
+        )
+        await generations.write(old.GenerationsRequest(begin=[begin]))
+        await generations.done_writing()
+        frames = [frame async for message in generations for frame in message.frames]
+        chunks = [frame.answer for frame in frames if frame.HasField("answer")]
         sampled = b"".join(one.token_ids_u32le for one in chunks)
         logprobs = b"".join(one.logprobs_f32le for one in chunks)
         assert len(sampled) == len(logprobs) > 0

@@ -1,7 +1,7 @@
 """A stub of an engine in a process of its own, and what a generation gives."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.processes import ServiceProcess
@@ -36,9 +37,7 @@ class Result:
     def spans(self) -> list[tuple[int, int, int]]:
         return [(s.policy_version, s.start, s.end) for s in self.finish.version_spans]
 
-    def take(
-        self, response: engine_pb2.GenerateResponse | engine_pb2.StreamGenerateResponse
-    ) -> None:
+    def take(self, response: engine_pb2.GenerateResponse | engine_pb2.TokenChunk) -> None:
         self.messages += 1
         ids = np.frombuffer(response.token_ids_u32le, "<u4").tolist()
         if response.top_ids_u32le:
@@ -52,6 +51,24 @@ class Result:
             self.finish = response.finish
 
 
+async def streamed(
+    stub: Any, request: engine_pb2.StreamedGenerate
+) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
+    """The messages of one generation, on a stream of its own. Closing it ends the generation."""
+    begin = engine_pb2.BeginGeneration(number=1, request=request)
+
+    async def requests() -> AsyncIterator[engine_pb2.GenerationsRequest]:
+        yield engine_pb2.GenerationsRequest(begin=[begin])
+
+    async with aclosing(read_stream(stub.Generations(requests()))) as messages:
+        async for message in messages:
+            for frame in message.frames:
+                if frame.HasField("error"):
+                    raise from_status(frame.error)
+                if frame.HasField("answer"):
+                    yield frame.answer
+
+
 class Engine:
     """A running engine and a stub for it."""
 
@@ -61,7 +78,7 @@ class Engine:
         self.weights = weights
         self._next = 0
 
-    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamGenerateRequest:
+    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamedGenerate:
         """Requests a number of tokens, in messages of at most `chunk`. 0 requests one answer."""
         self._next += 1
         sampling = fields.pop("sampling", {})
@@ -71,11 +88,11 @@ class Engine:
             **fields,
         }
         limits = sampling_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
-        return engine_pb2.StreamGenerateRequest(
+        return engine_pb2.StreamedGenerate(
             generate=engine_pb2.GenerateRequest(**given, sampling=limits), max_chunk_tokens=chunk
         )
 
-    async def generate(self, request: engine_pb2.StreamGenerateRequest) -> Result:
+    async def generate(self, request: engine_pb2.StreamedGenerate) -> Result:
         result = Result()
         if not request.max_chunk_tokens:
             with typed_errors():
@@ -86,8 +103,10 @@ class Engine:
                 result.take(response)
         return result
 
-    def stream(self, request: engine_pb2.StreamGenerateRequest) -> Any:
-        return read_stream(self.stub.StreamGenerate(request))
+    def stream(
+        self, request: engine_pb2.StreamedGenerate
+    ) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
+        return streamed(self.stub, request)
 
     async def info(self) -> engine_pb2.GetInfoResponse:
         info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())

@@ -25,10 +25,10 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsDroppedError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.controls import ABORT, ABORT_ALL, KEEP, RESUME, WAIT, WAKE_UP, abort, pause, sleep
-from tests.engine.engines import PROMPT, Result
+from tests.engine.engines import PROMPT, Result, streamed
 from tests.gateway.live import served
 from tests.waiting import until
 
@@ -113,12 +113,12 @@ class World:
             self.stub.UpdateWeights(iter([engine_pb2.UpdateWeightsRequest(header=header)]))
         )
 
-    def request(self, request_id: str, count: int) -> engine_pb2.StreamGenerateRequest:
+    def request(self, request_id: str, count: int) -> engine_pb2.StreamedGenerate:
         generate = engine_pb2.GenerateRequest(
             request_id=request_id, token_ids_u32le=PROMPT.tobytes()
         )
         generate.sampling.max_tokens = count
-        return engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=1)
+        return engine_pb2.StreamedGenerate(generate=generate, max_chunk_tokens=1)
 
     async def info(self) -> engine_pb2.GetInfoResponse:
         info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())
@@ -154,8 +154,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 
 async def collected(world: World, request_id: str, count: int, first: asyncio.Event) -> Result:
     result = Result()
-    stream = world.stub.StreamGenerate(world.request(request_id, count))
-    async with aclosing(read_stream(stream)) as responses:
+    async with aclosing(streamed(world.stub, world.request(request_id, count))) as responses:
         async for response in responses:
             result.take(response)
             first.set()

@@ -121,7 +121,7 @@ async def test_a_client_sends_images_once_and_again_to_an_engine_that_restarted(
             request_id="r", token_ids_u32le=PROMPT.tobytes(), images=images
         )
         generate.sampling.max_tokens = 4
-        request = engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=4)
+        request = engine_pb2.StreamedGenerate(generate=generate, max_chunk_tokens=4)
         engine = clients.of(address)
         while True:
             try:

@@ -80,6 +80,14 @@ async def test_the_tokens_of_a_step_travel_in_one_message(engine: Engine) -> Non
     assert len(frames) < 80
 
 
+async def test_a_generation_may_send_all_tokens_at_its_end(
+    process: ServiceProcess, clients: EngineClients, engine: Engine
+) -> None:
+    with clients.of(process.address).begin(engine.request(20, 0), 60_000, {}) as answer:
+        result = await rest(answer)
+    assert (len(result.ids), result.messages) == (20, 1)
+
+
 async def test_a_reader_that_does_not_read_holds_up_no_other(
     process: ServiceProcess, clients: EngineClients, engine: Engine
 ) -> None:
@@ -96,7 +104,6 @@ async def test_a_generation_that_fails_leaves_the_others_alone(
     client, good = clients.of(process.address), engine.request(100, 1)
     wrong: list[tuple[Any, int, type[RollmeshError]]] = [
         (engine.request(5, 1, token_ids_u32le=b""), 60_000, PromptEmptyError),
-        (engine.request(5, 0), 60_000, InvalidFieldError),
         (engine.request(5, 1, request_id=good.generate.request_id), 60_000, RequestIdInUseError),
         (engine.request(LONG, 1), 50, DeadlineError),
     ]
@@ -175,7 +182,7 @@ async def test_an_engine_that_stops_finishes_its_generations_and_waits_for_no_id
 async def test_an_engine_of_an_older_release_is_out_of_service_with_the_remedy(
     clients: EngineClients,
 ) -> None:
-    new = engine_pb2.StreamGenerateRequest()
+    new = engine_pb2.StreamedGenerate()
     server = grpc.aio.server()  # without methods
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -7,9 +7,10 @@ import pytest
 
 from rollmesh.runtime.errors import DeadlineError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2_grpc
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.engine.engines import Engine
 from tests.processes import running
+from tests.waiting import until
 
 TOKENS = 100_000
 FLAGS = {"backend": "scripted", "lease_capacity": 1, "reply_tokens": TOKENS}
@@ -31,11 +32,17 @@ async def test_a_generation_that_nobody_reads_ends_and_frees_its_slot(tmp_path: 
         engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), Path())
         stub: engine_pb2_grpc.EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(unread)
         request = engine.request(TOKENS, 64, top_logprobs=20)
-        call = stub.StreamGenerate(request)
+        begin = engine_pb2.BeginGeneration(number=1, request=request)
+        call = stub.Generations(iter([engine_pb2.GenerationsRequest(begin=[begin])]))
         await engine.until(lambda info: info.running > 0)
         assert len((await engine.generate(engine.request(8, 4))).ids) == 8  # it waits for the slot
         info = await engine.info()
         assert (info.running, info.waiting) == (0, 0)
+
+        async def is_ended() -> bool:
+            return "does not read the stream" in (tmp_path / "engine.log").read_text()
+
+        await until(is_ended)
         with pytest.raises(DeadlineError, match="read nothing of the stream for 1 s"):
             await rest(call)
         assert len((await engine.generate(request)).ids) == TOKENS  # under the same id

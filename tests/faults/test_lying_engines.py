@@ -20,11 +20,9 @@ Info: TypeAlias = engine_pb2.GetInfoResponse
 SAID, REPLY = "What is 6 plus 7?", "It is 13."
 
 
-def answer(
-    request: engine_pb2.GenerateRequest, logprob: float
-) -> engine_pb2.StreamGenerateResponse:
+def answer(request: engine_pb2.GenerateRequest, logprob: float) -> engine_pb2.TokenChunk:
     """One message with one id."""
-    response = engine_pb2.StreamGenerateResponse(
+    response = engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(np.array([7], np.uint32)),
         logprobs_f32le=pack_logprobs(np.array([logprob], np.float32)),
     )
@@ -157,7 +155,7 @@ async def test_a_stop_string_of_an_engine_that_lies_ends_no_answer(
     ids = Tokenizer(tokenizer_dir).encode("Nothing is right here")
 
     async def enough(request: engine_pb2.GenerateRequest) -> Answers:
-        yield engine_pb2.StreamGenerateResponse(
+        yield engine_pb2.TokenChunk(
             token_ids_u32le=pack_ids(ids),
             logprobs_f32le=pack_logprobs(np.full(len(ids), -0.5, np.float32)),
             policy_version=0,

@@ -34,7 +34,7 @@ from rollmesh.runtime.rpc.listening import Bound, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.v1 import engine_pb2, gateway_admin_pb2_grpc, gateway_pb2_grpc, sampling_pb2
 
-Messages: TypeAlias = AsyncGenerator[engine_pb2.StreamGenerateResponse, None]
+Messages: TypeAlias = AsyncGenerator[engine_pb2.TokenChunk, None]
 _WAIT_S = 60
 
 
@@ -65,7 +65,7 @@ class Cut:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def ids_of(message: engine_pb2.StreamGenerateResponse) -> list[int]:
+def ids_of(message: engine_pb2.TokenChunk) -> list[int]:
     """The ids of a message."""
     ids: list[int] = np.frombuffer(message.token_ids_u32le, "<u4").tolist()
     return ids

@@ -18,7 +18,7 @@ from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.statuses import from_status, to_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
-Answers: TypeAlias = AsyncIterator[engine_pb2.StreamGenerateResponse]
+Answers: TypeAlias = AsyncIterator[engine_pb2.TokenChunk]
 
 
 def reason_of(result: engine_pb2.EngineResult) -> str:

@@ -101,11 +101,11 @@ def _chat_seed() -> gateway_pb2.ChatRequest:
     )
 
 
-def _generate_seed() -> engine_pb2.StreamGenerateRequest:
+def _generate_seed() -> engine_pb2.StreamedGenerate:
     generate = engine_pb2.GenerateRequest(request_id="r", token_ids_u32le=b"\5\0\0\0\6\0\0\0")
     generate.sampling.max_tokens = 3
     generate.constraint.structural_tag_json = '{"type": "structural_tag", "format": {}}'
-    return engine_pb2.StreamGenerateRequest(generate=generate, max_chunk_tokens=4)
+    return engine_pb2.StreamedGenerate(generate=generate, max_chunk_tokens=4)
 
 
 def _answer(data: bytes) -> None:
@@ -113,7 +113,7 @@ def _answer(data: bytes) -> None:
     check, taken = AnswerCheck(_EXPECTED, Offered(0, 3)), 0
     for part in frames(data):
         try:
-            message = engine_pb2.StreamGenerateResponse.FromString(part)
+            message = engine_pb2.TokenChunk.FromString(part)
         except DecodeError:
             return
         run = check.take(message, Offered(0, 3))
@@ -125,13 +125,13 @@ def _answer(data: bytes) -> None:
 
 def _answer_seed() -> bytes:
     ids = np.array([5, 6, 7], np.uint32)
-    first = engine_pb2.StreamGenerateResponse(
+    first = engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(ids),
         logprobs_f32le=pack_logprobs(np.zeros(3, np.float32)),
         policy_version=2,
         prompt_crc32=7,
     )
-    last = engine_pb2.StreamGenerateResponse()
+    last = engine_pb2.TokenChunk()
     span = sampling_pb2.VersionSpan(policy_version=2, start=0, end=3)
     last.finish.reason = sampling_pb2.FINISH_REASON_STOP
     last.finish.prompt_tokens, last.finish.prompt_crc32, last.finish.stop_token_id = 2, 7, 7
@@ -153,12 +153,12 @@ def _consumer() -> collector_pb2.Consumer:
 
 
 _ADDRESSES = ("127.0.0.1", "[::1]", ":80", "unix:", "xds:///", "a.b", "/", "%2f", ".", "-", "0x7f")
-_CHUNK: Change = message_of(engine_pb2.StreamGenerateResponse)
+_CHUNK: Change = message_of(engine_pb2.TokenChunk)
 TARGETS = (
     _message(session_pb2.SessionRecord, _record, record("fuzz", "g"), _branching()),
     _message(gateway_pb2.ChatRequest, _chat, _chat_seed()),
     _message(
-        engine_pb2.StreamGenerateRequest, lambda one: read_generate(one, _LIMITS), _generate_seed()
+        engine_pb2.StreamedGenerate, lambda one: read_generate(one, _LIMITS), _generate_seed()
     ),
     _message(
         engine_pb2.ControlEnginesRequest.InitWeightTransfer,

@@ -45,7 +45,7 @@ def tag(schema: object, **fields: Any) -> str:
 
 def request(
     engine: Engine, text: str, count: int = 400, chunk: int = 0, **sampling: Any
-) -> engine_pb2.StreamGenerateRequest:
+) -> engine_pb2.StreamedGenerate:
     strict = sampling.pop("strict", False)
     made = engine.request(
         count, chunk, constraint=engine_pb2.Constraint(structural_tag_json=text, strict=strict)

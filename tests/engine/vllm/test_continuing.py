@@ -27,7 +27,7 @@ async def rest(engine: Engine, whole: engine_pb2.GenerateRequest, ids: list[int]
     """What is sampled after `ids`, which an engine sampled before it was lost."""
     asked = continued(whole, np.array(ids, np.uint32), uuid.uuid4().hex)
     return await engine.generate(
-        engine_pb2.StreamGenerateRequest(generate=asked, max_chunk_tokens=8, collect_ms=1)
+        engine_pb2.StreamedGenerate(generate=asked, max_chunk_tokens=8, collect_ms=1)
     )
 
 
@@ -46,7 +46,7 @@ async def test_a_continued_answer_is_the_one_that_was_begun(
     whole = request(vllm_engine, **sampling)
     assert not why_not_continued(whole)
     undisturbed = await vllm_engine.generate(
-        engine_pb2.StreamGenerateRequest(generate=whole, max_chunk_tokens=TOKENS)
+        engine_pb2.StreamedGenerate(generate=whole, max_chunk_tokens=TOKENS)
     )
     assert len(undisturbed.ids) == TOKENS
     for at in (1, TOKENS // 2, TOKENS - 1):

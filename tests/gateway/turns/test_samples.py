@@ -26,7 +26,7 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
     generation = Generation(engine_pb2.GenerateRequest())
     generation.begin("engine-0", "id")
     generation.take(
-        engine_pb2.StreamGenerateResponse(
+        engine_pb2.TokenChunk(
             token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
             logprobs_f32le=pack_logprobs(np.zeros(tokens, np.float32)),
             finish=engine_pb2.GenerateFinish(

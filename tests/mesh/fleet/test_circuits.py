@@ -29,8 +29,8 @@ TURNS = 4  # more than the losses that open a circuit
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 
 
-def answer(request: engine_pb2.GenerateRequest) -> engine_pb2.StreamGenerateResponse:
-    response = engine_pb2.StreamGenerateResponse(
+def answer(request: engine_pb2.GenerateRequest) -> engine_pb2.TokenChunk:
+    response = engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(np.array([2], np.uint32)),
         logprobs_f32le=pack_logprobs(np.array([-0.5], np.float32)),
         policy_version=0,

@@ -168,8 +168,8 @@ class PromptImage(_message.Message):
 Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
-class StreamGenerateRequest(_message.Message):
-    """Request of StreamGenerate."""
+class StreamedGenerate(_message.Message):
+    """A generation whose tokens are streamed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -177,7 +177,7 @@ class StreamGenerateRequest(_message.Message):
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     COLLECT_MS_FIELD_NUMBER: _builtins.int
     max_chunk_tokens: _builtins.int
-    """Maximum number of tokens in one message, at least 1."""
+    """Maximum number of tokens in one message. 0 sends all tokens at the end."""
     collect_ms: _builtins.int
     """Time for which tokens are collected before a message is sent, milliseconds. The first token and
     the last ones are sent at once. 0 sends the tokens of each step as they are sampled.
@@ -199,7 +199,7 @@ class StreamGenerateRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StreamGenerateRequest: _TypeAlias = StreamGenerateRequest  # noqa: Y015
+Global___StreamedGenerate: _TypeAlias = StreamedGenerate  # noqa: Y015
 
 @_typing.final
 class GenerationsRequest(_message.Message):
@@ -258,14 +258,14 @@ class BeginGeneration(_message.Message):
     caller_request_id: _builtins.str
     """Id of the client's request, for the engine's log. May be empty."""
     @_builtins.property
-    def request(self) -> Global___StreamGenerateRequest:
+    def request(self) -> Global___StreamedGenerate:
         """The prompt and its sampling parameters."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        request: Global___StreamGenerateRequest | None = ...,
+        request: Global___StreamedGenerate | None = ...,
         timeout_ms: _builtins.int = ...,
         caller_request_id: _builtins.str = ...,
     ) -> None: ...
@@ -316,19 +316,19 @@ class GenerationFrame(_message.Message):
     taken: _builtins.bool
     """The engine has the request and has not looked at it yet."""
     @_builtins.property
-    def answer(self) -> Global___StreamGenerateResponse:
+    def answer(self) -> Global___TokenChunk:
         """The next tokens."""
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """Why the generation failed. See StreamGenerate."""
+        """Why the generation failed. See Generate."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         taken: _builtins.bool = ...,
-        answer: Global___StreamGenerateResponse | None = ...,
+        answer: Global___TokenChunk | None = ...,
         error: _status_pb2.Status | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "frame", b"frame", "taken", b"taken"]  # noqa: Y015
@@ -418,7 +418,7 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
-class StreamGenerateResponse(_message.Message):
+class TokenChunk(_message.Message):
     """The N tokens sampled since the last message."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -482,7 +482,7 @@ class StreamGenerateResponse(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
 
-Global___StreamGenerateResponse: _TypeAlias = StreamGenerateResponse  # noqa: Y015
+Global___TokenChunk: _TypeAlias = TokenChunk  # noqa: Y015
 
 @_typing.final
 class GenerateFinish(_message.Message):

@@ -40,11 +40,6 @@ class EngineServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.StreamGenerate = channel.unary_stream(
-                '/rollmesh.v1.EngineService/StreamGenerate',
-                request_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
-                _registered_method=True)
         self.Generations = channel.stream_stream(
                 '/rollmesh.v1.EngineService/Generations',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
@@ -83,23 +78,15 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamGenerate(self, request, context):
-        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
-        The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-        be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-        the request, before it looks at it. Errors: see Generate.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Generations(self, request_iterator, context):
-        """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
-        stream to an engine. The messages of all generations that one step of the model brought travel
-        together. A generation that fails ends with its `error`, and the others continue. When the stream
-        ends, all of its generations do. After the client has closed its side, or when the engine shuts
-        down, the stream ends with its last generation. Errors of the stream:
-        INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
+        """Samples as Generate does and streams the tokens while they are sampled: many generations over one
+        stream, of which a gateway has one to an engine. Each token is sent once. The messages of all
+        generations that one step of the model brought travel together. A generation that fails ends with
+        its `error`, and the others continue. The tokens that arrived before a stream broke can be
+        continued on another engine. When the stream ends, all of its generations do. After the client has
+        closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
+        the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
+        Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,11 +128,6 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.SerializeToString,
-            ),
-            'StreamGenerate': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamGenerate,
-                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.SerializeToString,
             ),
             'Generations': grpc.stream_stream_rpc_method_handler(
                     servicer.Generations,
@@ -196,33 +178,6 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/Generate',
             rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamGenerate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmesh.v1.EngineService/StreamGenerate',
-            rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
-            rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,19 +41,15 @@ class EngineServiceStub:
     ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
-    StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
-    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
-    The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-    be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-    the request, before it looks at it. Errors: see Generate.
-    """
     Generations: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]
-    """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
-    stream to an engine. The messages of all generations that one step of the model brought travel
-    together. A generation that fails ends with its `error`, and the others continue. When the stream
-    ends, all of its generations do. After the client has closed its side, or when the engine shuts
-    down, the stream ends with its last generation. Errors of the stream:
-    INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
+    """Samples as Generate does and streams the tokens while they are sampled: many generations over one
+    stream, of which a gateway has one to an engine. Each token is sent once. The messages of all
+    generations that one step of the model brought travel together. A generation that fails ends with
+    its `error`, and the others continue. The tokens that arrived before a stream broke can be
+    continued on another engine. When the stream ends, all of its generations do. After the client has
+    closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
+    the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
+    Generate.
     """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
     """Returns the model, its limits, and the state of the engine."""
@@ -85,19 +81,15 @@ class EngineServiceAsyncStub(EngineServiceStub):
     ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
     (ENGINE_DEAD).
     """
-    StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
-    """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
-    The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-    be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-    the request, before it looks at it. Errors: see Generate.
-    """
     Generations: _aio.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]  # type: ignore[assignment]
-    """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
-    stream to an engine. The messages of all generations that one step of the model brought travel
-    together. A generation that fails ends with its `error`, and the others continue. When the stream
-    ends, all of its generations do. After the client has closed its side, or when the engine shuts
-    down, the stream ends with its last generation. Errors of the stream:
-    INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
+    """Samples as Generate does and streams the tokens while they are sampled: many generations over one
+    stream, of which a gateway has one to an engine. Each token is sent once. The messages of all
+    generations that one step of the model brought travel together. A generation that fails ends with
+    its `error`, and the others continue. The tokens that arrived before a stream broke can be
+    continued on another engine. When the stream ends, all of its generations do. After the client has
+    closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
+    the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
+    Generate.
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns the model, its limits, and the state of the engine."""
@@ -134,29 +126,19 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def StreamGenerate(
-        self,
-        request: _engine_pb2.StreamGenerateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_engine_pb2.StreamGenerateResponse], _abc.AsyncIterator[_engine_pb2.StreamGenerateResponse]]:
-        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once.
-        The last message has `finish`, and the last tokens with it. What arrived before a stream broke can
-        be continued on another engine. The engine sends the initial metadata `rollmesh-taken` when it has
-        the request, before it looks at it. Errors: see Generate.
-        """
-
-    @_abc_1.abstractmethod
     def Generations(
         self,
         request_iterator: _MaybeAsyncIterator[_engine_pb2.GenerationsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerationsResponse], _abc.AsyncIterator[_engine_pb2.GenerationsResponse]]:
-        """Samples many generations over one stream, as StreamGenerate does each. A gateway has one such
-        stream to an engine. The messages of all generations that one step of the model brought travel
-        together. A generation that fails ends with its `error`, and the others continue. When the stream
-        ends, all of its generations do. After the client has closed its side, or when the engine shuts
-        down, the stream ends with its last generation. Errors of the stream:
-        INVALID_ARGUMENT (INVALID_FIELD) if a number is in use.
+        """Samples as Generate does and streams the tokens while they are sampled: many generations over one
+        stream, of which a gateway has one to an engine. Each token is sent once. The messages of all
+        generations that one step of the model brought travel together. A generation that fails ends with
+        its `error`, and the others continue. The tokens that arrived before a stream broke can be
+        continued on another engine. When the stream ends, all of its generations do. After the client has
+        closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
+        the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
+        Generate.
         """
 
     @_abc_1.abstractmethod

@@ -38,7 +38,7 @@ def message(
     top_ids: TokenIds,
     top_logprobs: Logprobs,
     policy_version: int,
-) -> engine_pb2.StreamGenerateResponse:
+) -> engine_pb2.TokenChunk:
     """Returns the message with K tokens of one policy version.
 
     Args:
@@ -50,7 +50,7 @@ def message(
         top_logprobs: Their log-probabilities, float32 [K, T].
         policy_version: Version of the weights that sampled the tokens.
     """
-    return engine_pb2.StreamGenerateResponse(
+    return engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(token_ids),
         logprobs_f32le=pack_logprobs(logprobs),
         top_ids_u32le=pack_ids(top_ids),
@@ -59,10 +59,10 @@ def message(
     )
 
 
-def aborted() -> engine_pb2.StreamGenerateResponse:
+def aborted() -> engine_pb2.TokenChunk:
     """Returns the only message of a request that was aborted before anything was sampled."""
     finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_ABORT)
-    return engine_pb2.StreamGenerateResponse(finish=finish)
+    return engine_pb2.TokenChunk(finish=finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,7 @@ class Backend(Protocol):
         """Sets `died` when the model's process dies. Runs until then."""
         ...
 
-    def generate(
-        self, request: GenerateInput
-    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+    def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator aborts the request.
 
         No token is repeated. The last message may have no tokens. Its fields about the

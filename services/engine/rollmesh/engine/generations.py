@@ -1,4 +1,4 @@
-"""The generations of one engine: each by a call of its own, or many over one stream."""
+"""The generations of one engine, and the streams that carry many of them."""
 
 import asyncio
 import dataclasses
@@ -52,15 +52,15 @@ class Generations:
         return request_id in self._running
 
     async def run(
-        self, request: engine_pb2.StreamGenerateRequest
-    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+        self, request: engine_pb2.StreamedGenerate
+    ) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields the messages of a generation. The last has the finish.
 
         Closing the iterator aborts the generation.
 
         Raises:
             EngineDeadError: The backend lost it.
-            RollmeshError: As StreamGenerate says.
+            RollmeshError: As Generate says.
         """
         generate, limits = request.generate, self._backend.limits
         self.check_model(generate.model)
@@ -235,7 +235,6 @@ class GenerationStream:
         set_request_id(begin.caller_request_id or uuid.uuid4().hex)
         try:
             async with asyncio.timeout(begin.timeout_ms / 1000 if begin.timeout_ms else None):
-                check_streamed(request)
                 self._generations.check_usable()
                 # If the process dies of the request, its caller knows that the engine had it.
                 self._add(number).taken = True
@@ -246,19 +245,9 @@ class GenerationStream:
             self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
 
 
-def check_streamed(request: engine_pb2.StreamGenerateRequest) -> None:
-    """Checks the message size of a stream.
-
-    Raises:
-        InvalidFieldError: The messages may hold no token.
-    """
-    if not request.max_chunk_tokens:
-        raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
-
-
 async def _only(
-    message: engine_pb2.StreamGenerateResponse,
-) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+    message: engine_pb2.TokenChunk,
+) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
     yield message
 
 

@@ -304,7 +304,7 @@ _MAX_ID_CHARS = 128
 _MAX_BANNED = 64
 
 
-def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimits) -> GenerateInput:
+def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) -> GenerateInput:
     """Returns the validated request.
 
     Args:

@@ -67,13 +67,13 @@ class _Request:
             self.spans.append(span)
         self.spans[-1].end = self.sampled
 
-    def messages(self, start: int, size: int) -> Iterator[engine_pb2.StreamGenerateResponse]:
+    def messages(self, start: int, size: int) -> Iterator[engine_pb2.TokenChunk]:
         """Yields the tokens sampled since `start`, at most `size` tokens of one version each."""
         for span in self.spans:
             for at in range(max(start, span.start), span.end, size):
                 yield self._message(at, min(at + size, span.end), span.policy_version)
 
-    def _message(self, start: int, end: int, version: int) -> engine_pb2.StreamGenerateResponse:
+    def _message(self, start: int, end: int, version: int) -> engine_pb2.TokenChunk:
         ids = self.reply[start:end]
         logprobs = (-((ids % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
         # The sampled id is the most likely one, followed by the next higher ids.
@@ -177,9 +177,7 @@ class ScriptedBackend:
         """Waits forever: there is no process that could die."""
         await self.died.wait()
 
-    async def generate(
-        self, request: GenerateInput
-    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator ends the request."""
         state = self._new_request(request)
         self._requests[request.generate.request_id] = state

@@ -7,11 +7,10 @@ from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control, WeightUpdates
-from rollmesh.engine.generations import Generations, GenerationStream, check_streamed
+from rollmesh.engine.generations import Generations, GenerationStream
 from rollmesh.engine.requests import read_init
 from rollmesh.runtime.errors import InvalidFieldError, PrefixCacheInUseError
-from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.channels import TAKEN, drained_on_refusal
+from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.uploads import check_action, check_update, chunks_of
@@ -39,7 +38,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> engine_pb2.GenerateResponse:
         response = engine_pb2.GenerateResponse()
-        whole = engine_pb2.StreamGenerateRequest(generate=request)
+        whole = engine_pb2.StreamedGenerate(generate=request)
         async with aclosing(self.generations.run(whole)) as messages:
             async for message in messages:
                 response.token_ids_u32le += message.token_ids_u32le
@@ -49,18 +48,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 if message.HasField("finish"):
                     response.finish.CopyFrom(message.finish)
         return response
-
-    async def StreamGenerate(
-        self, request: engine_pb2.StreamGenerateRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.StreamGenerateResponse]:
-        check_streamed(request)
-        self.generations.check_usable()
-        # If the process dies of the request, its caller knows that the engine had it.
-        await context.send_initial_metadata((TAKEN,))
-        async with aclosing(self.generations.run(request)) as messages:
-            async for message in messages:
-                yield message
-                await faults.reach("engine-mid-stream")
 
     def Generations(
         self,

@@ -47,7 +47,7 @@ class Answer:
             abort: Has the engine end the generation with the tokens sampled so far.
         """
         self.request_id = request_id
-        self._messages: asyncio.Queue[engine_pb2.StreamGenerateResponse | RollmeshError]
+        self._messages: asyncio.Queue[engine_pb2.TokenChunk | RollmeshError]
         self._messages = asyncio.Queue(most)
         self.abort = abort
         self.is_taken = False
@@ -55,7 +55,7 @@ class Answer:
         self.heard_ms = clock.monotonic_ms()
         """When the engine last spoke of it, on the monotonic clock."""
 
-    async def next(self) -> engine_pb2.StreamGenerateResponse:
+    async def next(self) -> engine_pb2.TokenChunk:
         """Returns the next message. The one with the finish is the last.
 
         Raises:
@@ -68,7 +68,7 @@ class Answer:
             raise message
         return message
 
-    def put(self, message: engine_pb2.StreamGenerateResponse | RollmeshError) -> None:
+    def put(self, message: engine_pb2.TokenChunk | RollmeshError) -> None:
         """Adds a message, or the error that ends the generation."""
         self.heard_ms = clock.monotonic_ms()
         try:
@@ -111,7 +111,7 @@ class EngineClient:
     @contextmanager
     def begin(
         self,
-        request: engine_pb2.StreamGenerateRequest,
+        request: engine_pb2.StreamedGenerate,
         timeout_ms: int,
         images: Mapping[str, bytes],
     ) -> Iterator[Answer]:

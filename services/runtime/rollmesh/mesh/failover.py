@@ -253,9 +253,9 @@ class Order:
     session_id: str
     """Its generations stay on one engine as long as the balance allows."""
     max_chunk_tokens: int
-    """As in StreamGenerateRequest."""
+    """As in StreamedGenerate."""
     collect_ms: int
-    """As in StreamGenerateRequest."""
+    """As in StreamedGenerate."""
     lease_timeout_ms: int
     """Longest wait for a lease while an engine samples, or if there is none, milliseconds."""
     timeout_ms: int
@@ -423,7 +423,7 @@ class Failover:
             generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
             return None
         suspect, grant = leased
-        request = engine_pb2.StreamGenerateRequest(
+        request = engine_pb2.StreamedGenerate(
             max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
         )
         offered = self._leases.offered.of(generation.request.model)
@@ -483,9 +483,7 @@ class Failover:
             order.images = {**order.images, **await order.load_images(wanted)}
         self._engines.of(attempt.grant.address).images.lost(error, order.images)
 
-    async def _take(
-        self, generation: Generation, response: engine_pb2.StreamGenerateResponse
-    ) -> Sampled:
+    async def _take(self, generation: Generation, response: engine_pb2.TokenChunk) -> Sampled:
         """Takes a message of an engine. News of a push may come after the first of its tokens."""
         versions, model = self._leases.offered, generation.request.model
         offered = versions.of(model)
@@ -500,7 +498,7 @@ class _Attempt:
 
     suspect: Suspicion
     grant: leases_pb2.LeaseGrant
-    request: engine_pb2.StreamGenerateRequest
+    request: engine_pb2.StreamedGenerate
     asked: int = 0
     """How often the engine asked for images."""
 

@@ -108,7 +108,7 @@ class AnswerCheck:
 
     def take(
         self,
-        response: engine_pb2.StreamGenerateResponse,
+        response: engine_pb2.TokenChunk,
         offered: Offered = Offered(),  # noqa: B008
     ) -> Sampled:
         """Returns the tokens of a message.
@@ -143,7 +143,7 @@ class AnswerCheck:
         self._ended = response.HasField("finish")
         return run
 
-    def _unpack(self, response: engine_pb2.StreamGenerateResponse) -> Sampled:
+    def _unpack(self, response: engine_pb2.TokenChunk) -> Sampled:
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
@@ -257,7 +257,7 @@ def _added(runs: _Runs | None, version: int | None, tokens: int) -> _Runs | None
     return [*runs, (version, tokens)]
 
 
-def newest_version(response: engine_pb2.StreamGenerateResponse) -> int:
+def newest_version(response: engine_pb2.TokenChunk) -> int:
     """Returns the highest policy version that a message names."""
     spans = response.finish.version_spans
     return max([response.policy_version, *(span.policy_version for span in spans)])
@@ -443,7 +443,7 @@ class Generation:
 
     def take(
         self,
-        response: engine_pb2.StreamGenerateResponse,
+        response: engine_pb2.TokenChunk,
         offered: Offered = Offered(),  # noqa: B008
     ) -> Sampled:
         """Takes a message from the engine. Returns its tokens.

@@ -19,10 +19,10 @@ def message(
     tops: tuple[tuple[int, ...], tuple[float, ...]] = ((), ()),
     version: int | None = None,
     **finish: Any,
-) -> engine_pb2.StreamGenerateResponse:
+) -> engine_pb2.TokenChunk:
     """A message with two ids. The last one, unless its `spans` are None."""
     values = [-0.5] * len(ids) if logprobs is None else logprobs
-    response = engine_pb2.StreamGenerateResponse(
+    response = engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(np.array(ids, np.uint32)),
         logprobs_f32le=pack_logprobs(np.array(values, np.float32)),
         top_ids_u32le=pack_ids(np.array(tops[0], np.uint32)),

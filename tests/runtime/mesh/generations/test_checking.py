@@ -159,6 +159,6 @@ def test_tokens_at_the_bounds_are_right() -> None:
 
 
 def test_the_newest_version_of_a_message_is_looked_for_everywhere() -> None:
-    assert newest_version(engine_pb2.StreamGenerateResponse()) == 0
+    assert newest_version(engine_pb2.TokenChunk()) == 0
     assert newest_version(message(spans=None, version=4)) == 4
     assert newest_version(message(spans=((2, 0, 1), (5, 1, 2)), version=4)) == 5

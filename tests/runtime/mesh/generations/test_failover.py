@@ -30,7 +30,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import PROMPT, message
 
-Step: TypeAlias = engine_pb2.StreamGenerateResponse | RollmeshError
+Step: TypeAlias = engine_pb2.TokenChunk | RollmeshError
 STOP, ABORT = sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_ABORT
 
 
@@ -87,7 +87,7 @@ class Fleet:
     @contextmanager
     def begin(
         self,
-        request: engine_pb2.StreamGenerateRequest,
+        request: engine_pb2.StreamedGenerate,
         timeout_ms: int,
         images: Mapping[str, bytes],
     ) -> Iterator[Answer]:
@@ -102,7 +102,7 @@ class Fleet:
         for step in [*self.engines.pop(0), ENDED]:
             sent: Any = step
             if not isinstance(step, RollmeshError):
-                sent = engine_pb2.StreamGenerateResponse()
+                sent = engine_pb2.TokenChunk()
                 sent.CopyFrom(step)
                 tokens += len(step.token_ids_u32le) // 4
                 if sent.HasField("finish"):
@@ -123,11 +123,11 @@ class Fleet:
         self.migrations += 1
 
 
-def some(*ids: int, version: int = 1) -> engine_pb2.StreamGenerateResponse:
+def some(*ids: int, version: int = 1) -> engine_pb2.TokenChunk:
     return message(ids, spans=None, version=version)
 
 
-def last(*ids: int, reason: int = STOP) -> engine_pb2.StreamGenerateResponse:
+def last(*ids: int, reason: int = STOP) -> engine_pb2.TokenChunk:
     return message(ids, spans=(), reason=reason)
 
 

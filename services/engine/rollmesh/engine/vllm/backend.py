@@ -454,7 +454,7 @@ class VllmBackend:
         warm_up.sampling.max_tokens = 2
         if self._takes_constraints:
             warm_up.constraint.structural_tag_json = _ANY_TEXT
-        asked = engine_pb2.StreamGenerateRequest(generate=warm_up, max_chunk_tokens=1)
+        asked = engine_pb2.StreamedGenerate(generate=warm_up, max_chunk_tokens=1)
         async for _ in self.generate(read_generate(asked, self.limits)):
             pass
 
@@ -485,9 +485,7 @@ class VllmBackend:
         """Returns once the scheduler is between two steps. It answers calls only there."""
         await self._llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
-    async def generate(
-        self, request: GenerateInput
-    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator aborts the request.
 
         Raises:
@@ -524,13 +522,13 @@ class VllmBackend:
                     if starts is None:
                         continue
                     running.collect()
-                    parts: list[engine_pb2.StreamGenerateResponse] = []
+                    parts: list[engine_pb2.TokenChunk] = []
                     for one in unread:
                         parts += messages(one, request, passed, starts)
                         passed += len(one.token_ids)
                     unread = []
                     if output.finished:
-                        parts = parts or [engine_pb2.StreamGenerateResponse()]
+                        parts = parts or [engine_pb2.TokenChunk()]
                         finish = _finish(completion, output.num_cached_tokens or 0)
                         parts[-1].finish.CopyFrom(finish)
                     for part in parts:

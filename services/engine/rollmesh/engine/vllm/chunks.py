@@ -76,7 +76,7 @@ class RunningRequest:
 
 def messages(
     completion: Any, request: GenerateInput, first: int, starts: Sequence[VersionStart]
-) -> Iterator[engine_pb2.StreamGenerateResponse]:
+) -> Iterator[engine_pb2.TokenChunk]:
     """Yields the tokens of a completion, of one version and at most the requested size each.
 
     Args:

@@ -67,7 +67,6 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     ),
     "rollmesh.v1.EngineService": {
         "Generate": _GENERATES,
-        "StreamGenerate": _GENERATES,
         "Generations": _GENERATES,
         "GetInfo": _GENERATES | {_R.OPERATOR},
         "ControlEngines": _CONTROLS,

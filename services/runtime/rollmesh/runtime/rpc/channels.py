@@ -206,8 +206,6 @@ SERVER_BOUNDS: list[tuple[str, int]] = [
 """Limits of one peer, which protect the calls of others: milliseconds, bytes and counts."""
 
 
-TAKEN = ("rollmesh-taken", "1")
-"""Initial metadata of an engine's stream: the engine has the request."""
 _Request = TypeVar("_Request", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
 _Stub = TypeVar("_Stub")
