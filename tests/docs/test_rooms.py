@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (3_398, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_803, 22),
-    "services/engine/rollmesh/engine": (4_081, 19),
+    "services/engine/rollmesh/engine": (4_076, 19),
     "services/router/rollmesh/router": (3_634, 15),
     "services/collector/rollmesh/collector": (5_078, 13),
     "services/collector/rollmesh/scorer": (375, 6),

@@ -141,7 +141,12 @@ class Control:
             await self._settle()
 
     async def join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer through the transfer backend. Other calls wait."""
+        """Joins the trainer through the transfer backend. Other calls wait.
+
+        Raises:
+            WeightTransferError: Joining the trainer failed.
+            EngineDeadError: The trainer took too long.
+        """
         async with self._turn:
             await to_the_end(self._backend.init_weight_transfer(init_info))
 
@@ -289,16 +294,6 @@ class WeightUpdates:
         """Id of the push that delivered the current weights. Empty for the initial weights."""
         self.changed = asyncio.Event()
         """Set when the report to the router may have changed."""
-
-    async def join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer through the transfer backend.
-
-        Raises:
-            WeightTransferError: Joining the trainer failed.
-            EngineDeadError: The trainer took too long.
-        """
-        async with self._lock:
-            await self._control.join(init_info)
 
     async def update(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]

@@ -107,7 +107,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "init_weight_transfer":
                 init = request.init_weight_transfer
                 info = read_init(init, self._engine_id, self._backend.weight_transfer)
-                await self.weights.join(info)
+                await self.control.join(info)
         return []
 
     async def UpdateWeights(
