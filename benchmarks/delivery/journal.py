@@ -9,7 +9,7 @@ from rollmesh.gateway.export import record_bytes, trajectory_ends
 from rollmesh.gateway.journal import Transaction
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Sample, Tree
-from rollmesh.runtime.codec.token_arrays import unpack_tokens
+from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _END = 0

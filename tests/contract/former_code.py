@@ -64,10 +64,10 @@ class FormerCode:
             await running.kill()
 
 
-def former_code(folder: Path) -> FormerCode:
+def former_code(folder: Path, of: str = COMMIT) -> FormerCode:
     """Unpacks the earlier commit. The test is skipped where the history does not reach it."""
-    commit = COMMIT or _git("log", "-1", "--format=%H", "--", _BASELINE).decode().strip()
-    if not COMMIT and _git("rev-parse", "--is-shallow-repository").strip() == b"true":
+    commit = of or _git("log", "-1", "--format=%H", "--", _BASELINE).decode().strip()
+    if not of and _git("rev-parse", "--is-shallow-repository").strip() == b"true":
         pytest.skip("a shallow clone does not know the commit of the contract's baseline")
     with tarfile.open(fileobj=BytesIO(_git("archive", commit, *_CODE))) as archive:
         archive.extractall(folder, filter="data")

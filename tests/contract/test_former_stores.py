@@ -1,52 +1,115 @@
-"""Stores of another release: the service that is given one says what to do and changes nothing."""
+"""A journal and a store that the last release wrote: today's services continue and deliver them."""
 
-import sqlite3
-from contextlib import closing
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
-from tests.meshes import delivered, scripted_mesh
-from tests.processes import run_refused
+import pytest
 
-STORES = {
-    "collector": "collector.sqlite",
-    "gateway": "journal.sqlite",
-}
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.client import Session, SessionResult
+from tests.collector.postgres_server import Database, postgres_database
+from tests.contract.former_code import FormerCode, former_code
+from tests.meshes import Mesh, write_script
+from tests.waiting import until
 
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".lock"
-    }
-
-
-def set_version(path: Path, step: int) -> int:
-    with closing(sqlite3.connect(path)) as connection:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        connection.execute(f"PRAGMA user_version = {version + step}")
-    return int(version)
+COMMIT = "500df84b9f07705f79b2bc5d41ac4eb0924c42af"
+"""Its journal has version 15, its stores have 8 (SQLite) and 3 (PostgreSQL)."""
+RULES = [("What is 2 + 2?", "4"), ("Thanks.", "You are welcome.")]
+SERVICES = ("router", "collector", "engine", "gateway", "sidecar")
 
 
-async def test_stores_of_earlier_and_later_releases_are_refused_untouched(
-    tmp_path: Path, tokenizer_dir: Path
+@pytest.fixture(scope="module")
+def former(tmp_path_factory: pytest.TempPathFactory) -> FormerCode:
+    return former_code(tmp_path_factory.mktemp("former"), COMMIT)
+
+
+@pytest.fixture
+async def database() -> AsyncIterator[Database]:
+    async with postgres_database() as database:
+        yield database
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    write_script(tmp_path / "script.json", Tokenizer(tokenizer_dir), RULES)
+    async with AsyncExitStack() as stack:
+        yield Mesh(tmp_path, tokenizer_dir, stack)
+
+
+async def ask(mesh: Mesh, session: Session, *said: Any) -> dict[str, Any]:
+    # A killed gateway keeps the lease of its journal in PostgreSQL for some seconds.
+    agent = mesh.openai(session, max_retries=20)
+    answer = await agent.chat.completions.create(model="policy", messages=said)
+    return {"role": "assistant", "content": answer.choices[0].message.content}
+
+
+async def leave_sessions(
+    mesh: Mesh, former: FormerCode, stores: dict[str, dict[str, object]]
+) -> tuple[list[Session], dict[str, Any]]:
+    """Runs a mesh of the last release. Returns its sessions, and the answer in the open one.
+
+    Of the others one is stored by the collector, and one waits in the journal.
+    """
+    async with AsyncExitStack() as stack, mesh.client() as client:
+
+        async def start(service: str) -> Any:
+            flags = mesh.flags(service) | stores.get(service, {})
+            if service == "collector":  # which began only with a router
+                flags |= {"router": mesh.address("router")}
+            return await stack.enter_async_context(former.running(service, mesh.folder, flags))
+
+        await start("router")
+        collector = await start("collector")
+        for service in SERVICES[2:]:
+            await start(service)
+        sessions = [await client.open_session(client.session_request()) for _ in range(3)]
+        question = {"role": "user", "content": RULES[0][0]}
+        answers = [await ask(mesh, session, question) for session in sessions]
+        stored, waiting, _ = sessions
+        stored.reward, waiting.reward = 1.0, 0.5
+        await client.close_session(stored)
+
+        async def is_stored() -> bool:
+            return bool((await client.stats()).sessions)
+
+        await until(is_stored)
+        await collector.kill()
+        await client.close_session(waiting)
+        return sessions, answers[2]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_sessions_of_the_last_release_continue_and_are_delivered(
+    mesh: Mesh, former: FormerCode, kind: str, database: Database
 ) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
-        async with client.session() as session:
-            await mesh.openai(session).chat.completions.create(
-                model="policy", messages=[{"role": "user", "content": "hello"}]
-            )
-        await delivered(client, session)
-        for name in ("sidecar", "gateway", "collector"):
-            await mesh.processes[name].kill()  # their files are as a crash leaves them
-    for service, name in STORES.items():
-        folder = tmp_path / service
-        for step, writer in ((-1, "an earlier"), (2, "a later")):
-            version = set_version(folder / name, step) + step
-            before = files_of(folder)
-            model = {"model_path": tokenizer_dir} if service == "gateway" else {}
-            code, said = await run_refused(service, data_dir=folder, port=0, **model)
-            assert code == 1, said
-            assert f"{folder / name} has version {version}, this release needs " in said
-            assert f"written by {writer} release: `rollmesh {service} --data-dir={folder}`" in said
-            assert files_of(folder) == before
+    stores: dict[str, dict[str, object]] = {}
+    if kind == "postgres":
+        stores = {"collector": {"store": database.url}, "gateway": {"journal": database.url}}
+    sessions, answer = await leave_sessions(mesh, former, stores)
+    for service in SERVICES:
+        await mesh.start(service, **stores.get(service, {}))
+    stored, waiting, still_open = sessions
+    async with asyncio.timeout(120), mesh.client() as client:
+        question, thanks = ({"role": "user", "content": said} for said, _ in RULES)
+        assert (await ask(mesh, still_open, question, answer, thanks))["content"] == RULES[1][1]
+        still_open.reward = 0.25
+        await client.close_session(still_open)
+        found: dict[str, SessionResult] = {}
+        async with client.subscribe("trainer", unit="session") as deliveries:
+            while len(found) < 3:
+                delivery = await anext(deliveries)
+                found[delivery.delivery_id] = delivery.sessions[0]
+                await deliveries.acknowledge(delivery)
+    assert {one.session_id: found[one.session_id].reward for one in sessions} == {
+        stored.session_id: 1.0,
+        waiting.session_id: 0.5,
+        still_open.session_id: 0.25,
+    }
+    for one in found.values():
+        (trajectory,) = one.trajectories
+        assert trajectory.reasons == ("EXACT",)
+        assert trajectory.turns == 1 + (one.session_id == still_open.session_id)
+        assert trajectory.loss_mask.sum()

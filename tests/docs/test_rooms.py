@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_263, 49),
+    "services/runtime/rollmesh/runtime": (7_261, 48),
     "services/runtime/rollmesh/mesh": (3_398, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
-    "services/gateway/rollmesh/gateway": (8_803, 22),
+    "services/gateway/rollmesh/gateway": (8_799, 22),
     "services/engine/rollmesh/engine": (4_076, 19),
     "services/router/rollmesh/router": (3_634, 15),
-    "services/collector/rollmesh/collector": (5_078, 13),
+    "services/collector/rollmesh/collector": (5_070, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
     "clients/rollmesh/client": (4_354, 15),

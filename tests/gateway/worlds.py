@@ -9,8 +9,7 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
 from rollmesh.gateway.export import blobs_of, export_tree, serialize
 from rollmesh.gateway.tree import Finish, Lineage, Match, Node, Sample, Tree
-from rollmesh.runtime.codec.arrays import Mask
-from rollmesh.runtime.codec.token_arrays import unpack_tokens
+from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
 from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 END = 1

@@ -229,15 +229,34 @@ async def test_a_file_of_another_version_is_refused_and_not_a_byte_of_it_changes
     path.chmod(0o640)
     before = state_of(folder)
     with pytest.raises(StoreError) as refused:
-        async with Database(path, SCHEMA, other, rescue="run this"):
+        async with Database(path, SCHEMA, other):
             pass
     assert refused.value.message == (
         f"{path} has version {VERSION}, this release needs {other}; nothing was changed. "
-        f"It was written by {writer} release: run this"
+        f"It was written by {writer} release: start the service of that release, which serves and "
+        "delivers what it holds; or name another place for it"
     )
     assert state_of(folder) == before
     async with Database(path, SCHEMA, VERSION) as database:
         assert await database.run(rows_of) == [1]
+
+
+async def test_a_file_of_the_version_before_is_upgraded_and_no_earlier_one(tmp_path: Path) -> None:
+    path, change = tmp_path / "store.sqlite", "ALTER TABLE rows ADD COLUMN more INTEGER"
+    async with Database(path, SCHEMA, VERSION) as database:
+        await database.run(inserting(1))
+    with pytest.raises(StoreError, match="nothing was changed"):
+        async with Database(path, SCHEMA, VERSION + 2, upgrade=change):
+            pass
+    with pytest.raises(StoreError):  # the change fails: the version stays
+        async with Database(path, SCHEMA, VERSION + 1, upgrade="ALTER TABLE absent ADD COLUMN x"):
+            pass
+    for _ in range(2):
+        async with Database(path, SCHEMA, VERSION + 1, upgrade=change) as database:
+            found = await database.run(
+                lambda db: db.execute("SELECT id, more FROM rows").fetchall()
+            )
+            assert found == [(1, None)]
 
 
 async def test_a_file_of_another_program_is_refused_untouched(tmp_path: Path) -> None:

@@ -24,9 +24,8 @@ from rollmesh.client.arguments import (
 from rollmesh.client.connections import Connections
 from rollmesh.client.retries import retried
 from rollmesh.client.shielding import shielded
-from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, text_of
-from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,

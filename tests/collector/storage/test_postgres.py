@@ -34,7 +34,7 @@ async def test_a_store_of_another_version_is_refused_untouched(database: Databas
         async with postgres_store(database.url) as store:
             await ingest(store, record("a"), 0)
     database.sql("UPDATE version SET version = 99")
-    with pytest.raises(StoreError, match=r"version 99, .* a later release: `rollmesh coll"):
+    with pytest.raises(StoreError, match=r"version 99, .* a later release: start the service"):
         async with postgres_store(database.url):
             pass
     assert database.sql("SELECT version FROM version") == "99"

@@ -16,8 +16,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from rollmesh.collector import log
+from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 

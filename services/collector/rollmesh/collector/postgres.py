@@ -67,10 +67,6 @@ _MOST_BYTES = 512 * 1024 * 1024
 _LOCK = 0x726F6C6C6D657368
 _WRITING = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})"
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-_RESCUE = (
-    "`rollmesh collector --store=postgresql://...` of that release delivers its sessions, and "
-    "`rollmesh collector export --to FILE` saves them; or give another database"
-)
 
 
 class _News(NamedTuple):
@@ -347,7 +343,7 @@ async def open_postgres(
         Lane(address, _WRITING, "writer") as writer,
         Lane(address, _READING, "reader") as reader,
     ):
-        await prepare_database(writer, address, SCHEMA, VERSION, _RESCUE)
+        await prepare_database(writer, address, SCHEMA, VERSION)
         backend = PostgresBackend(writer, reader)
         store = Store(backend, retention, await backend.write(store_id))
         await backend.enter()

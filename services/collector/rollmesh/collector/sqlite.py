@@ -347,11 +347,7 @@ async def open_sqlite(folder: Path, retention: Retention) -> AsyncIterator[Store
         StoreError: The store cannot be opened, or was written by another version.
     """
     path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
-    rescue = (
-        f"`rollmesh collector --data-dir={folder}` of that release delivers its sessions, and "
-        "`rollmesh collector export --to FILE` saves them; or give another data_dir"
-    )
-    async with Database(path, SCHEMA, VERSION, _PAGE_BYTES, rescue=rescue) as database:
+    async with Database(path, SCHEMA, VERSION, _PAGE_BYTES) as database:
         await database.run(
             lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
         )

@@ -595,7 +595,7 @@ def _message(fields: dict[str, Any]) -> Message:
 
 
 def _sample(
-    token_ids: TokenIds, fields: Any, logprobs: bytes, tops: bytes | None, sampling: bytes
+    token_ids: TokenIds, fields: Any, logprobs: bytes, tops: bytes | None, sampling: bytes | None
 ) -> Sample:
     spans, finish, prompt_tokens, cached_tokens, prompt_crc32 = fields
     return Sample(
@@ -617,9 +617,9 @@ def _sample(
 
 
 @lru_cache(_SAMPLINGS_CACHED)
-def _sampling(data: bytes) -> sampling_pb2.SamplingParams:
-    """Returns the sampling parameters of a turn. Most turns of a session have the same ones."""
-    return sampling_pb2.SamplingParams.FromString(data)
+def _sampling(data: bytes | None) -> sampling_pb2.SamplingParams:
+    """Returns the sampling parameters of a turn. Version 15 of the tables did not have them."""
+    return sampling_pb2.SamplingParams.FromString(data or b"")
 
 
 def _tops(data: bytes, tokens: int) -> Tops:
@@ -668,6 +668,8 @@ def check_names(found: Sequence[str], served: str) -> None:
 
 VERSION = 16
 """Incremented with every change of the tables and of the values in them."""
+UPGRADE = "ALTER TABLE nodes ADD COLUMN sampling {blob}"
+"""Brings tables of the version before to this one."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   n {key}, journal {text} NOT NULL, session_id {text} NOT NULL UNIQUE, request_id {text},
@@ -807,11 +809,8 @@ async def open_sqlite(
             sessions of another model.
     """
     path = folder / "journal.sqlite"
-    rescue = (
-        f"`rollmesh gateway --data-dir={folder}` of that release serves its sessions and delivers "
-        "them; or give another data_dir"
-    )
-    async with Database(path, SQLITE_SCHEMA, VERSION, rescue=rescue) as database:
+    upgrade = UPGRADE.format(blob="BLOB")
+    async with Database(path, SQLITE_SCHEMA, VERSION, upgrade=upgrade) as database:
         fresh = new_journal_id(), secrets.token_bytes(SECRET_BYTES)
         journal_id, secret = await database.run(lambda db: _keep_identity(db, *fresh))
         opened = SqliteJournal(database, journal_id, secret)

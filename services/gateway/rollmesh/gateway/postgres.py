@@ -54,10 +54,6 @@ CREATE TABLE journals (
 _LATER = "clock_timestamp() + ?{0} * interval '1 millisecond'"
 _NOBODY = ""
 _PROGRAM = "rollmesh-gateway"
-_RESCUE = (
-    "`rollmesh gateway --journal=postgresql://...` of that release serves its sessions and "
-    "delivers them; or give another database"
-)
 _CREATE = f"""
 INSERT INTO journals (journal, secret, epoch, model, tokenizer_sha256, template_sha256, owner,
   backend, alive_until)
@@ -306,6 +302,7 @@ async def open_postgres(
         Lane(address, "BEGIN", "journal", is_pipelined=True) as writer,
         Lane(address, _READING, "journal-reader") as reader,
     ):
-        await prepare_database(writer, address, SCHEMA, journal.VERSION, _RESCUE)
+        upgrade = journal.UPGRADE.format(blob="BYTEA")
+        await prepare_database(writer, address, SCHEMA, journal.VERSION, upgrade=upgrade)
         _log.info("journal database opened", extra=fields(database=address.name))
         yield PostgresJournals(writer, reader, model, lease_ms)

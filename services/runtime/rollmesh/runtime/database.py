@@ -105,23 +105,22 @@ class Jobs(Generic[_Door]):
         return jobs
 
 
-# The error about a store of another release. Neither an older nor a newer store is changed.
+# The error about a store of another release, which is not changed unless it is of the last one.
 
 
-def refusal(where: str, found: int, version: int, rescue: str) -> str:
+def refusal(where: str, found: int, version: int) -> str:
     """Returns why a store is refused, and the remedy.
 
     Args:
         where: The file, or the database.
         found: Version of its tables.
         version: Version that this release needs.
-        rescue: The way to keep the contents with a release that knows the tables, and the
-            alternative.
     """
     writer = "an earlier" if found < version else "a later"
     return (
         f"{where} has version {found}, this release needs {version}; nothing was changed. "
-        f"It was written by {writer} release: {rescue}"
+        f"It was written by {writer} release: start the service of that release, which serves and "
+        "delivers what it holds; or name another place for it"
     )
 
 
@@ -142,7 +141,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         version: int,
         page_bytes: int = _PAGE_BYTES,
         *,
-        rescue: str = "give another path",
+        upgrade: str = "",
     ) -> None:
         """Names the file. Entering the context opens it and runs `schema`.
 
@@ -150,15 +149,15 @@ class Database(AbstractAsyncContextManager["Database"]):
             path: The file. It and its folder are created if missing.
             schema: Idempotent statements that create the tables.
             version: Version of the schema. A file of another version is refused, untouched.
+            upgrade: Statement that brings a file of the version before to this one, if it can be.
             page_bytes: Page size of a new file: large for large rows, small for small commits.
-            rescue: Remedy for a file of another version.
         """
         self.path = path
         """The file."""
         self._schema = schema
         self._version = version
         self._page_bytes = page_bytes
-        self._rescue = rescue
+        self._upgrade = upgrade
         self._jobs = Jobs[sqlite3.Connection](_MAX_BATCH)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._died = False
@@ -301,13 +300,19 @@ class Database(AbstractAsyncContextManager["Database"]):
         with closing(sqlite3.connect(unchanged, uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if found != self._version and (found or tables):
-            raise StoreError(refusal(str(self.path), found, self._version, self._rescue))
+        known = {self._version, self._version - bool(self._upgrade)}
+        if found not in known and (found or tables):
+            raise StoreError(refusal(str(self.path), found, self._version))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
         connection.execute("PRAGMA secure_delete = OFF")  # else deleted rows are overwritten
-        connection.execute(f"PRAGMA user_version = {self._version:d}")
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        with connection:  # both or nothing
+            connection.execute("BEGIN IMMEDIATE")
+            if found == self._version - 1:
+                connection.execute(self._upgrade)
+            connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")

@@ -428,7 +428,7 @@ _PATIENCE_MS = 60_000
 
 
 async def prepare_database(
-    lane: Lane, address: Address, tables: str, version: int, rescue: str
+    lane: Lane, address: Address, tables: str, version: int, upgrade: str = ""
 ) -> None:
     """Prepares the tables as soon as the server answers, which may still be starting.
 
@@ -437,7 +437,7 @@ async def prepare_database(
         address: The database and the schema of the tables.
         tables: Statements that create the tables.
         version: Their version.
-        rescue: Remedy for tables of another version.
+        upgrade: Statement that brings tables of the version before to this one, if it can be.
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
@@ -448,7 +448,7 @@ async def prepare_database(
     end_ms = clock.monotonic_ms() + _PATIENCE_MS
     while True:
         try:
-            return await lane.run(lambda db: _prepare(db, address, tables, version, rescue))
+            return await lane.run(lambda db: _prepare(db, address, tables, version, upgrade))
         except StoreAwayError as error:
             if clock.monotonic_ms() >= end_ms:
                 raise
@@ -456,8 +456,8 @@ async def prepare_database(
         await asyncio.sleep(backoff.next_s())
 
 
-def _prepare(db: Statements, address: Address, tables: str, version: int, rescue: str) -> None:
-    """Checks the server's settings and the tables' version, and creates missing tables.
+def _prepare(db: Statements, address: Address, tables: str, version: int, upgrade: str) -> None:
+    """Checks the server's settings, and creates missing tables or upgrades those that there are.
 
     Processes that start together do so one after another.
     """
@@ -477,6 +477,9 @@ def _prepare(db: Statements, address: Address, tables: str, version: int, rescue
             db.run(statement)
         db.run("INSERT INTO version VALUES (?1)", version)
     found = db.value("SELECT version FROM version")
-    if found != version:
+    if upgrade and found == version - 1:
+        db.run(upgrade)
+        db.run("UPDATE version SET version = ?1", version)
+    elif found != version:
         where = f"{address.setting}: the schema {address.schema} of {address.name}"
-        raise StoreError(refusal(where, int(found), version, rescue))
+        raise StoreError(refusal(where, int(found), version))

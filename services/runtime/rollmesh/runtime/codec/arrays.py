@@ -1,11 +1,14 @@
 """Arrays of one value per token: packed little-endian bytes, checked on receipt."""
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.runtime.errors import InvalidFieldError
+
+if TYPE_CHECKING:
+    from rollmesh.v1 import trajectory_pb2
 
 TokenIds: TypeAlias = NDArray[np.uint32]
 """Token ids, dtype uint32, shape [N]."""
@@ -78,6 +81,30 @@ def unpack_mask(data: bytes, field: str) -> Mask:
     if flags.size and int(flags.max()) > 1:
         raise InvalidFieldError(field, "has a byte other than 0 and 1; send one byte per token")
     return flags.view(np.bool_)
+
+
+def unpack_tokens(
+    tokens: "trajectory_pb2.TokenArrays", field: str
+) -> tuple[TokenIds, Logprobs, Mask]:
+    """Reads the ids, the log-probabilities and the loss mask [N] of the same tokens, read-only.
+
+    Raises:
+        InvalidFieldError: They differ in length, or the mask has a byte other than 0 and 1. Names
+            `field`.
+    """
+    loss_mask = unpack_mask(tokens.loss_mask_u8, f"{field}.loss_mask_u8")
+    count = len(loss_mask)
+    for name in ("token_ids_u32le", "logprobs_f32le"):
+        size = len(getattr(tokens, name))
+        if size != 4 * count:
+            raise InvalidFieldError(
+                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
+            )
+    return (
+        unpack_ids(tokens.token_ids_u32le, f"{field}.token_ids_u32le"),
+        unpack_logprobs(tokens.logprobs_f32le, f"{field}.logprobs_f32le"),
+        loss_mask,
+    )
 
 
 def _torn(data: bytes, field: str) -> InvalidFieldError:

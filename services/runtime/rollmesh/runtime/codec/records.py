@@ -5,8 +5,7 @@ import math
 from collections.abc import Collection, Container, Sequence
 from typing import TypeAlias
 
-from rollmesh.runtime.codec.arrays import wrong_logprob
-from rollmesh.runtime.codec.token_arrays import unpack_tokens
+from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
