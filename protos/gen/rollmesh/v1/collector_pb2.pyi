@@ -1246,7 +1246,7 @@ class SetRewardsRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     request_id: _builtins.str
-    """Makes the call repeatable, for as long as the session is stored: 1 to 128 characters, unique
+    """Makes the call repeatable, for as long as the store has the session: 1 to 128 characters, unique
     within the session.
     """
     @_builtins.property

@@ -273,7 +273,9 @@ class CreateSessionRequest(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters. Empty means that each call opens a session."""
+    """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
+    means that each call opens a session.
+    """
     group_id: _builtins.str
     """Id of the group. Empty means that the session is its own group."""
     sample_index: _builtins.int

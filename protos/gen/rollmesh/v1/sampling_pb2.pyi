@@ -26,7 +26,7 @@ class _SamplingPolicy:
 class _SamplingPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SamplingPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SAMPLING_POLICY_UNSPECIFIED: _SamplingPolicy.ValueType  # 0
-    """The gateway's setting `sampling_policy`."""
+    """The field is not set."""
     SAMPLING_POLICY_AGENT: _SamplingPolicy.ValueType  # 1
     """The agent's win over the session's. A turn whose distribution they change carries
     SAMPLING_CHANGED.
@@ -46,7 +46,7 @@ class SamplingPolicy(_SamplingPolicy, metaclass=_SamplingPolicyEnumTypeWrapper):
     """
 
 SAMPLING_POLICY_UNSPECIFIED: SamplingPolicy.ValueType  # 0
-"""The gateway's setting `sampling_policy`."""
+"""The field is not set."""
 SAMPLING_POLICY_AGENT: SamplingPolicy.ValueType  # 1
 """The agent's win over the session's. A turn whose distribution they change carries
 SAMPLING_CHANGED.

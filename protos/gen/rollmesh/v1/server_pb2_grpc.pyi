@@ -13,8 +13,8 @@ Rules of all files of this package:
     integers or 32-bit floats, little-endian, or one byte each.
   - A field whose name ends in `_unix_ms` is a time, and one that ends in `_ms` a duration.
   - A `request_id` makes a call that changes something repeatable. It has at most 128 characters.
-    Empty means that each call is its own. Where its comment says no more, a repeat within the last
-    4,096 calls of the process returns the first response, and a repeat with another body fails with
+    Empty means that each call is its own. Where its comment says no more, it is kept in memory: a
+    repeat within the last 4,096 calls of the process returns the first response, and a repeat with another body fails with
     ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
   - Text that is described as "for people" may change in any release. Programs do not parse it.
   - Errors of a call are gRPC statuses with details: see errors.proto.

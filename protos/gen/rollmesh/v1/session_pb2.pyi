@@ -55,7 +55,7 @@ class _SessionPurpose:
 class _SessionPurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionPurpose.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SESSION_PURPOSE_UNSPECIFIED: _SessionPurpose.ValueType  # 0
-    """The same as TRAIN."""
+    """The field is not set."""
     SESSION_PURPOSE_TRAIN: _SessionPurpose.ValueType  # 1
     """A trainer trains on it."""
     SESSION_PURPOSE_EVAL: _SessionPurpose.ValueType  # 2
@@ -67,7 +67,7 @@ class SessionPurpose(_SessionPurpose, metaclass=_SessionPurposeEnumTypeWrapper):
     """The use of a session's tokens. Consumers of the collector get sessions to train on by default."""
 
 SESSION_PURPOSE_UNSPECIFIED: SessionPurpose.ValueType  # 0
-"""The same as TRAIN."""
+"""The field is not set."""
 SESSION_PURPOSE_TRAIN: SessionPurpose.ValueType  # 1
 """A trainer trains on it."""
 SESSION_PURPOSE_EVAL: SessionPurpose.ValueType  # 2

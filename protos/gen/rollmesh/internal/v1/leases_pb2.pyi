@@ -27,7 +27,7 @@ class _LeaseOutcome:
 class _LeaseOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseOutcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LEASE_OUTCOME_UNSPECIFIED: _LeaseOutcome.ValueType  # 0
-    """Nothing: the turn was cancelled, was refused for want of capacity, or failed for a reason of its
+    """The field is not set. The turn has no verdict: it was cancelled, was refused for want of capacity, or failed for a reason of its
     own.
     """
     LEASE_OUTCOME_ANSWERED: _LeaseOutcome.ValueType  # 1
@@ -41,7 +41,7 @@ class LeaseOutcome(_LeaseOutcome, metaclass=_LeaseOutcomeEnumTypeWrapper):
     """A turn's verdict on the engine of its lease."""
 
 LEASE_OUTCOME_UNSPECIFIED: LeaseOutcome.ValueType  # 0
-"""Nothing: the turn was cancelled, was refused for want of capacity, or failed for a reason of its
+"""The field is not set. The turn has no verdict: it was cancelled, was refused for want of capacity, or failed for a reason of its
 own.
 """
 LEASE_OUTCOME_ANSWERED: LeaseOutcome.ValueType  # 1
