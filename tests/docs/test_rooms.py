@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (8_799, 22),
     "services/engine/rollmesh/engine": (4_076, 19),
     "services/router/rollmesh/router": (3_634, 15),
-    "services/collector/rollmesh/collector": (5_070, 13),
+    "services/collector/rollmesh/collector": (5_052, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
     "clients/rollmesh/client": (4_354, 15),

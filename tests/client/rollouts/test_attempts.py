@@ -111,8 +111,8 @@ async def test_seats_that_a_cancelled_rollout_did_not_fill_are_abandoned(
                 running.cancel()
         async with open_channel(collector) as channel:
             stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
-            request = collector_pb2.ListOpenGroupsRequest()
-            (stored,) = (await stub.ListOpenGroups(request, timeout=60)).groups
+            request = collector_pb2.ListGroupsRequest()
+            (stored,) = (await stub.ListGroups(request, timeout=60)).groups
     assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
     assert (stored.samples, stored.group_size) == (3, 4)
 

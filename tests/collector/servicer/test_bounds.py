@@ -50,8 +50,8 @@ async def test_a_page_token_that_is_none_is_refused(stub: Any, token: str) -> No
     async with subscribing(stub) as stream:
         await stream.opened()
     filtered = collector_pb2.ListFilteredRequest(consumer="trainer", page_token=token)
-    groups = collector_pb2.ListOpenGroupsRequest(page_token=token)
-    for call in (stub.ListFiltered(filtered, timeout=60), stub.ListOpenGroups(groups, timeout=60)):
+    groups = collector_pb2.ListGroupsRequest(page_token=token)
+    for call in (stub.ListFiltered(filtered, timeout=60), stub.ListGroups(groups, timeout=60)):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
         error = from_rpc_error(refused.value)

@@ -247,7 +247,7 @@ async def test_the_sdk_shows_withheld_units_and_their_sessions(tmp_path: Path) -
 
 async def test_open_groups_are_listed(stub: Any) -> None:
     await ingest(stub, record("a", "g", 1, 2))
-    listed = await stub.ListOpenGroups(pb.ListOpenGroupsRequest(), timeout=TIMEOUT_S)
+    listed = await stub.ListGroups(pb.ListGroupsRequest(), timeout=TIMEOUT_S)
     assert [(one.group_id, one.samples, one.group_size) for one in listed.groups] == [("g", 1, 2)]
 
 
@@ -266,11 +266,11 @@ async def test_open_groups_are_listed(stub: Any) -> None:
         ),
         pytest.param("ListFiltered", pb.ListFilteredRequest(page_size=0), "page_size", id="page 0"),
         pytest.param(
-            "ListOpenGroups", pb.ListOpenGroupsRequest(page_size=1001), "page_size", id="large page"
+            "ListGroups", pb.ListGroupsRequest(page_size=1001), "page_size", id="large page"
         ),
         pytest.param(
-            "ListOpenGroups",
-            pb.ListOpenGroupsRequest(page_token="x"),  # noqa: S106
+            "ListGroups",
+            pb.ListGroupsRequest(page_token="x"),  # noqa: S106
             "page_token",
             id="token",
         ),

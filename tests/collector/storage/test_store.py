@@ -322,14 +322,23 @@ async def test_a_seek_of_an_unknown_consumer_is_refused(store: Store) -> None:
 
 async def test_open_groups_are_listed_in_pages(store: Store) -> None:
     await fill(store, [*group("g", 0, 2), *group("h", 1), *group("i", 0, 1, 2)], now_ms=5)
-    first, token = await store.open_groups(1, "")
-    second, token = await store.open_groups(1, token)
-    rest, _ = await store.open_groups(1, token)
-    assert [(one.group_id, one.group_size, one.samples, one.first_unix_ms) for one in first] == [
-        ("g", 3, 2, 5)
+
+    async def page(only: str = "", **wanted: Any) -> pb.ListGroupsResponse:
+        return await store.groups(pb.ListGroupsRequest(**wanted), only, 1)
+
+    first = await page(state=pb.GROUP_STATE_OPEN)
+    second = await page(state=pb.GROUP_STATE_OPEN, page_token=first.next_page_token)
+    rest = await page(state=pb.GROUP_STATE_OPEN, page_token=second.next_page_token)
+    assert first.groups == [
+        pb.Group(group_id="g", group_size=3, samples=2, first_unix_ms=5, state=pb.GROUP_STATE_OPEN)
     ]
-    assert [one.group_id for one in second] == ["h"]
-    assert rest == []
+    assert [one.group_id for one in second.groups] == ["h"]
+    assert rest == pb.ListGroupsResponse()
+    (complete,) = (await page(state=pb.GROUP_STATE_COMPLETE)).groups
+    assert (complete.group_id, complete.samples) == ("i", 3)
+    assert complete.state == pb.GROUP_STATE_COMPLETE
+    (named,) = (await page("h")).groups
+    assert (named.group_id, named.samples) == ("h", 1)
     assert (await store.counts()).open_groups == 2
 
 

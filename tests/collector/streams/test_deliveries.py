@@ -121,9 +121,13 @@ async def test_a_group_of_another_run_is_another_group(stub: Any) -> None:
             session = record(f"{run_id}{at}", "g", at, size)
             session.run_id = run_id
             await ingest(stub, session)
-            page = await stub.ListOpenGroups(collector_pb2.ListOpenGroupsRequest(), timeout=60)
+            waiting = collector_pb2.ListGroupsRequest(state=collector_pb2.GROUP_STATE_OPEN)
+            page = await stub.ListGroups(waiting, timeout=60)
             found = [(one.run_id, one.group_id, one.samples) for one in page.groups]
             assert found == ([(run_id, "g", at + 1)] if at + 1 < size else [])
+            own = collector_pb2.ListGroupsRequest(run_id=run_id, group_id="g")
+            (group,) = (await stub.ListGroups(own, timeout=60)).groups
+            assert (group.run_id, group.samples, group.group_size) == (run_id, at + 1, size)
     async with subscribing(stub, unit=GROUP, credits_=3) as stream:
         deliveries = await stream.deliveries(3)
     assert [one.delivery_id for one in deliveries] == ["g", "run:r/g", "run:q/g"]

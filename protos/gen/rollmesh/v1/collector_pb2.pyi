@@ -149,6 +149,30 @@ FILTER_REASON_DUPLICATE_SEAT: FilterReason.ValueType  # 15
 """Another session of the group has the same sample_index, and the group was delivered with that one."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
+class _GroupState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GROUP_STATE_UNSPECIFIED: _GroupState.ValueType  # 0
+    """The field is not set."""
+    GROUP_STATE_OPEN: _GroupState.ValueType  # 1
+    """It waits for samples."""
+    GROUP_STATE_COMPLETE: _GroupState.ValueType  # 2
+    """All of its samples have arrived, or the collector decided about it without the others."""
+
+class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
+    """State of a group."""
+
+GROUP_STATE_UNSPECIFIED: GroupState.ValueType  # 0
+"""The field is not set."""
+GROUP_STATE_OPEN: GroupState.ValueType  # 1
+"""It waits for samples."""
+GROUP_STATE_COMPLETE: GroupState.ValueType  # 2
+"""All of its samples have arrived, or the collector decided about it without the others."""
+Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
+
 @_typing.final
 class IngestRequest(_message.Message):
     """Closed sessions to store."""
@@ -1451,36 +1475,48 @@ class FilteredEntry(_message.Message):
 Global___FilteredEntry: _TypeAlias = FilteredEntry  # noqa: Y015
 
 @_typing.final
-class ListOpenGroupsRequest(_message.Message):
-    """Asks for groups that wait for sessions."""
+class ListGroupsRequest(_message.Message):
+    """Request of ListGroups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most groups to return, 1 to 1,000. Default 100."""
     page_token: _builtins.str
     """Where to go on: `next_page_token` of the page before. Empty begins."""
+    state: Global___GroupState.ValueType
+    """Only groups in this state. UNSPECIFIED means any."""
+    group_id: _builtins.str
+    """Only this group. Empty means any."""
+    run_id: _builtins.str
+    """Id of the group's run. Only with `group_id`."""
     def __init__(
         self,
         *,
         page_size: _builtins.int | None = ...,
         page_token: _builtins.str = ...,
+        state: Global___GroupState.ValueType = ...,
+        group_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "group_id", b"group_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
     _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
 
-Global___ListOpenGroupsRequest: _TypeAlias = ListOpenGroupsRequest  # noqa: Y015
+Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
 
 @_typing.final
-class ListOpenGroupsResponse(_message.Message):
-    """A page of groups that wait for sessions."""
+class ListGroupsResponse(_message.Message):
+    """A page of groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1489,13 +1525,13 @@ class ListOpenGroupsResponse(_message.Message):
     next_page_token: _builtins.str
     """Token of the next page. Empty after the last."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenGroup]:
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]:
         """The groups, oldest first."""
 
     def __init__(
         self,
         *,
-        groups: _abc.Iterable[Global___OpenGroup] | None = ...,
+        groups: _abc.Iterable[Global___Group] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -1504,11 +1540,11 @@ class ListOpenGroupsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListOpenGroupsResponse: _TypeAlias = ListOpenGroupsResponse  # noqa: Y015
+Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
 
 @_typing.final
-class OpenGroup(_message.Message):
-    """A group that waits for sessions."""
+class Group(_message.Message):
+    """A group whose sessions are stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1517,16 +1553,19 @@ class OpenGroup(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     FIRST_UNIX_MS_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its id."""
     group_size: _builtins.int
     """Number of sessions announced."""
     samples: _builtins.int
-    """Number of samples that have arrived."""
+    """Number of samples that have arrived. Abandoned seats count."""
     first_unix_ms: _builtins.int
     """Arrival of its first session, milliseconds since 1970 UTC."""
     run_id: _builtins.str
     """Id of its run, see CreateSession."""
+    state: Global___GroupState.ValueType
+    """Its state."""
     def __init__(
         self,
         *,
@@ -1535,14 +1574,15 @@ class OpenGroup(_message.Message):
         samples: _builtins.int = ...,
         first_unix_ms: _builtins.int = ...,
         run_id: _builtins.str = ...,
+        state: Global___GroupState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_ms", b"first_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "run_id", b"run_id", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_ms", b"first_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "run_id", b"run_id", "samples", b"samples", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenGroup: _TypeAlias = OpenGroup  # noqa: Y015
+Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class ReadSessionsRequest(_message.Message):

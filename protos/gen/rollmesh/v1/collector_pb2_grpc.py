@@ -96,10 +96,10 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredResponse.FromString,
                 _registered_method=True)
-        self.ListOpenGroups = channel.unary_unary(
-                '/rollmesh.v1.CollectorService/ListOpenGroups',
-                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.FromString,
+        self.ListGroups = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ListGroups',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListGroupsResponse.FromString,
                 _registered_method=True)
         self.ReadSessions = channel.unary_stream(
                 '/rollmesh.v1.CollectorService/ReadSessions',
@@ -226,8 +226,10 @@ class CollectorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListOpenGroups(self, request, context):
-        """Lists groups that wait for sessions, oldest first.
+    def ListGroups(self, request, context):
+        """Lists groups with their sizes and states. A session without a group_id is a group of its own, under
+        its session_id.
+        Errors: INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,10 +306,10 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredResponse.SerializeToString,
             ),
-            'ListOpenGroups': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListOpenGroups,
-                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.SerializeToString,
+            'ListGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListGroupsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListGroupsResponse.SerializeToString,
             ),
             'ReadSessions': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadSessions,
@@ -652,7 +654,7 @@ class CollectorService(object):
             _registered_method=True)
 
     @staticmethod
-    def ListOpenGroups(request,
+    def ListGroups(request,
             target,
             options=(),
             channel_credentials=None,
@@ -665,9 +667,9 @@ class CollectorService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rollmesh.v1.CollectorService/ListOpenGroups',
-            rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.SerializeToString,
-            rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.FromString,
+            '/rollmesh.v1.CollectorService/ListGroups',
+            rollmesh_dot_v1_dot_collector__pb2.ListGroupsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ListGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

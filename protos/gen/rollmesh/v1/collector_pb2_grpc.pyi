@@ -97,8 +97,11 @@ class CollectorServiceStub:
     """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
-    ListOpenGroups: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]
-    """Lists groups that wait for sessions, oldest first."""
+    ListGroups: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListGroupsRequest, _collector_pb2.ListGroupsResponse]
+    """Lists groups with their sizes and states. A session without a group_id is a group of its own, under
+    its session_id.
+    Errors: INVALID_ARGUMENT names the field.
+    """
     ReadSessions: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]
     """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
@@ -173,8 +176,11 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
-    ListOpenGroups: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]  # type: ignore[assignment]
-    """Lists groups that wait for sessions, oldest first."""
+    ListGroups: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListGroupsRequest, _collector_pb2.ListGroupsResponse]  # type: ignore[assignment]
+    """Lists groups with their sizes and states. A session without a group_id is a group of its own, under
+    its session_id.
+    Errors: INVALID_ARGUMENT names the field.
+    """
     ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
     """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
@@ -320,12 +326,15 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def ListOpenGroups(
+    def ListGroups(
         self,
-        request: _collector_pb2.ListOpenGroupsRequest,
+        request: _collector_pb2.ListGroupsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_collector_pb2.ListOpenGroupsResponse, _abc.Awaitable[_collector_pb2.ListOpenGroupsResponse]]:
-        """Lists groups that wait for sessions, oldest first."""
+    ) -> _typing.Union[_collector_pb2.ListGroupsResponse, _abc.Awaitable[_collector_pb2.ListGroupsResponse]]:
+        """Lists groups with their sizes and states. A session without a group_id is a group of its own, under
+        its session_id.
+        Errors: INVALID_ARGUMENT names the field.
+        """
 
     @_abc_1.abstractmethod
     def ReadSessions(

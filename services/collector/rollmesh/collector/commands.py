@@ -122,7 +122,7 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
     if options.consumers:
         await _show_pages(collectors, "ListConsumers", pb.ListConsumersRequest())
     if options.groups:
-        await _show_pages(collectors, "ListOpenGroups", pb.ListOpenGroupsRequest())
+        await _show_pages(collectors, "ListGroups", pb.ListGroupsRequest(state=pb.GROUP_STATE_OPEN))
     if options.filtered:
         wanted = pb.ListFilteredRequest(consumer=options.filtered)
         await _show_pages(collectors, "ListFiltered", wanted)

@@ -284,12 +284,10 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         entries, token = await self.store.filtered(request.consumer, size, request.page_token)
         return pb.ListFilteredResponse(entries=entries, next_page_token=token)
 
-    async def ListOpenGroups(
-        self, request: pb.ListOpenGroupsRequest, context: Context
-    ) -> pb.ListOpenGroupsResponse:
-        size = _page_size(request)
-        groups, token = await self.store.open_groups(size, request.page_token)
-        return pb.ListOpenGroupsResponse(groups=groups, next_page_token=token)
+    async def ListGroups(
+        self, request: pb.ListGroupsRequest, context: Context
+    ) -> pb.ListGroupsResponse:
+        return await self.store.groups(request, _group(request), _page_size(request))
 
     async def ReadSessions(
         self, request: pb.ReadSessionsRequest, context: Context
@@ -299,10 +297,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             session = await self.store.session(request.session_id, arrays=arrays)
             yield pb.ReadSessionsResponse(session=session)
             return
-        if request.run_id and not request.group_id:
-            raise InvalidFieldError("group_id", "is empty; give it with run_id")
-        group = key_of(request.run_id, request.group_id) if request.group_id else ""
-        token = request.resume_token
+        group, token = _group(request), request.resume_token
         while page := await self.store.sessions_after(token, _READ_PAGE, group):
             for token, session_id in page:
                 try:
@@ -319,20 +314,11 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 yield pb.ReadSessionsResponse(session=session, resume_token=token)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        counts = await self.store.counts()
+        stats = await self.store.counts()
+        stats.duplicates = self._duplicates
         consumers = [await self._stats(consumer) for consumer in self.subscriptions.consumers]
-        return pb.GetStatsResponse(
-            sessions=counts.sessions,
-            trajectories=counts.trajectories,
-            complete_groups=counts.complete_groups,
-            open_groups=counts.open_groups,
-            duplicates=self._duplicates,
-            consumers=[stats for stats in consumers if stats is not None],
-            waiting_for_rewards=counts.waiting_for_rewards,
-            reward_timeouts=counts.reward_timeouts,
-            stored_bytes=counts.stored_bytes,
-            removed_sessions=counts.removed_sessions,
-        )
+        stats.consumers.extend(one for one in consumers if one is not None)
+        return stats
 
     async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
         try:
@@ -403,8 +389,15 @@ def _check_position(field: str, position: pb.Position) -> None:
         raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
 
 
+def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:
+    """Returns the key of the only wanted group. Empty if any is."""
+    if request.run_id and not request.group_id:
+        raise InvalidFieldError("group_id", "is empty; give it with run_id")
+    return key_of(request.run_id, request.group_id) if request.group_id else ""
+
+
 def _page_size(
-    request: pb.ListConsumersRequest | pb.ListFilteredRequest | pb.ListOpenGroupsRequest,
+    request: pb.ListConsumersRequest | pb.ListFilteredRequest | pb.ListGroupsRequest,
 ) -> int:
     """Validates and returns the page size of a request."""
     size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE

@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -89,20 +88,6 @@ class Updated(NamedTuple):
     """The consumer as it is now."""
     moved: bool
     """Whether its group policy changed, so that units fetched for it are void."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Totals of the stored sessions."""
-
-    sessions: int
-    trajectories: int
-    complete_groups: int
-    open_groups: int
-    waiting_for_rewards: int = 0
-    reward_timeouts: int = 0
-    stored_bytes: int = 0
-    removed_sessions: int = 0
 
 
 class Packed(NamedTuple):
@@ -478,22 +463,26 @@ class Store:
         token = str(rows[-1][0]) if len(rows) == page_size else ""
         return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
 
-    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
-        """Returns groups waiting for samples, and the token of the next page."""
-        after = _read_token(page_token)
+    async def groups(
+        self, request: pb.ListGroupsRequest, only: str, page_size: int
+    ) -> pb.ListGroupsResponse:
+        """Returns a page of groups. `only` is the key of a group, or empty."""
+        after = _read_token(request.page_token)
+        states = {pb.GROUP_STATE_OPEN: " AND open = 1", pb.GROUP_STATE_COMPLETE: " AND open = 0"}
         sql = (
-            "SELECT n, group_key, size, first_ms, (SELECT count(DISTINCT sample_index)"
-            " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g"
-            " WHERE open = 1 AND n > ?1 ORDER BY n LIMIT ?2"
+            "SELECT n, group_key, size, first_ms, open, (SELECT count(DISTINCT sample_index)"
+            " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g WHERE n > ?1"
+            f"{states.get(request.state, '')} AND ?2 IN ('', group_key) ORDER BY n LIMIT ?3"
         )
-        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, page_size))
-        groups: list[pb.OpenGroup] = []
-        for _, key, size, first_ms, samples in rows:
+        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, only, page_size))
+        page = pb.ListGroupsResponse()
+        for n, key, size, first_ms, is_open, samples in rows:
             run_id, group_id = log.run_and_group(key)
-            group = pb.OpenGroup(run_id=run_id, group_id=group_id, group_size=size)
+            group = page.groups.add(run_id=run_id, group_id=group_id, group_size=size)
             group.samples, group.first_unix_ms = samples, first_ms
-            groups.append(group)
-        return groups, str(rows[-1][0]) if len(rows) == page_size else ""
+            group.state = pb.GROUP_STATE_OPEN if is_open else pb.GROUP_STATE_COMPLETE
+            page.next_page_token = str(n) if len(rows) == page_size else ""
+        return page
 
     async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
         """Returns one session.
@@ -526,10 +515,10 @@ class Store:
         rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, limit, *given))
         return [(str(n), session_id) for n, session_id in rows]
 
-    async def counts(self) -> Counts:
-        """Returns totals of the stored sessions."""
+    async def counts(self) -> pb.GetStatsResponse:
+        """Returns totals of the stored sessions, without the consumers."""
         return await self.backend.read(
-            lambda tx: Counts(
+            lambda tx: pb.GetStatsResponse(
                 sessions=tx.total("sessions"),
                 trajectories=tx.total("trajectories"),
                 complete_groups=tx.total(f"log:{GROUP_LOG}"),

@@ -105,7 +105,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "SetRewards": _TRAINS,
         "Seek": _OPERATES,
         "ListFiltered": _OPERATES,
-        "ListOpenGroups": _OPERATES,
+        "ListGroups": _OPERATES,
         "ReadSessions": _OPERATES,
     },
     "rollmesh.v1.ScorerService": {"Score": frozenset({_R.COLLECTOR})},
