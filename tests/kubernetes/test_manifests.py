@@ -27,12 +27,12 @@ from tests.kubernetes.rendering import (
     templates,
     tool,
 )
+from tests.served import SERVED
 from tests.trial_certificates import copy_certificates, names_and_uses
 
 CERTIFIED = {*Role, "scorer"} - {Role.AGENT}
 """Who has a certificate in a cluster."""
 PORTS = {"router": 7100, "engine": 7400, "gateway": 7200, "collector": 7300}
-EVERYBODY = {"GetServerInfo", "Check", "List", "Watch"}
 SERVICE = "app.kubernetes.io/component"
 each_overlay = pytest.mark.parametrize("name", VARIANTS)
 
@@ -251,9 +251,6 @@ def test_every_service_may_be_disrupted_one_pod_at_a_time(name: str) -> None:
         assert len(found) == ("rollmesh-role" in labels), maker
 
 
-SERVED = {"router": ["Router", "Peer"]}
-
-
 @each_overlay
 def test_the_network_allows_the_calls_of_the_table_of_roles(name: str) -> None:
     policies = list(of_kind(overlay(name), "NetworkPolicy").values())
@@ -268,12 +265,9 @@ def test_the_network_allows_the_calls_of_the_table_of_roles(name: str) -> None:
         if server == "sidecar":
             may = caller in {"agent", "trainer"}
         else:
-            may = any(
-                caller in roles
-                for method, roles in TABLE.items()
-                if any(f".{one}Service/" in method for one in SERVED.get(server, [server.title()]))
-                and method.rpartition("/")[2] not in EVERYBODY
-            )
+            own = SERVED[server]
+            calls = {f"/{one.full_name}/{call.name}" for one in own for call in one.methods}
+            may = any(caller in TABLE[call] for call in calls)
         found = allowed(policies, peers[caller], peers[server], port)
         transfers = "transfer" in " ".join(of_kind(overlay(name), "NetworkPolicy"))
         if transfers and server == "engine" and caller in {"engine", "trainer"}:
