@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_052, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
-    "clients/rollmesh/client": (4_354, 15),
+    "clients/rollmesh/client": (4_352, 15),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_170, 12),
     "clients/rollmesh/launch": (539, 4),

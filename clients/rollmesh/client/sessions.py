@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -435,17 +436,15 @@ class SessionCalls(Connections):
             superseded=superseded,
             reward_timeout_ms=reward_timeout_ms,
         )
-        for is_renewed in (False, True):
-            try:
-                response = await self._at_gateway(
-                    session.session_id, lambda stub: stub.CloseSession, request
-                )
-                break
-            except SessionKeyWrongError:
-                if is_renewed or not session.request_id:
-                    raise
-                await self.renew_key(session)
-                request.session_key = session.api_key
+        close = partial(self._at_gateway, session.session_id, lambda stub: stub.CloseSession)
+        try:
+            response = await close(request)
+        except SessionKeyWrongError:
+            if not session.request_id:
+                raise
+            await self.renew_key(session)
+            request.session_key = session.api_key
+            response = await close(request)
         session.closed = True
         return list(response.trajectory_ids)
 

@@ -467,15 +467,15 @@ class Store:
         self, request: pb.ListGroupsRequest, only: str, page_size: int
     ) -> pb.ListGroupsResponse:
         """Returns a page of groups. `only` is the key of a group, or empty."""
-        after = _read_token(request.page_token)
+        after, page = _read_token(request.page_token), pb.ListGroupsResponse()
         states = {pb.GROUP_STATE_OPEN: " AND open = 1", pb.GROUP_STATE_COMPLETE: " AND open = 0"}
+        named = "group_key = ?2" if only else "?2 = ''"
         sql = (
             "SELECT n, group_key, size, first_ms, open, (SELECT count(DISTINCT sample_index)"
             " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g WHERE n > ?1"
-            f"{states.get(request.state, '')} AND ?2 IN ('', group_key) ORDER BY n LIMIT ?3"
+            f"{states.get(request.state, '')} AND {named} ORDER BY n LIMIT ?3"
         )
         rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, only, page_size))
-        page = pb.ListGroupsResponse()
         for n, key, size, first_ms, is_open, samples in rows:
             run_id, group_id = log.run_and_group(key)
             group = page.groups.add(run_id=run_id, group_id=group_id, group_size=size)

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ async def _dead_letters(_: argparse.Namespace, channel: grpc.aio.Channel) -> Seq
     return [one async for page in pages for one in page.dead_letters]
 
 
-async def _pages(call: Callable[..., Awaitable[Any]], request: Any) -> Any:
+async def _pages(call: Callable[..., Awaitable[Any]], request: Any) -> AsyncIterator[Any]:
     while True:
         page = await call(request, timeout=_TIMEOUT_S)
         yield page
