@@ -2,7 +2,7 @@
 
 verl loads the class by name and uses it for rollouts only:
 
-    actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollmesh.integrations.verl.manager.AgentLoopManager
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollmesh.integrations.verl.manager.AgentLoopManager
     +rollmesh.router=HOST:PORT
     +rollmesh.runners.my_agent=my_package.my_module:run
 
