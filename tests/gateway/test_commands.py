@@ -31,7 +31,7 @@ async def test_dead_letters_are_found_at_whichever_gateway_has_them(
         router.gateways = [gateway(1, one), gateway(2, other)]
         assert await run(flag) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [json.loads(line)["sessionId"] for line in lines] == LETTERS
+        assert [json.loads(line)["session_id"] for line in lines] == LETTERS
         assert await run(flag, "retry", LETTERS[1]) == 0
         assert (first.dead, second.dead) == ({LETTERS[0]}, {LETTERS[2]})
         assert await run(flag, "retry", LETTERS[1]) == 1  # it is none any more

@@ -126,11 +126,11 @@ async def test_an_operator_lists_shows_and_ends_sessions(mesh: Mesh) -> None:
         asked = await client.open_session(client.session_request(group_id="g"))
         await mesh.openai(asked).chat.completions.create(model="policy", messages=ASK)
         code, out, _ = await run(mesh, "operator", "sessions")
-        listed = {one["sessionId"]: one for one in map(json.loads, out.splitlines())}
+        listed = {one["session_id"]: one for one in map(json.loads, out.splitlines())}
         assert (code, set(listed)) == (0, {idle.session_id, asked.session_id})
         assert listed[asked.session_id]["turns"] == 1
         code, out, _ = await run(mesh, "operator", "sessions", "list", "--group=g")
-        assert [json.loads(one)["sessionId"] for one in out.splitlines()] == [asked.session_id]
+        assert [json.loads(one)["session_id"] for one in out.splitlines()] == [asked.session_id]
         code, out, _ = await run(mesh, "operator", "sessions", "show", asked.session_id)
         shown = json.loads(out)
         texts = [part["text"] for node in shown["nodes"] for part in node["messages"][0]["content"]]

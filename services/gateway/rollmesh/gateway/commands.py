@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf import json_format
+from google.protobuf.json_format import MessageToJson
 
 from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import clock
@@ -39,7 +39,7 @@ async def _show(channel: grpc.aio.Channel, session_id: str) -> str:
     async for page in _pages(GatewayServiceStub(channel).GetSession, request):
         shown.MergeFrom(page)
     shown.ClearField("next_page_token")
-    return json_format.MessageToJson(shown, indent=None)
+    return MessageToJson(shown, preserving_proto_field_name=True, indent=None)
 
 
 async def _end(channel: grpc.aio.Channel, session_id: str) -> str:
@@ -169,7 +169,7 @@ async def _run(
                     continue
                 session_ids += [one.session_id for one in found]
                 for one in found if work is None else ():
-                    print(json_format.MessageToJson(one, indent=None))
+                    print(MessageToJson(one, preserving_proto_field_name=True, indent=None))
         for session_id in session_ids if work else ():
             assert work is not None
             try:
