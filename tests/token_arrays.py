@@ -1,13 +1,6 @@
 """Packs the arrays of trajectories."""
 
-from rollmesh.runtime.codec.arrays import (
-    Logprobs,
-    Mask,
-    TokenIds,
-    pack_ids,
-    pack_logprobs,
-    pack_mask,
-)
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, pack_ids, pack_logprobs
 from rollmesh.v1 import trajectory_pb2
 
 
@@ -18,5 +11,5 @@ def pack_tokens(
     return trajectory_pb2.TokenArrays(
         token_ids_u32le=pack_ids(token_ids),
         logprobs_f32le=pack_logprobs(logprobs),
-        loss_mask_u8=pack_mask(loss_mask),
+        loss_mask_u8=loss_mask.tobytes(),
     )

@@ -24,7 +24,7 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
             found = json.loads(done.stdout)
             assert {one["kind"] for one in found["members"]} == {"engine", "gateway"}
             assert (found["store"]["sessions"], found["store"]["complete_groups"]) == (1, 1)
-            assert found["store"]["consumers"][0]["consumer"] == "trainer"
+            assert found["store"]["consumers"][0]["name"] == "trainer"
             lines = status(*flags).stdout.splitlines()
     assert any(line.startswith("engine ") and "leases 0" in line for line in lines)
     assert any(line.startswith("consumer trainer") for line in lines)

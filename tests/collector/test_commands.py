@@ -125,6 +125,18 @@ async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: Serv
     assert "tokens" not in session["trajectories"][0]
 
 
+async def test_a_tool_whose_reader_leaves_ends_without_a_traceback(
+    collector: ServiceProcess,
+) -> None:
+    command = "set -o pipefail; $0 -m rollmesh.cli collector inspect $@ | head -n 0"
+    flags = ("--sessions", "--collector", collector.address)
+    shell = ["bash", "-c", command, sys.executable, *flags]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ended = await asyncio.create_subprocess_exec(*shell, **pipes)
+    stdout, stderr = await ended.communicate()
+    assert (ended.returncode, stdout, stderr) == (1, b"", b"")
+
+
 async def test_inspect_lists_sessions_by_the_names_of_an_export(
     collector: ServiceProcess, tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -144,7 +156,10 @@ async def test_inspect_lists_sessions_by_the_names_of_an_export(
     )
     assert done.stdout.startswith("1 sessions, 1 trajectories"), done.stderr
     row = json.loads(path.read_text())
-    assert one.keys() - row.keys() == {"trajectories", "abandoned"}
+    assert one.keys() - row.keys() == {"trajectories", "abandoned", "reward"}
+    assert row["session_reward"] == one["reward"]
+    (whole,) = lines(tool(collector, "inspect", "--session", "c"))
+    assert whole.keys() - one.keys() == {"turns"}
     assert row["text"].endswith(row["sampled_texts"][-1])
     wrong = tool(collector, "export", "--to", str(path), "--tokenizer", str(tmp_path / "none"))
     assert (wrong.returncode, "tokenizer.json" in wrong.stderr) == (2, True)

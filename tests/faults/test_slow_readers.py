@@ -48,7 +48,7 @@ async def standing(stub: Any, consumer: str, *, calls: int = 1) -> collector_pb2
     request = collector_pb2.GetStatsRequest()
     answers = [await stub.GetStats(request, timeout=TIMEOUT_S) for _ in range(calls)]
     unknown = collector_pb2.ConsumerStats()  # as yet
-    return next((one for one in answers[-1].consumers if one.consumer == consumer), unknown)
+    return next((one for one in answers[-1].consumers if one.name == consumer), unknown)
 
 
 async def filled(stub: Any, consumer: str) -> int:

@@ -112,7 +112,9 @@ async def test_a_stop_leaves_the_exit_code_of_a_killed_process_to_asyncio(
                 pass
             await child.stop()
         assert child.process.returncode == -signal.SIGKILL
-    assert [one.getMessage() for one in caplog.records if one.name == "asyncio"] == []
+    # gRPC's poller may tell here that the loop of an earlier test was closed
+    told = [one.getMessage() for one in caplog.records if one.name == "asyncio"]
+    assert [one for one in told if "PollerCompletionQueue" not in one] == []
 
 
 LOUD = """

@@ -66,7 +66,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
                     else:
                         sessions[session.group_id, session.sample_index] = session
         stats = await client.stats()
-        (verl,) = [one for one in stats.consumers if one.consumer == "verl"]
+        (verl,) = [one for one in stats.consumers if one.name == "verl"]
         assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS, 0, 0)
         yield Ran(read, sessions, superseded)
 

@@ -80,9 +80,8 @@ def _usage() -> str:
 
 def _near(arguments: list[str]) -> str:
     """Returns the typed command, and the nearest existing one."""
-    known = list(_COMMANDS)
-    near = difflib.get_close_matches(" ".join(arguments[:2]), known, 1)
-    near = near or difflib.get_close_matches(arguments[0], known, 1)
+    near = difflib.get_close_matches(" ".join(arguments[:2]), _COMMANDS, 1)
+    near = near or difflib.get_close_matches(arguments[0], _COMMANDS, 1)
     return repr(arguments[0]) + (f"; did you mean {near[0]!r}?" if near else "")
 
 

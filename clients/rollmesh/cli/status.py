@@ -6,12 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import collector_pb2, router_pb2
 
@@ -26,29 +27,25 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     identity.add_flags(parser)
     options = parser.parse_args()
+    return identity.run_tool(parser.prog, options, os.environ, partial(_show, options))
+
+
+async def _show(options: argparse.Namespace) -> list[str]:
+    """Prints the state of a mesh. Returns why it could not."""
     try:
-        identity.present_files(options, os.environ)
-        found = asyncio.run(
-            _read(MeshAddresses(router=options.router, collector=options.collector))
-        )
-    except ConfigError as error:
-        print(f"rollmesh status: {error}", file=sys.stderr)
-        return 2
+        found = await _read(MeshAddresses(router=options.router, collector=options.collector))
     except (RollmeshError, TimeoutError) as error:
-        said = error.message if isinstance(error, RollmeshError) else "no answer in time"
-        print(f"rollmesh status: {options.router}: {said}", file=sys.stderr)
-        return 1
+        return [f"{options.router}: {getattr(error, 'message', 'no answer in time')}"]
     print(json.dumps(found) if options.json else "\n".join(_lines(found)))
-    return 0
+    return []
 
 
 async def _read(addresses: MeshAddresses) -> dict[str, Any]:
     """Returns the state of a mesh. `store` is None while no collector answers."""
     async with asyncio.timeout(_LIMIT_S), Client(addresses) as client:
         listed = await client.replicas()
-        has_collector = bool(addresses.collector) or any(
-            one.hello.kind == router_pb2.REPLICA_KIND_COLLECTOR for one in listed.replicas
-        )
+        kinds = {one.hello.kind for one in listed.replicas}
+        has_collector = addresses.collector or router_pb2.REPLICA_KIND_COLLECTOR in kinds
         stats = await client.stats() if has_collector else None
     return {
         "models": {one.model: one.target_policy_version for one in listed.models},
@@ -60,7 +57,7 @@ async def _read(addresses: MeshAddresses) -> dict[str, Any]:
 def _member(one: router_pb2.Replica) -> dict[str, Any]:
     hello, load = one.hello, one.hello.load
     kind = name_of(router_pb2.ReplicaKind.DESCRIPTOR, hello.kind).lower()
-    found: dict[str, Any] = {"kind": kind, "id": hello.replica_id, "address": hello.address}
+    found: dict[str, Any] = {"kind": kind, "replica_id": hello.replica_id, "address": hello.address}
     state = [name for name in ("paused", "sleeping", "draining") if getattr(load, name)]
     if kind == "engine":
         circuit = name_of(router_pb2.CircuitState.DESCRIPTOR, one.circuit).lower()
@@ -69,14 +66,14 @@ def _member(one: router_pb2.Replica) -> dict[str, Any]:
         found |= {"leases": one.leases, "lease_capacity": hello.lease_capacity}
         found |= {"sessions": one.sessions, "running": load.running, "waiting": load.waiting}
     if kind == "gateway":
-        found |= {"model": hello.model, "sessions": load.live_sessions}
+        found |= {"model": hello.model, "live_sessions": load.live_sessions}
     return found | {"state": state}
 
 
 def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:
     consumers = [
         {
-            "consumer": one.consumer,
+            "name": one.name,
             "ready": one.ready,
             "leased": one.leased,
             "acknowledged": one.acknowledged,
@@ -88,7 +85,7 @@ def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:
         for one in stats.consumers
     ]
     names = ("sessions", "complete_groups", "open_groups", "waiting_for_rewards", "stored_bytes")
-    return {name: getattr(stats, name) for name in names} | {"consumers": consumers}
+    return {**{name: getattr(stats, name) for name in names}, "consumers": consumers}
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -103,11 +100,15 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     consumers = store.pop("consumers")
     yield _line({"kind": "store", **store})
     for consumer in consumers:
-        yield _line({"kind": "consumer", "id": consumer.pop("consumer"), **consumer})
+        yield _line({"kind": "consumer", **consumer})
 
 
 def _line(values: dict[str, Any]) -> str:
-    head = " ".join(str(values.pop(name)) for name in ("kind", "id", "address") if name in values)
+    head = " ".join(
+        str(values.pop(name))
+        for name in ("kind", "replica_id", "name", "address")
+        if name in values
+    )
     rest = [f"{name} {_text(value)}" for name, value in values.items() if value not in ([], {})]
     return "  ".join((head, *rest))
 

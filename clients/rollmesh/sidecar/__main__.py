@@ -17,7 +17,7 @@ from rollmesh.runtime.process.children import raise_descriptor_limit
 from rollmesh.runtime.process.main import print_ready, stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.rpc.server import check_exposed
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.sidecar.app import serving
 from rollmesh.sidecar.config import SidecarConfig
@@ -30,12 +30,12 @@ _OTHER_FILES = 64
 async def _serve(config: SidecarConfig) -> None:
     locked = bool(config.token_file or config.tls_certificate_file)
     check_exposed(config, bind_host(config), "--token-file", locked=locked)
-    scrapers = tokens_of(config.metrics_token_file)
-    wanted = None if config.metrics_port < 0 else config.metrics_port
     joins = config.register and not config.gateway
     async with aclosing(GatewayDirectory(config.router, config.gateway)) as directory:
         with (
-            metrics_endpoint(config.host, wanted, scrapers, tls_of(config)) as metrics_port,
+            metrics_endpoint(
+                config.host, config.metrics_port, config.metrics_token_file, config
+            ) as metrics_port,
             stop_signals(supervised=config.supervised) as stop,
         ):
             async with serving(config, directory, joins=joins) as port:

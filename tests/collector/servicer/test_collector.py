@@ -276,6 +276,4 @@ async def test_a_trainer_without_the_sdk_reads_groups_and_acknowledges(
         "reward_mean": 0.5,
     }
     consumers = (await stats(collector)).consumers
-    assert [(one.consumer, one.acknowledged, one.ready) for one in consumers] == [
-        ("grpc-only", 2, 0)
-    ]
+    assert [(one.name, one.acknowledged, one.ready) for one in consumers] == [("grpc-only", 2, 0)]

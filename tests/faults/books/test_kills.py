@@ -98,9 +98,11 @@ async def test_an_engine_killed_in_mid_stream_is_not_noticed_by_the_agent(
         async with mesh.client() as client:
             async with client.session() as session:
                 stream = await ask(mesh, session, ASK, stream=True)
+                chunks = (chunk.choices[0].delta.content or "" async for chunk in stream)
                 await mesh.processes["engine"].wait_line("FAULT engine-mid-stream")
+                pieces = [await anext(chunk async for chunk in chunks if chunk)]
                 await mesh.restart("engine")
-                pieces = [piece.choices[0].delta.content or "" async for piece in stream]
+                pieces += [chunk async for chunk in chunks]
                 assert "".join(pieces) == "The answer is 42."
             (result,) = await sessions(client, 1)
     (trajectory,) = result.trajectories

@@ -128,8 +128,9 @@ async def test_an_operator_lists_shows_and_ends_sessions(mesh: Mesh) -> None:
         code, out, _ = await run(mesh, "operator", "sessions")
         listed = {one["session_id"]: one for one in map(json.loads, out.splitlines())}
         assert (code, set(listed)) == (0, {idle.session_id, asked.session_id})
-        assert listed[asked.session_id]["turns"] == 1
-        code, out, _ = await run(mesh, "operator", "sessions", "list", "--group=g")
+        shown = listed[asked.session_id]
+        assert (shown["turns"], shown["purpose"]) == (1, "TRAIN")
+        code, out, _ = await run(mesh, "operator", "sessions", "list", "--group-id=g")
         assert [json.loads(one)["session_id"] for one in out.splitlines()] == [asked.session_id]
         code, out, _ = await run(mesh, "operator", "sessions", "show", asked.session_id)
         shown = json.loads(out)

@@ -111,7 +111,7 @@ async def test_a_collector_that_dies_is_left_for_another_and_each_session_comes_
             assert await read(subscription, 1) == sessions[3:]
             async with Client(MeshAddresses(collector=second.address)) as at_second:
                 stats = await at_second.stats()
-                (mine,) = [one for one in stats.consumers if one.consumer == consumer]
+                (mine,) = [one for one in stats.consumers if one.name == consumer]
                 assert (mine.acknowledged, mine.ready, mine.leased) == (4, 0, 0)
 
 
@@ -145,7 +145,7 @@ async def test_a_collector_whose_host_is_gone_is_left_for_another(
 
             async def subscribed() -> bool:
                 stats = await at_first.stats()
-                return any(one.consumer == "moves" and one.streams for one in stats.consumers)
+                return any(one.name == "moves" and one.streams for one in stats.consumers)
 
             await until(subscribed)
             proxy.silence()

@@ -17,7 +17,7 @@ from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.access.tokens import write_private
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry import endpoint
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from tests.trial_certificates import make_certificates
 
 TOKEN, NEXT = "a" * 32, "b" * 32
@@ -65,8 +65,7 @@ def test_only_the_path_of_metrics_is_served(port: int) -> None:
 def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
     digest = f"sha256:{hashlib.sha256(NEXT.encode()).hexdigest()}\n"
     write_private(tmp_path, {"scrapers": f"# Prometheus\n{TOKEN}\n{digest}".encode()})
-    tokens = tokens_of(str(tmp_path / "scrapers"))
-    with metrics_endpoint("127.0.0.1", 0, tokens) as port:
+    with metrics_endpoint("127.0.0.1", 0, str(tmp_path / "scrapers")) as port:
         assert port is not None
         assert [scrape(port, token) for token in ("", "guess", TOKEN, NEXT)] == [401, 401, 200, 200]
         assert scrape(port, digest.strip()) == 401
@@ -75,7 +74,7 @@ def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
 def test_tokens_change_while_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
-    with metrics_endpoint("127.0.0.1", 0, tokens_of(str(tmp_path / "scrapers"))) as port:
+    with metrics_endpoint("127.0.0.1", 0, str(tmp_path / "scrapers")) as port:
         assert port is not None
         assert [scrape(port, token) for token in (TOKEN, NEXT)] == [200, 401]
         (tmp_path / "scrapers").write_text(f"{TOKEN}\n{NEXT}\n")
@@ -96,13 +95,11 @@ def test_it_shows_the_current_certificate_of_its_service(
     monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
     served = make("served")
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
-    tls = tls_of(
-        CallerConfig(
-            tls_certificate_file=str(served / "router.crt"),
-            tls_key_file=str(served / "router.key"),
-        )
+    tls = CallerConfig(
+        tls_certificate_file=str(served / "router.crt"),
+        tls_key_file=str(served / "router.key"),
     )
-    with metrics_endpoint("127.0.0.1", 0, tokens_of(str(tmp_path / "scrapers")), tls) as port:
+    with metrics_endpoint("127.0.0.1", 0, str(tmp_path / "scrapers"), tls) as port:
         assert port is not None
         trusted = ssl.create_default_context(cafile=str(served / "ca.crt"))
         assert [scrape(port, token, tls=trusted) for token in (TOKEN, NEXT)] == [200, 401]
@@ -124,9 +121,11 @@ def test_a_file_that_others_may_read_or_without_a_token_is_refused(tmp_path: Pat
     write_private(tmp_path, {"open": TOKEN.encode(), "empty": b"# none\n"})
     (tmp_path / "open").chmod(0o644)
     for name in ("open", "empty", "absent"):
-        with pytest.raises(ConfigError, match="metrics_token_file"):
-            tokens_of(str(tmp_path / name))
-    assert tokens_of("") is None
+        with (
+            pytest.raises(ConfigError, match="metrics_token_file"),
+            metrics_endpoint("127.0.0.1", 0, str(tmp_path / name)),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -1190,13 +1190,13 @@ class ConsumerStats(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CONSUMER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     FILTERED_FIELD_NUMBER: _builtins.int
-    consumer: _builtins.str
+    name: _builtins.str
     """Its name."""
     acknowledged: _builtins.int
     """Deliveries acknowledged."""
@@ -1213,7 +1213,7 @@ class ConsumerStats(_message.Message):
     def __init__(
         self,
         *,
-        consumer: _builtins.str = ...,
+        name: _builtins.str = ...,
         acknowledged: _builtins.int = ...,
         leased: _builtins.int = ...,
         ready: _builtins.int = ...,
@@ -1222,7 +1222,7 @@ class ConsumerStats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "ready", b"ready", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "filtered", b"filtered", "leased", b"leased", "name", b"name", "ready", b"ready", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,16 +6,18 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf import message as protobuf_message
 
-from rollmesh.collector.export import decoder, export, plain, summary_of
+from rollmesh.collector.export import decoder, export, summary_of
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
+from rollmesh.runtime.codec.enums import plain
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import NoCollectorError, RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
@@ -49,13 +51,7 @@ def run_tool(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     add_flags, work = TOOLS[name]
     add_flags(parser)
     options = parser.parse_args(argv)
-    try:
-        identity.present_files(options, environ)
-        asyncio.run(_connected(work, options))
-    except (ConfigError, RollmeshError) as error:
-        _say(f"rollmesh collector {name}: {getattr(error, 'message', error)}", error=True)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return identity.run_tool(parser.prog, options, environ, partial(_connected, work, options))
 
 
 async def _connected(work: Callable[..., Awaitable[None]], options: argparse.Namespace) -> None:

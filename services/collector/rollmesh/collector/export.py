@@ -3,7 +3,6 @@
 Rows name images by hash. Their files are in a directory beside it, each once.
 """
 
-import base64
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from google.protobuf import json_format
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
 
 from rollmesh.collector import log
 from rollmesh.runtime.codec.arrays import unpack_tokens
@@ -22,8 +19,8 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
-_NOT_IN_ROWS = {"trajectories", "abandoned"}
-"""Of a session's summary: an abandoned seat has no rows."""
+_NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
+"""Of a session's summary. An abandoned seat has no rows. A row has its rewards by other names."""
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
@@ -72,7 +69,7 @@ def rows_of(
 
 
 def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
-    """Returns the identity of a session and its outcome, by the names of the rows."""
+    """Returns the identity of a session and its outcome, by the names of `SessionRecord`."""
     purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
     return {
         "session_id": session.session_id,
@@ -85,33 +82,12 @@ def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
         "model": session.model,
         "superseded": session.superseded,
         "abandoned": session.abandoned,
-        "session_reward": session.reward if session.HasField("reward") else None,
+        "reward": session.reward if session.HasField("reward") else None,
         "trajectories": len(session.trajectories),
-        "metadata": json.dumps(dict(session.metadata), sort_keys=True),
+        "metadata": dict(sorted(session.metadata.items())),
         "opened_unix_ms": session.opened_unix_ms,
         "closed_unix_ms": session.closed_unix_ms,
     }
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as plain values: numbers as numbers, enums by their short names."""
-    found: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            found[field.name] = dict(value)
-        elif field.is_repeated:
-            found[field.name] = [_plain_value(field, one) for one in value]
-        else:
-            found[field.name] = _plain_value(field, value)
-    return found
-
-
-def _plain_value(field: FieldDescriptor, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain(value)
-    if field.enum_type is not None:
-        return name_of(field.enum_type, value)
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 Decoder: TypeAlias = Callable[[list[int]], str]
@@ -149,8 +125,11 @@ def _row(
     session: session_pb2.SessionRecord, one: log.Row, decode: Decoder | None
 ) -> dict[str, Any]:
     token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
+    summary = summary_of(session)
     row = {
-        **{name: value for name, value in summary_of(session).items() if name not in _NOT_IN_ROWS},
+        **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
+        "session_reward": summary["reward"],
+        "metadata": json.dumps(summary["metadata"]),
         "reasons": [
             name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
         ],

@@ -326,7 +326,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         except ConsumerUnknownError:  # deleted since
             return None
         return pb.ConsumerStats(
-            consumer=consumer.name,
+            name=consumer.name,
             acknowledged=standing.acknowledged,
             leased=consumer.leased,
             ready=max(standing.open - consumer.leased, 0),

@@ -6,7 +6,7 @@ aside.
 
 import argparse
 import asyncio
-import sys
+import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToJson
 
 from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.codec.enums import plain
+from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_admin_pb2 as pb, gateway_pb2
@@ -39,7 +39,7 @@ async def _show(channel: grpc.aio.Channel, session_id: str) -> str:
     async for page in _pages(GatewayServiceStub(channel).GetSession, request):
         shown.MergeFrom(page)
     shown.ClearField("next_page_token")
-    return MessageToJson(shown, preserving_proto_field_name=True, indent=None)
+    return json.dumps(plain(shown), ensure_ascii=False)
 
 
 async def _end(channel: grpc.aio.Channel, session_id: str) -> str:
@@ -68,7 +68,7 @@ async def _drop(channel: grpc.aio.Channel, session_id: str) -> str:
 
 async def _open_sessions(options: argparse.Namespace, channel: grpc.aio.Channel) -> Sequence[Any]:
     request = pb.ListSessionsRequest(
-        run_id=options.run, group_id=options.group, idle_ms=int(options.idle_s * 1000)
+        run_id=options.run_id, group_id=options.group_id, idle_ms=int(options.idle_s * 1000)
     )
     pages = _pages(GatewayAdminServiceStub(channel).ListSessions, request)
     return [one async for page in pages for one in page.sessions]
@@ -114,8 +114,8 @@ def run_tool(tool: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser.add_argument("work", nargs="?", default="list", choices=("list", *works))
     parser.add_argument("session_ids", nargs="*", metavar="SESSION_ID", help="for all but list")
     if tool == "sessions":
-        parser.add_argument("--run", default="", help="list: only sessions of this run")
-        parser.add_argument("--group", default="", help="list: only sessions of this group")
+        parser.add_argument("--run-id", default="", help="list: only sessions of this run")
+        parser.add_argument("--group-id", default="", help="list: only sessions of this group")
         parser.add_argument("--idle-s", type=float, default=0, help="list: only those idle so long")
     else:
         parser.add_argument("--all", action="store_true", help="retry, drop: every dead letter")
@@ -124,18 +124,8 @@ def run_tool(tool: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     takes_ids = options.work != "list" and not getattr(options, "all", False)
     if takes_ids != bool(options.session_ids):
         parser.error(f"{options.work}: {'give session ids' if takes_ids else 'give no session id'}")
-    try:
-        identity.present_files(options, environ)
-    except ConfigError as error:
-        print(f"rollmesh gateway {tool}: {error}", file=sys.stderr)
-        return 2
-    try:
-        failed = asyncio.run(_run(options, partial(list_all, options), works.get(options.work)))
-    except RollmeshError as error:
-        failed = [error.message]
-    for message in failed:
-        print(f"rollmesh gateway {tool}: {message}", file=sys.stderr)
-    return 1 if failed else 0
+    work = partial(_run, options, partial(list_all, options), works.get(options.work))
+    return identity.run_tool(parser.prog, options, environ, work)
 
 
 _EPILOG = {
@@ -169,7 +159,7 @@ async def _run(
                     continue
                 session_ids += [one.session_id for one in found]
                 for one in found if work is None else ():
-                    print(MessageToJson(one, preserving_proto_field_name=True, indent=None))
+                    print(json.dumps(plain(one), ensure_ascii=False))
         for session_id in session_ids if work else ():
             assert work is not None
             try:

@@ -1,15 +1,13 @@
 """`rollmesh router forget-weights`: how an operator undoes a push with a wrong version."""
 
 import argparse
-import asyncio
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rollmesh.mesh.routers import Routers
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.v1 import router_pb2
 
 FORGET = "forget-weights"
@@ -29,25 +27,17 @@ def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     parser.add_argument("--model", default="", help="name of the model, if there are several")
     identity.add_flags(parser)
     options = parser.parse_args(argv)
-    try:
-        identity.present_files(options, environ)
-        response = asyncio.run(_forget(options.router, options.model))
-    except ConfigError as error:
-        print(f"rollmesh router {FORGET}: {error}", file=sys.stderr)
-        return 2
-    except RollmeshError as error:
-        print(f"rollmesh router {FORGET}: {error.message}", file=sys.stderr)
-        return 1
-    print(f"{response.model}: forgot the weights of version {response.policy_version}")
-    return 0
+    work = partial(_forget, options.router, options.model)
+    return identity.run_tool(parser.prog, options, environ, work)
 
 
-async def _forget(router: str, model: str) -> router_pb2.ForgetWeightsResponse:
+async def _forget(router: str, model: str) -> None:
     routers = Routers(router)
     request = router_pb2.ForgetWeightsRequest(model=model, request_id=uuid.uuid4().hex)
     try:
-        return await routers.repeat(
+        response = await routers.repeat(
             lambda stub: stub.ForgetWeights(request, timeout=_TIMEOUT_S), _REPEATED_S
         )
     finally:
         await routers.aclose()
+    print(f"{response.model}: forgot the weights of version {response.policy_version}")

@@ -231,7 +231,7 @@ def describe(cls: type[Any], service: str) -> list[Setting]:
     return [
         Setting(
             name=name,
-            flag="--" + name.replace("_", "-"),
+            flag=_flag(name),
             variable=f"ROLLMESH_{service}_{name}".upper(),
             kind=kind,
             default=defaults[name],

@@ -46,15 +46,13 @@ class BytesInFlight:
                 "another; try again",
                 retry_delay_ms=_RETRY_MS,
             )
-        if owner:
-            self._own(owner, count, held)
+        self._own(owner, count, held)
         self.held += count
 
     def give(self, count: int, owner: str = "") -> None:
         """Removes bytes of a request that has been answered."""
         self.held -= count
-        if owner:
-            self._disown(owner, count)
+        self._disown(owner, count)
 
     def move(self, count: int, owner: str, to: str) -> None:
         """Counts bytes for another owner.

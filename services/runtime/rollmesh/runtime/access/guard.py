@@ -57,10 +57,6 @@ class Failures:
         delay_ms = _FIRST_DELAY_MS * 2 ** min(over - 1, 16)
         return round(count), min(delay_ms, _LONGEST_DELAY_MS)
 
-    def __len__(self) -> int:
-        """Returns the number of addresses that are remembered."""
-        return len(self._counts)
-
 
 def address_of(peer: str) -> str:
     """Returns a peer as gRPC names it, `ipv4:10.0.0.1:4711`, without its port."""

@@ -1,13 +1,18 @@
-"""Client credentials of this process: a token, a certificate, or both."""
+"""Client credentials of this process: a token, a certificate, or both. Tools take them as flags."""
 
+import asyncio
+import os
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.access.tokens import PresentedToken
-from rollmesh.runtime.config import Config, describe
+from rollmesh.runtime.config import Config, ConfigError, describe
+from rollmesh.runtime.errors import RollmeshError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +78,40 @@ def add_flags(parser: ArgumentParser) -> None:
         parser.add_argument(setting.flag, default="", help=text)
 
 
-def present_files(options: Namespace, environ: Mapping[str, str]) -> None:
-    """Presents the credentials that the flags of a tool name, or the environment.
+def run_tool(
+    name: str,
+    options: Namespace,
+    environ: Mapping[str, str],
+    work: Callable[[], Coroutine[Any, Any, Sequence[str] | None]],
+) -> int:
+    """Runs a tool with the credentials that its flags or the environment name.
 
-    Raises:
-        ConfigError: A file cannot be read, or others may read it.
+    Args:
+        name: The command, which its errors begin with.
+        options: Parsed flags, with those of `add_flags`.
+        environ: The environment.
+        work: Prints what it finds, and returns the errors that did not end it.
+
+    Returns:
+        The exit code: 0, 1 after an error, 2 for an invalid setting.
     """
     given = {one.name: getattr(options, one.name) for one in fields(CallerConfig)}
-    present(Identity(CallerConfig(**given).or_of(environ)))
+    code, errors = 1, list[str]()
+    try:
+        present(Identity(CallerConfig(**given).or_of(environ)))
+        found: Sequence[str] | None = asyncio.run(work())
+        errors += found or ()
+        sys.stdout.flush()
+    except ConfigError as error:
+        code, errors = 2, [str(error)]
+    except RollmeshError as error:
+        errors = [error.message]
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
+    for one in errors:
+        sys.stderr.write(f"{name}: {one}\n")
+    return code if errors else 0
 
 
 _of_process = Identity(CallerConfig())

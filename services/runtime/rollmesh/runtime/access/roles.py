@@ -17,12 +17,8 @@ class Role(StrEnum):
     AGENT = "agent"
 
 
-def role_named(name: str) -> Role | None:
-    """Returns the role of a name, or None if there is none."""
-    return _BY_NAME.get(name)
-
-
-_BY_NAME = {str(role): role for role in Role}
+ROLES: Mapping[str, Role] = {str(role): role for role in Role}
+"""By name."""
 MEANING: Mapping[Role, str] = {
     Role.OPERATOR: "People and tools that run the mesh: they inspect it, pause engines, move "
     "consumers, and read stored sessions. They open no sessions and receive no deliveries.",
@@ -148,5 +144,5 @@ def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role]:
     """
     names = auth_context.get("x509_subject_alternative_name", ())
     found = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
-    roles = (role_named(name.decode(errors="replace")) for name in found)
+    roles = (ROLES.get(name.decode(errors="replace")) for name in found)
     return frozenset(role for role in roles if role is not None)

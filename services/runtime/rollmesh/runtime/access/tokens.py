@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from rollmesh.runtime.access.roles import Role, role_named
+from rollmesh.runtime.access.roles import ROLES, Role
 from rollmesh.runtime.access.tls import Reloaded, read_secret
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.owner_only import make_folder
@@ -76,7 +76,7 @@ class AcceptedTokens:
         known = self._tokens
         found: dict[Role, Reloaded[tuple[bytes, ...]]] = {}
         for path in _entries(self._folder):
-            role = role_named(path.name)
+            role = ROLES.get(path.name)
             if role is None:
                 names = ", ".join(Role)
                 problem = f"tokens_dir: {path}: is not a role; name it one of {names}"

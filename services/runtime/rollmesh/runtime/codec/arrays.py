@@ -34,20 +34,13 @@ def pack_logprobs(logprobs: Logprobs) -> bytes:
     return np.ascontiguousarray(logprobs, dtype=_F32).tobytes()
 
 
-def pack_mask(mask: Mask) -> bytes:
-    """Packs flags [N] into N bytes of 0 and 1."""
-    return np.ascontiguousarray(mask, dtype=np.bool_).view(_U8).tobytes()
-
-
 def unpack_ids(data: bytes, field: str) -> TokenIds:
     """Reads ids [N] from 4 N bytes, without a copy and read-only.
 
     Raises:
         InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    if len(data) % 4:
-        raise _torn(data, field)
-    return np.frombuffer(data, dtype=_U32)
+    return np.frombuffer(_whole(data, field), dtype=_U32)
 
 
 def unpack_logprobs(data: bytes, field: str) -> Logprobs:
@@ -56,9 +49,7 @@ def unpack_logprobs(data: bytes, field: str) -> Logprobs:
     Raises:
         InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    if len(data) % 4:
-        raise _torn(data, field)
-    return np.frombuffer(data, dtype=_F32)
+    return np.frombuffer(_whole(data, field), dtype=_F32)
 
 
 def wrong_logprob(logprobs: Logprobs) -> int | None:
@@ -107,7 +98,8 @@ def unpack_tokens(
     )
 
 
-def _torn(data: bytes, field: str) -> InvalidFieldError:
-    return InvalidFieldError(
-        field, f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
-    )
+def _whole(data: bytes, field: str) -> bytes:
+    if len(data) % 4:
+        text = f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
+        raise InvalidFieldError(field, text)
+    return data

@@ -1,10 +1,11 @@
 """Enum numbers on the wire, including numbers that only a newer peer knows."""
 
+import base64
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
@@ -107,7 +108,27 @@ def _plan(descriptor: Descriptor) -> _Plan:
     return _Plan(tuple(enums), tuple(inner))
 
 
-# Message content: text as parts, and parts as text.
+# Messages as tools print them, and as text.
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Returns a message as plain values: numbers as numbers, enums by their short names."""
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+            continue
+        shown = [_plain_value(field, one) for one in (value if field.is_repeated else (value,))]
+        found[field.name] = shown if field.is_repeated else shown[0]
+    return found
+
+
+def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        return name_of(field.enum_type, value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def text_of(message: chat_pb2.ChatMessage) -> str:

@@ -68,19 +68,15 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         call = _Call(self, handler, handler_call_details)
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-        return make(call.answer, call.read, handler.response_serializer)
+        make = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
+        wrapped: Handler = make(call.answer, call.read, handler.response_serializer)
+        return wrapped
+
+
+def _kind(handler: "Handler") -> str:
+    """Returns the kind of a method as grpc names it, such as `unary_stream`."""
+    ends = (handler.request_streaming, handler.response_streaming)
+    return "_".join("stream" if streams else "unary" for streams in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +102,7 @@ class _Call:
     ) -> None:
         self._server = server
         self._method = details.method
-        inner: Any = (
-            handler.stream_stream
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.unary_unary
-        )
-        self._inner: Callable[[Any, Context], Any] = inner
+        self._inner: Callable[[Any, Context], Any] = getattr(handler, _kind(handler))
         self._parse = handler.request_deserializer
         self._in_flight = None if handler.request_streaming else server.in_flight
         self._held = 0

@@ -39,7 +39,7 @@ from rollmesh.runtime.rpc.listening import (
     ServerConfig,
     bind_host,
 )
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint, tls_of, tokens_of
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import count_refused, watch_bytes
 from rollmesh.v1 import server_pb2, server_pb2_grpc
@@ -272,16 +272,14 @@ async def serve(
     interceptor = _interceptor(service, config)
     check_exposed(config, host, LOCK, locked=interceptor.guard is not None)
     credentials = credentials_of(config)
-    scrapers = tokens_of(config.metrics_token_file)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
     probe = await _registered(server, service, config)
     port = _bound_port(server, f"{host}:{config.port}", credentials)
     await server.start()
     address = config.advertise or f"{config.host}:{port}"
-    metrics_port = None if config.metrics_port < 0 else config.metrics_port
     try:
         with metrics_endpoint(
-            config.host, metrics_port, scrapers, tls_of(config)
+            config.host, config.metrics_port, config.metrics_token_file, config
         ) as bound_metrics_port:
             async with AsyncExitStack() as stack:
                 if not await _entered(stack, service.running(address), stop):

@@ -67,10 +67,9 @@ def _typed_details(reason: str, metadata: Mapping[str, str]) -> errors_pb2.Error
         session_id=metadata.get("session_id", ""),
         trajectory_id=metadata.get("trajectory_id", ""),
     )
-    with contextlib.suppress(KeyError, ValueError):
-        details.node_id = int(metadata["node_id"])
-    with contextlib.suppress(KeyError, ValueError):
-        details.policy_version = int(metadata["policy_version"])
+    for name in ("node_id", "policy_version"):
+        with contextlib.suppress(KeyError, ValueError):
+            setattr(details, name, int(metadata[name]))
     return details
 
 

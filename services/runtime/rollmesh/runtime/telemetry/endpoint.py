@@ -33,23 +33,25 @@ _App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]
 
 @contextmanager
 def metrics_endpoint(
-    host: str,
-    port: int | None,
-    tokens: TokensOfFile | None = None,
-    tls: TlsFiles | None = None,
+    host: str, port: int, tokens_file: str = "", of: CallerConfig | None = None
 ) -> Iterator[int | None]:
     """Serves `/metrics` while the block runs, and yields the port, or None if it is turned off.
 
     Args:
         host: Address to listen on.
-        port: Port. 0 takes a free one, None turns the endpoint off.
-        tokens: Bearer tokens that are answered. None answers every client.
-        tls: Certificate that it shows. None serves plain text.
+        port: Port. 0 takes a free one, -1 turns the endpoint off.
+        tokens_file: File with the bearer tokens that are answered. Empty answers every client.
+        of: Service whose certificate it shows, if it has one. Scrapers show a token and no
+            certificate: they are not of the mesh, and its CA need not know them.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or a file is wrong, absent or readable by others.
     """
-    if port is None:
+    tokens = TokensOfFile("metrics_token_file", Path(tokens_file)) if tokens_file else None
+    tls = None
+    if of is not None and of.tls_certificate_file:
+        tls = TlsFiles("", of.tls_certificate_file, of.tls_key_file)
+    if port < 0:
         yield None
         return
     try:
@@ -64,29 +66,6 @@ def metrics_endpoint(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def tokens_of(path: str) -> TokensOfFile | None:
-    """Returns the tokens of the setting `metrics_token_file`, or None if it is empty.
-
-    Raises:
-        ConfigError: The file cannot be read, is readable by others, or has no token.
-    """
-    return TokensOfFile("metrics_token_file", Path(path)) if path else None
-
-
-def tls_of(config: CallerConfig) -> TlsFiles | None:
-    """Returns the certificate of a service, which its metrics share, or None without one.
-
-    Scrapers show a token and no certificate: they are not of the mesh, and its CA need not know
-    them.
-
-    Raises:
-        ConfigError: A file cannot be read, others may read the key, or they do not fit.
-    """
-    if not config.tls_certificate_file:
-        return None
-    return TlsFiles("", config.tls_certificate_file, config.tls_key_file)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
