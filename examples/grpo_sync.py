@@ -38,6 +38,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
         client.subscribe("trainer", unit="group", credits=plan.groups) as groups,
         shared_client() as openai,
     ):
+        await client.check_temperature(plan.temperature)
         for step in range(plan.steps):
             summary = await rollout(
                 client,
@@ -46,6 +47,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
                 n=plan.samples,
                 concurrency=plan.concurrency,
                 timeout_s=AGENT_TIMEOUT_S,
+                sampling={"temperature": plan.temperature},
                 progress=False,
             )
             print_failures(summary)

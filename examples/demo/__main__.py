@@ -30,6 +30,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--logprobs", choices=("raw", "sampled"), default="raw")
     parser.add_argument("--folder", type=Path, default=Path("var/demo"))
     options = parser.parse_args()
     started = time.monotonic()
@@ -42,7 +44,8 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _make_policy(folder / "policy", options.seed)
-    run = asyncio.run(_train(folder, Plan(seed=options.seed, steps=options.steps)))
+    plan = Plan(seed=options.seed, steps=options.steps, temperature=options.temperature)
+    run = asyncio.run(_train(folder, plan, options.logprobs))
     plot_terminal(run.rewards)
     plot_png(run.rewards, folder / "reward.png")
     print(f"curve: {folder / 'reward.png'}")
@@ -80,9 +83,10 @@ def _make_policy(path: Path, seed: int) -> None:
     )
 
 
-async def _train(folder: Path, plan: Plan) -> Run:
+async def _train(folder: Path, plan: Plan, logprobs: str) -> Run:
     _console.print("2/3 the mesh: router, engine (vLLM), collector, gateway, sidecar")
-    async with running_mesh(folder, folder / "policy", CONTEXT_TOKENS) as addresses:
+    mesh = running_mesh(folder, folder / "policy", CONTEXT_TOKENS, logprobs)
+    async with mesh as addresses:
         _console.print("3/3 GRPO: an openai-package agent, exact trajectories, weights every step")
         with _progress("reward {task.fields[value]}") as progress:
             task = progress.add_task("grpo", total=plan.steps, value="")

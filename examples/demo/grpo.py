@@ -72,9 +72,20 @@ class Trainer:
     """Holds the weights being trained."""
 
     def __init__(
-        self, model_path: Path, *, rate: float, warm_up: int, steps: int, mini_batches: int = 2
+        self,
+        model_path: Path,
+        *,
+        rate: float,
+        warm_up: int,
+        steps: int,
+        mini_batches: int = 2,
+        temperature: float = 1.0,
     ) -> None:
-        """Loads the policy. The rate rises over `warm_up` updates, then falls to a tenth."""
+        """Loads the policy. The rate rises over `warm_up` updates, then falls to a tenth.
+
+        Logits are divided by the temperature, as the engine divides them before it samples.
+        """
+        self._temperature = temperature
         self._model = _load(model_path)
         self._reference = _load(model_path).requires_grad_(requires_grad=False)
         self._optimizer = torch.optim.AdamW(
@@ -131,8 +142,8 @@ class Trainer:
         The divergence [nats per token] is exact at each sampled token.
         """
         rows = [sample.row for sample in samples]
-        scores = _scores(self._model, rows)
-        reference = _scores(self._reference, rows).full
+        scores = _scores(self._model, rows, self._temperature)
+        reference = _scores(self._reference, rows, self._temperature).full
         divergence = (scores.full.exp() * (scores.full - reference)).sum(1)
         before = torch.cat([sample.before for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples])
@@ -148,7 +159,8 @@ class Trainer:
         """Returns the log-probs [M] of the masked tokens of each row."""
         parts: list[torch.Tensor] = []
         for start in range(0, len(rows), _ROWS_AT_ONCE):
-            scores = _scores(self._model, rows[start : start + _ROWS_AT_ONCE])
+            part = rows[start : start + _ROWS_AT_ONCE]
+            scores = _scores(self._model, part, self._temperature)
             parts += scores.chosen.split(scores.counts.tolist())
         return iter(parts)
 
@@ -168,7 +180,7 @@ class _Scores(NamedTuple):
     """Number of masked tokens per row [B], int64."""
 
 
-def _scores(model: Any, rows: list[Row]) -> _Scores:
+def _scores(model: Any, rows: list[Row], temperature: float) -> _Scores:
     longest = max(len(row.token_ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -179,7 +191,7 @@ def _scores(model: Any, rows: list[Row]) -> _Scores:
     shared = shared_length(ids, mask)
     hidden = hidden_states(model, ids, shared)[:, :-1]
     counted = mask[:, shared + 1 :]
-    full = torch.log_softmax(model.lm_head(hidden[counted]), -1)
+    full = torch.log_softmax(model.lm_head(hidden[counted]) / temperature, -1)
     chosen = full.gather(1, ids[:, shared + 1 :][counted][:, None]).squeeze(1)
     return _Scores(full, chosen, counted.sum(1))
 

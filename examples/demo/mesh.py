@@ -22,14 +22,18 @@ dtype = "float32"
 enforce_eager = true
 max_context_tokens = {context}
 lease_capacity = 128
+logprobs = "{logprobs}"
 """
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator[MeshAddresses]:
+async def running_mesh(
+    folder: Path, model: Path, context: int, logprobs: str = "raw"
+) -> AsyncIterator[MeshAddresses]:
     """Runs `rollmesh up` with real vLLM. Yields the addresses of the services."""
     config = folder / "mesh.toml"
-    config.write_text(_MESH.format(data=folder / "mesh", model=model, context=context))
+    data = folder / "mesh"
+    config.write_text(_MESH.format(data=data, model=model, context=context, logprobs=logprobs))
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

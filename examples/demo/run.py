@@ -41,6 +41,8 @@ class Plan:
     """Sessions per question."""
     concurrency: int = 64
     """Largest number of concurrent sessions."""
+    temperature: float = 1.0
+    """At which agents sample, and by which the trainer divides its logits."""
     rate: float = 4e-4
     warm_up: int = 4
     tool_s: float = 0.0
@@ -58,7 +60,13 @@ class Plan:
 
     def trainer(self, model: Path) -> Trainer:
         """Loads the policy to be trained."""
-        return Trainer(model, rate=self.rate, warm_up=self.warm_up, steps=self.steps)
+        return Trainer(
+            model,
+            rate=self.rate,
+            warm_up=self.warm_up,
+            steps=self.steps,
+            temperature=self.temperature,
+        )
 
 
 @dataclass(slots=True)

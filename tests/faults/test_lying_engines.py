@@ -12,7 +12,7 @@ import numpy as np
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine
 from tests.waiting import until
 
@@ -32,8 +32,8 @@ def answer(request: engine_pb2.GenerateRequest, logprob: float) -> engine_pb2.To
     return response
 
 
-async def nan(request: engine_pb2.GenerateRequest) -> Answers:
-    yield answer(request, float("nan"))
+async def certain(request: engine_pb2.GenerateRequest) -> Answers:
+    yield answer(request, 0.5)
 
 
 async def future(request: engine_pb2.GenerateRequest) -> Answers:
@@ -105,8 +105,8 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
     stuck = engine_pb2.GetInfoResponse(running=1, holds_request=True, stuck_ms=1000)
     idle = engine_pb2.GetInfoResponse(running=1)
     lies: list[tuple[Callable[[engine_pb2.GenerateRequest], Answers], bool, str, Info]] = [
-        (nan, False, "NaN", idle),
-        (nan, True, "NaN", idle),
+        (certain, False, "above 0", idle),
+        (certain, True, "above 0", idle),
         (future, False, "offered up to 1", idle),
         (future, True, "offered up to 1", idle),
         (nothing, True, "does not have the request", idle),
@@ -160,9 +160,48 @@ async def test_a_stop_string_of_an_engine_that_lies_ends_no_answer(
             logprobs_f32le=pack_logprobs(np.full(len(ids), -0.5, np.float32)),
             policy_version=0,
         )
-        yield answer(request, float("nan"))
+        yield answer(request, 0.5)
 
     async with lying_mesh(tmp_path, tokenizer_dir) as mesh, liar(mesh) as engine:
         engine.answers = enough
         assert await ask(mesh, stream=False, stop=["is"]) == "It "
-        assert "NaN" in await until(lambda: why_excluded(mesh, "liar"))
+        assert "above 0" in await until(lambda: why_excluded(mesh, "liar"))
+
+
+async def test_a_token_without_a_finite_log_prob_is_kept_and_not_trained(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    ids = Tokenizer(tokenizer_dir).encode("Nothing is right here")
+    logprobs = np.full(len(ids), -0.5, np.float32)
+    logprobs[1], logprobs[2] = np.nan, -np.inf
+
+    async def broken(request: engine_pb2.GenerateRequest) -> Answers:
+        whole = answer(request, -0.5)
+        whole.token_ids_u32le, whole.logprobs_f32le = pack_ids(ids), pack_logprobs(logprobs)
+        whole.finish.version_spans[0].end = len(ids)
+        yield whole
+
+    first = {"gateway": {"metrics_port": 0}}
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, [(SAID, REPLY)], first=first) as mesh,
+        liar(mesh) as engine,
+        mesh.client() as client,
+    ):
+        engine.answers = broken
+        async with client.session() as session:
+            answered = await mesh.openai(session).chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": SAID}], logprobs=True
+            )
+        shown = answered.choices[0].logprobs
+        assert shown is not None
+        assert [one.logprob for one in shown.content or ()][:4] == [-0.5, -9999.0, -9999.0, -0.5]
+        (trajectory,) = (await delivered(client, session)).trajectories
+        samples = await mesh.processes["gateway"].samples()
+        assert not await why_excluded(mesh, "liar")
+    sampled = slice(trajectory.prompt_tokens, trajectory.prompt_tokens + len(ids))
+    assert trajectory.token_ids[sampled].tolist() == ids.tolist()
+    assert trajectory.loss_mask[sampled].tolist() == np.isfinite(logprobs).tolist()
+    kept = np.where(np.isfinite(logprobs), logprobs, 0).tolist()
+    assert trajectory.logprobs[sampled].tolist() == kept
+    assert trajectory.reasons == ("LOGPROB_NOT_FINITE",)
+    assert samples['rollmesh_gateway_not_finite_logprobs_total{engine="liar"}'] == 2

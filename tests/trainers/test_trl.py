@@ -88,8 +88,6 @@ async def never_run(prompt: Any, session: Any) -> float:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"temperature": 0.7}, r"temperature: is 0\.7"),
-        ({"generation_kwargs": {"temperature": 0.7}}, r"temperature: is 0\.7"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams: is no parameter of a session; leave"),
         ({"generation_kwargs": {"seed": 7}}, "seed: is no parameter"),
         ({"generation_kwargs": {"suppress_tokens": [3]}}, "suppress_tokens: is no parameter"),

@@ -712,8 +712,8 @@ class Trajectory:
     reasons: tuple[str, ...]
     """Fidelity reasons. ("EXACT",) if there are none."""
     path: trajectory_pb2.Trajectory = field(repr=False)
-    """A message that holds only the segments. A tuple of messages would be hundreds of objects per
-    trajectory for the garbage collector to traverse."""
+    """A message that holds only the segments and the version spans. A tuple of messages would be
+    hundreds of objects per trajectory for the garbage collector to traverse."""
     reward: float | None
     """The trajectory's own reward. None: the session's applies."""
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
@@ -725,6 +725,11 @@ class Trajectory:
         """The nodes along the path."""
         return tuple(self.path.segments)
 
+    @property
+    def version_spans(self) -> tuple[sampling_pb2.VersionSpan, ...]:
+        """Which engine sampled which tokens, with which policy version and numerics."""
+        return tuple(self.path.version_spans)
+
     @classmethod
     def from_proto(cls, proto: trajectory_pb2.Trajectory) -> "Trajectory":
         """Reads a trajectory.
@@ -735,6 +740,7 @@ class Trajectory:
         arrays = read_tokens(proto)
         path = trajectory_pb2.Trajectory()
         path.segments.MergeFrom(proto.segments)
+        path.version_spans.MergeFrom(proto.version_spans)
         return cls(
             proto.trajectory_id,
             arrays.token_ids,
@@ -781,6 +787,8 @@ class SessionResult:
     session."""
     run_id: str = ""
     """Id of the run: a group is the sessions with one `run_id` and one `group_id`."""
+    numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict, repr=False)
+    """The numerics of the engines that sampled its tokens, by the ids of the version spans."""
 
     @property
     def group(self) -> tuple[str, str]:
@@ -806,6 +814,7 @@ class SessionResult:
             name_of(session_pb2.SessionPurpose.DESCRIPTOR, proto.purpose or _TRAIN),
             proto.abandoned,
             proto.run_id,
+            {one.id: one for one in proto.numerics},
         )
 
 

@@ -333,6 +333,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     push_weights = _waiting(AsyncClient.push_weights)
     init_weight_transfer = _waiting(AsyncClient.init_weight_transfer)
     policy_version = _waiting(AsyncClient.policy_version)
+    check_temperature = _waiting(AsyncClient.check_temperature)
     forget_weights = _waiting(AsyncClient.forget_weights)
     replicas = _waiting(AsyncClient.replicas)
 

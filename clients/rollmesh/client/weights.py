@@ -16,9 +16,9 @@ import numpy as np
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, NoEngineError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 
 # Encodes tensors as a safetensors file, in chunks.
 #
@@ -245,6 +245,36 @@ class WeightCalls(Connections):
     async def policy_version(self, model: str = "") -> int:
         """Returns the highest policy version pushed so far. 0 before the first push."""
         return weights_of(await self.replicas(), model).last_policy_version
+
+    async def check_temperature(self, temperature: float, model: str = "") -> None:
+        """Checks that a trainer can compare its log-probabilities with those of the engines.
+
+        A trainer that divides its logits by the temperature has those of the distribution that was
+        sampled. At a temperature other than 1 the engines must return the same.
+
+        Args:
+            temperature: That of the sessions, by which the trainer divides its logits.
+            model: The model that is trained. Empty means the only one.
+
+        Raises:
+            InvalidFieldError: The temperature is not 1, and the log-probabilities are raw.
+            NoEngineError: No engine of the model is registered, so nothing is known yet.
+        """
+        if temperature == 1.0:
+            return
+        found = {
+            one.hello.numerics.logprobs
+            for one in (await self.replicas()).replicas
+            if one.hello.kind == router_pb2.REPLICA_KIND_ENGINE and model in {"", one.hello.model}
+        }
+        if not found:
+            raise NoEngineError("no engine is registered, so its log-probabilities are not known")
+        if found != {sampling_pb2.LOGPROBS_MODE_SAMPLED}:
+            raise InvalidFieldError(
+                "temperature",
+                f"is {temperature}, and the engines return log-probabilities at temperature 1; "
+                'start them with logprobs = "sampled" under [engine], or sample at 1',
+            )
 
     async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
         """Makes the routers forget the pushed weights. The next push may have any version.

@@ -102,7 +102,8 @@ class MeshRollouts:
             for tokens that were not sampled), `env_mask` (1 for trained tokens), `mesh_reward`.
 
         Raises:
-            InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
+            InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`), or
+                the engines return other log-probabilities than it computes (`check_temperature`).
             RollmeshError: The collector refuses the subscription.
         """
         training = trainer.model.training
@@ -153,6 +154,8 @@ class MeshRollouts:
             rows[outcome.group_id, outcome.sample_index] = self._main(session)
 
         async with Client(self._addresses) as client:
+            for sampling in (group.sampling or {} for group in groups[:1]):
+                await client.check_temperature(sampling["temperature"], self._model)
             summary = await rollout(
                 client,
                 groups,
@@ -216,7 +219,7 @@ def sampling_of(args: Any) -> dict[str, Any]:
     Its `generation_kwargs` win, as in TRL's own generation.
 
     Raises:
-        InvalidFieldError: The temperature is not 1, or a session cannot have an argument.
+        InvalidFieldError: A session cannot have an argument.
     """
     given: dict[str, Any] = {**(args.generation_kwargs or {})}
     if args.vllm_structured_outputs_regex:
@@ -227,9 +230,6 @@ def sampling_of(args: Any) -> dict[str, Any]:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling = {name: getattr(args, name) for name in names}
     sampling |= {"max_tokens": args.max_completion_length, **given}
-    if sampling["temperature"] != 1.0:
-        other = f"is {sampling['temperature']}, and the trainer would compare log-probabilities at "
-        raise InvalidFieldError("temperature", f"{other}it with ours, at 1.0; leave it at 1.0")
     sampling["top_k"] = max(sampling["top_k"] or 0, 0)  # off: 0, in other releases None or -1
     try:
         sampling_pb2.SamplingParams(**sampling)

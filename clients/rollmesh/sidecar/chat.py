@@ -451,7 +451,7 @@ class ChatTurn(Turn):
             {
                 "token": f"token_id:{id_}" if self._as_ids else text.decode(errors="replace"),
                 "bytes": list(text),
-                "logprob": max(value, _LEAST_LOGPROB),
+                "logprob": max(_LEAST_LOGPROB, value),
             }
             for id_, value, text in zip(_unpacked(ids), values, texts, strict=True)
         ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.log import Verdict, judge, oldest_trained_version, usable
+from rollmesh.collector.log import Verdict, judge, trained_spans, usable
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory
 
@@ -184,10 +184,10 @@ def test_the_lag_counts_from_the_oldest_token_that_is_trained_here() -> None:
     for version, start, end, trained in ((1, 2, 4, False), (4, 4, 8, True), (3, 8, 10, True)):
         one.version_spans.add(policy_version=version, start=start, end=end)
         one.segments.add(start=start, end=end, node_id=start, sampled=True, trained=trained)
-    assert oldest_trained_version(one) == 3
+    assert min(span.policy_version for span in trained_spans(one)) == 3
     for segment in one.segments:
         segment.trained = False
-    assert oldest_trained_version(one) is None
+    assert list(trained_spans(one)) == []
 
 
 def test_usable_sessions_do_not_depend_on_the_lag() -> None:
@@ -209,3 +209,29 @@ def test_sessions_of_another_model_are_not_delivered_even_without_trajectories(
         assert (not verdict.reason) is delivers
         assert usable(rules, made) is (delivers and bool(trajectories))
     assert verdict.reason == pb.FILTER_REASON_MODEL
+
+
+@pytest.mark.parametrize(
+    ("allowed", "kept"),
+    [
+        pytest.param([], True, id="any"),
+        pytest.param(["a", "b"], True, id="both"),
+        pytest.param(["a"], False, id="one of two"),
+        pytest.param(["c"], False, id="none"),
+    ],
+)
+def test_a_filter_may_demand_the_numerics_of_trained_tokens(allowed: list[str], kept: bool) -> None:
+    one = trajectory("s", tokens=10)
+    one.ClearField("version_spans")
+    one.ClearField("segments")
+    for numerics, start, end, trained in (
+        ("x", 0, 2, False),
+        ("a", 2, 4, True),
+        ("b", 4, 10, True),
+    ):
+        one.version_spans.add(numerics_id=numerics, start=start, end=end)
+        one.segments.add(start=start, end=end, node_id=start, sampled=True, trained=trained)
+    record = session_pb2.SessionRecord(session_id="s", trajectories=[one])
+    verdict = judge(pb.Consumer(filter=pb.DeliveryFilter(numerics_ids=allowed)), [record])
+    why = [] if kept else [pb.FILTER_REASON_NUMERICS]
+    assert [removed.reason for removed in verdict.removed] == why

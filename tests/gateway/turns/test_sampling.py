@@ -133,9 +133,10 @@ async def test_a_turn_of_another_temperature_says_so_in_every_export(
 
 async def test_the_distribution_is_compared_with_the_sessions(mesh: LiveMesh) -> None:
     talk = await Talk.open(mesh, sampling={"temperature": 0.7, "top_p": 0.9})
-    assert not (await talk.ask()).reasons
-    assert not (await talk.ask(temperature=0.7)).reasons
-    assert (await talk.ask(temperature=1.0)).reasons
+    truncated = trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT
+    assert (await talk.ask()).reasons == [truncated]
+    assert (await talk.ask(temperature=0.7)).reasons == [truncated]
+    assert (await talk.ask(temperature=1.0)).reasons == [CHANGED_NUMBER, truncated]
     own, equal, other = turns_of(await talk.close())
     assert own.sampling.temperature == equal.sampling.temperature == pytest.approx(0.7)
     assert other.sampling.temperature == 1.0

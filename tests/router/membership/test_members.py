@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from rollmesh.router.membership import Member, Members
-from rollmesh.runtime.errors import DeadlineError, ReplicaIdInUseError
-from rollmesh.v1 import router_pb2
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, ReplicaIdInUseError
+from rollmesh.v1 import router_pb2, sampling_pb2
 
 
 def hello(name: str, interval_ms: int, instance_id: str = "") -> router_pb2.ReplicaHello:
@@ -71,3 +71,27 @@ async def test_an_id_is_refused_while_its_member_reports() -> None:
         members.reported(member, router_pb2.ReplicaLoad())
     with pytest.raises(ReplicaIdInUseError):
         await joining
+
+
+def engine(
+    name: str, logprobs: sampling_pb2.LogprobsMode.ValueType, model: str = "policy"
+) -> router_pb2.ReplicaHello:
+    return router_pb2.ReplicaHello(
+        replica_id=name,
+        kind=router_pb2.REPLICA_KIND_ENGINE,
+        model=model,
+        instance_id=name,
+        numerics=sampling_pb2.Numerics(logprobs=logprobs),
+    )
+
+
+async def test_engines_of_a_model_have_log_probs_of_one_distribution() -> None:
+    members = Members(missed_reports=2)
+    raw, sampled = sampling_pb2.LOGPROBS_MODE_RAW, sampling_pb2.LOGPROBS_MODE_SAMPLED
+    first = await members.join(engine("a", raw))
+    with pytest.raises(InvalidFieldError, match="is sampled, and raw at engine a; start all"):
+        await members.join(engine("b", sampled))
+    await members.join(engine("b", raw))
+    await members.join(engine("c", sampled, "other"))
+    await members.join(engine("d", sampling_pb2.LOGPROBS_MODE_UNSPECIFIED))
+    assert members.has(first)

@@ -151,9 +151,18 @@ class Prompt:
 class PromptRollouts:
     """Rolls out submitted prompts. `submit` and `stop` may be called from any thread."""
 
-    def __init__(self, settings: Settings, score: RewardLoopScore | None = None) -> None:
-        """Takes the settings, and verl's reward loop if the trainer has one."""
+    def __init__(
+        self, settings: Settings, temperature: float, score: RewardLoopScore | None = None
+    ) -> None:
+        """Takes the settings, and verl's reward loop if the trainer has one.
+
+        Args:
+            settings: The settings.
+            temperature: By which verl divides the logits of samples that it trains on.
+            score: The reward loop.
+        """
         self._settings = settings
+        self._temperature = temperature
         self._score = score
         path = settings.image_model_path
         self._processor = ImageProcessor(path) if path else None
@@ -188,26 +197,26 @@ class PromptRollouts:
         """Rolls out submitted prompts until `stop`. Calls `ready` when `submit` may be called.
 
         Raises:
-            RollmeshError: The collector refuses the subscription.
+            RollmeshError: The collector refuses the subscription, or the engines return other
+                log-probabilities than verl computes.
             CancelledError: `stop` was called.
         """
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         try:
-            async with (
-                Client(self._settings.addresses) as client,
-                rollout_groups(
+            async with Client(self._settings.addresses) as client:
+                await client.check_temperature(self._temperature, self._settings.model)
+                async with rollout_groups(
                     client,
                     self._groups(),
                     **self._settings.rollout,
                     on_session=self._write,
                     consumer=self._settings.consumer,
                     progress=False,
-                ) as groups,
-            ):
-                ready()
-                async for group in groups:
-                    failed = sum(one.outcome != "COMPLETED" for one in group.sessions)
-                    await self._end(group.group_id, failed)
+                ) as groups:
+                    ready()
+                    async for group in groups:
+                        failed = sum(one.outcome != "COMPLETED" for one in group.sessions)
+                        await self._end(group.group_id, failed)
         except Exception as error:
             self._ended = error
             raise
@@ -289,7 +298,9 @@ class AgentLoopManager:
         settings = Settings.from_config(config.get("rollmesh"))
         self._runners = {name: load_runner(name, path) for name, path in settings.runners.items()}
         workers = reward_loop_worker_handles
-        self._rollouts = PromptRollouts(settings, _reward_loop(workers) if workers else None)
+        score = _reward_loop(workers) if workers else None
+        temperature = float(config.actor_rollout_ref.rollout.temperature)
+        self._rollouts = PromptRollouts(settings, temperature, score)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
 

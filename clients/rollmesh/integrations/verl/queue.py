@@ -247,6 +247,7 @@ def _extra_fields(row: Row, reward_extra_info: Mapping[str, Any]) -> dict[str, A
         "trajectory_id": row.trajectory.trajectory_id,
         "lineage": row.trajectory.lineage,
         "reasons": list(row.trajectory.reasons),
+        "numerics": sorted({span.numerics_id for span in row.trajectory.version_spans}),
     }
 
 

@@ -109,6 +109,8 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """The session has no group, and the consumer takes groups."""
     FILTER_REASON_DUPLICATE_SEAT: _FilterReason.ValueType  # 15
     """Another session of the group has the same sample_index, and the group was delivered with that one."""
+    FILTER_REASON_NUMERICS: _FilterReason.ValueType  # 16
+    """Trained tokens of the trajectory were sampled with other numerics."""
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -147,6 +149,8 @@ FILTER_REASON_UNGROUPED: FilterReason.ValueType  # 14
 """The session has no group, and the consumer takes groups."""
 FILTER_REASON_DUPLICATE_SEAT: FilterReason.ValueType  # 15
 """Another session of the group has the same sample_index, and the group was delivered with that one."""
+FILTER_REASON_NUMERICS: FilterReason.ValueType  # 16
+"""Trained tokens of the trajectory were sampled with other numerics."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 class _GroupState:
@@ -840,6 +844,7 @@ class DeliveryFilter(_message.Message):
     PURPOSES_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     UNGROUPED_FIELD_NUMBER: _builtins.int
+    NUMERICS_IDS_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
     tokens of a trajectory. Default: any.
@@ -874,6 +879,10 @@ class DeliveryFilter(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata of the sessions kept: each key with this value. Empty: any."""
 
+    @_builtins.property
+    def numerics_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the numerics that may have sampled the trained tokens of a trajectory. Empty: any."""
+
     def __init__(
         self,
         *,
@@ -887,10 +896,11 @@ class DeliveryFilter(_message.Message):
         purposes: _abc.Iterable[_session_pb2.SessionPurpose.ValueType] | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ungrouped: _builtins.bool = ...,
+        numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015

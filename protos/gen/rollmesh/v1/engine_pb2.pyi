@@ -577,6 +577,7 @@ class GetInfoResponse(_message.Message):
     WEIGHT_TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
     HOLDS_REQUEST_FIELD_NUMBER: _builtins.int
     STUCK_MS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, unique in the mesh."""
     model: _builtins.str
@@ -605,6 +606,10 @@ class GetInfoResponse(_message.Message):
     """Time for which the model has not finished a step although generations need one, milliseconds. 0
     while it works, is paused, asleep, taking new weights, or has nothing to do.
     """
+    @_builtins.property
+    def numerics(self) -> _sampling_pb2.Numerics:
+        """Its numerics."""
+
     def __init__(
         self,
         *,
@@ -621,10 +626,11 @@ class GetInfoResponse(_message.Message):
         weight_transfer_backend: _builtins.str = ...,
         holds_request: _builtins.bool = ...,
         stuck_ms: _builtins.int = ...,
+        numerics: _sampling_pb2.Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "holds_request", b"holds_request", "max_context_tokens", b"max_context_tokens", "model", b"model", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "stuck_ms", b"stuck_ms", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "holds_request", b"holds_request", "max_context_tokens", b"max_context_tokens", "model", b"model", "numerics", b"numerics", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "stuck_ms", b"stuck_ms", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollmesh.v1 import engine_pb2 as _engine_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -151,6 +152,7 @@ class ReplicaHello(_message.Message):
     STORE_ID_FIELD_NUMBER: _builtins.int
     HTTPS_FIELD_NUMBER: _builtins.int
     PATH_PREFIX_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -187,6 +189,12 @@ class ReplicaHello(_message.Message):
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
 
+    @_builtins.property
+    def numerics(self) -> _sampling_pb2.Numerics:
+        """Its numerics. An engine whose log-probabilities are of another distribution than those of the
+        other engines of its model is refused. Engines only.
+        """
+
     def __init__(
         self,
         *,
@@ -204,10 +212,11 @@ class ReplicaHello(_message.Message):
         store_id: _builtins.str = ...,
         https: _builtins.bool = ...,
         path_prefix: _builtins.str = ...,
+        numerics: _sampling_pb2.Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "https", b"https", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "path_prefix", b"path_prefix", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "https", b"https", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "numerics", b"numerics", "path_prefix", b"path_prefix", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

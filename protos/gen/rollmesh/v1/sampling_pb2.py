@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmesh/v1/sampling.proto\x12\x0brollmesh.v1\"\xa2\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.rollmesh.v1.SamplingParams.LogitBiasEntry\x12\x31\n\rbad_sequences\x18\x0f \x03(\x0b\x32\x1a.rollmesh.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eos\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"T\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\tengine_id\x18\x04 \x01(\t*\x85\x01\n\x0eSamplingPolicy\x12\x1f\n\x1bSAMPLING_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLING_POLICY_AGENT\x10\x01\x12\x1b\n\x17SAMPLING_POLICY_ENFORCE\x10\x02\x12\x1a\n\x16SAMPLING_POLICY_REFUSE\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arollmesh/v1/sampling.proto\x12\x0brollmesh.v1\"\xa2\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.rollmesh.v1.SamplingParams.LogitBiasEntry\x12\x31\n\rbad_sequences\x18\x0f \x03(\x0b\x32\x1a.rollmesh.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eos\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd9\x02\n\x08Numerics\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x0f\n\x07release\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x07 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x08 \x01(\r\x12\x15\n\rdata_parallel\x18\t \x01(\r\x12\x17\n\x0f\x65xpert_parallel\x18\n \x01(\x08\x12\x11\n\tattention\x18\x0b \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0c \x01(\x08\x12\x13\n\x0bspeculation\x18\r \x01(\t\x12+\n\x08logprobs\x18\x0e \x01(\x0e\x32\x19.rollmesh.v1.LogprobsMode\x12\x10\n\x08platform\x18\x0f \x01(\t\"i\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x05 \x01(\t*\x85\x01\n\x0eSamplingPolicy\x12\x1f\n\x1bSAMPLING_POLICY_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLING_POLICY_AGENT\x10\x01\x12\x1b\n\x17SAMPLING_POLICY_ENFORCE\x10\x02\x12\x1a\n\x16SAMPLING_POLICY_REFUSE\x10\x03*_\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x19\n\x15LOGPROBS_MODE_SAMPLED\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SAMPLINGPOLICY']._serialized_start=843
-  _globals['_SAMPLINGPOLICY']._serialized_end=976
-  _globals['_FINISHREASON']._serialized_start=978
-  _globals['_FINISHREASON']._serialized_end=1098
+  _globals['_SAMPLINGPOLICY']._serialized_start=1212
+  _globals['_SAMPLINGPOLICY']._serialized_end=1345
+  _globals['_LOGPROBSMODE']._serialized_start=1347
+  _globals['_LOGPROBSMODE']._serialized_end=1442
+  _globals['_FINISHREASON']._serialized_start=1444
+  _globals['_FINISHREASON']._serialized_end=1564
   _globals['_SAMPLINGPARAMS']._serialized_start=44
   _globals['_SAMPLINGPARAMS']._serialized_end=718
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=504
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=552
   _globals['_TOKENSEQUENCE']._serialized_start=720
   _globals['_TOKENSEQUENCE']._serialized_end=754
-  _globals['_VERSIONSPAN']._serialized_start=756
-  _globals['_VERSIONSPAN']._serialized_end=840
+  _globals['_NUMERICS']._serialized_start=757
+  _globals['_NUMERICS']._serialized_end=1102
+  _globals['_VERSIONSPAN']._serialized_start=1104
+  _globals['_VERSIONSPAN']._serialized_end=1209
 # @@protoc_insertion_point(module_scope)

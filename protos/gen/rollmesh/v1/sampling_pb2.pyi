@@ -61,6 +61,34 @@ SAMPLING_POLICY_REFUSE: SamplingPolicy.ValueType  # 3
 """
 Global___SamplingPolicy: _TypeAlias = SamplingPolicy  # noqa: Y015
 
+class _LogprobsMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_MODE_UNSPECIFIED: _LogprobsMode.ValueType  # 0
+    """The field is not set."""
+    LOGPROBS_MODE_RAW: _LogprobsMode.ValueType  # 1
+    """The model's own: at temperature 1, before penalties, biases and truncation."""
+    LOGPROBS_MODE_SAMPLED: _LogprobsMode.ValueType  # 2
+    """The one that was sampled from: after temperature, penalties, biases, top_k, top_p and min_p. A
+    greedy token has its log-probability at temperature 1, after penalties and biases.
+    """
+
+class LogprobsMode(_LogprobsMode, metaclass=_LogprobsModeEnumTypeWrapper):
+    """The distribution whose log-probabilities an engine returns."""
+
+LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.ValueType  # 0
+"""The field is not set."""
+LOGPROBS_MODE_RAW: LogprobsMode.ValueType  # 1
+"""The model's own: at temperature 1, before penalties, biases and truncation."""
+LOGPROBS_MODE_SAMPLED: LogprobsMode.ValueType  # 2
+"""The one that was sampled from: after temperature, penalties, biases, top_k, top_p and min_p. A
+greedy token has its log-probability at temperature 1, after penalties and biases.
+"""
+Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -270,6 +298,88 @@ class TokenSequence(_message.Message):
 Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
+class Numerics(_message.Message):
+    """The numerics of an engine since its start: everything beside weights and sampling parameters on
+    which a log-probability depends. A field that the engine cannot tell is empty or 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PLATFORM_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names these values: 16 hexadecimal digits of their SHA-256. Engines with equal values have equal
+    ids.
+    """
+    backend: _builtins.str
+    """Name of the backend: "vllm" or "scripted"."""
+    release: _builtins.str
+    """Release of the backend."""
+    dtype: _builtins.str
+    """Data type in which the model computes, such as "bfloat16"."""
+    kv_cache_dtype: _builtins.str
+    """Data type of the KV cache."""
+    quantization: _builtins.str
+    """Quantisation of the weights. Empty if there is none."""
+    tensor_parallel: _builtins.int
+    """Number of ways in which each tensor is split."""
+    pipeline_parallel: _builtins.int
+    """Number of stages of the pipeline."""
+    data_parallel: _builtins.int
+    """Number of replicas inside the engine."""
+    expert_parallel: _builtins.bool
+    """Whether experts are split instead of tensors."""
+    attention: _builtins.str
+    """Name of the attention backend."""
+    batch_invariant: _builtins.bool
+    """Whether results are independent of the batch."""
+    speculation: _builtins.str
+    """Method of speculative decoding. Empty if there is none."""
+    logprobs: Global___LogprobsMode.ValueType
+    """The distribution of the log-probabilities."""
+    platform: _builtins.str
+    """Platform of the engine, such as "cpu" or "cuda"."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        release: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        kv_cache_dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
+        data_parallel: _builtins.int = ...,
+        expert_parallel: _builtins.bool = ...,
+        attention: _builtins.str = ...,
+        batch_invariant: _builtins.bool = ...,
+        speculation: _builtins.str = ...,
+        logprobs: Global___LogprobsMode.ValueType = ...,
+        platform: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "batch_invariant", b"batch_invariant", "data_parallel", b"data_parallel", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "id", b"id", "kv_cache_dtype", b"kv_cache_dtype", "logprobs", b"logprobs", "pipeline_parallel", b"pipeline_parallel", "platform", b"platform", "quantization", b"quantization", "release", b"release", "speculation", b"speculation", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
+
+@_typing.final
 class VersionSpan(_message.Message):
     """A run of tokens sampled by one policy version on one engine."""
 
@@ -279,6 +389,7 @@ class VersionSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    NUMERICS_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights, at least 0: the number that the trainer pushed them with, or 0 for those
     that the engine started with.
@@ -289,6 +400,10 @@ class VersionSpan(_message.Message):
     """Index after the last token."""
     engine_id: _builtins.str
     """Id of the engine. Empty in an engine's own messages."""
+    numerics_id: _builtins.str
+    """Id of the engine's numerics, which `numerics` of the session has. Empty in an engine's own
+    messages.
+    """
     def __init__(
         self,
         *,
@@ -296,10 +411,11 @@ class VersionSpan(_message.Message):
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         engine_id: _builtins.str = ...,
+        numerics_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine_id", b"engine_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine_id", b"engine_id", "numerics_id", b"numerics_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

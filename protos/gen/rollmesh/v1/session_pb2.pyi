@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 from rollmesh.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -231,6 +232,7 @@ class SessionRecord(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -285,6 +287,10 @@ class SessionRecord(_message.Message):
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionImage]:
         """The images to which its trajectories or its tree refer, each once, however often it was shown."""
 
+    @_builtins.property
+    def numerics(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.Numerics]:
+        """The numerics of the engines that sampled its tokens, each once."""
+
     def __init__(
         self,
         *,
@@ -307,10 +313,11 @@ class SessionRecord(_message.Message):
         purpose: Global___SessionPurpose.ValueType = ...,
         abandoned: _builtins.str = ...,
         run_id: _builtins.str = ...,
+        numerics: _abc.Iterable[_sampling_pb2.Numerics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -73,7 +73,8 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     log-probabilities is an importance ratio only if the trainer masks the same tokens. Under a
     constraint each log-probability is renormalised over the allowed tokens: 0.0 where one was left,
     and never below the model's own. With allowed_token_ids, logit_bias or bad_sequences
-    each is that of the model alone, which would have sampled the token less often.
+    each is that of the model alone, which would have sampled the token less often, unless the
+    engine's log-probabilities are those of the distribution that sampled.
     """
     FIDELITY_REASON_SPECIAL_TEXT: _FidelityReason.ValueType  # 15
     """Text of a message, a call, a tool or a template option spells a special token and became that
@@ -84,9 +85,9 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_SAMPLING_CHANGED: _FidelityReason.ValueType  # 16
     """The request's sampling parameters gave the turn another distribution than those of its session:
     temperature, top_p, top_k, min_p, penalties, min_tokens, ignore_eos, allowed_token_ids,
-    logit_bias, bad words. A session without parameters has the defaults of SamplingParams. The
-    log-probabilities are those of the model at temperature 1, whatever the parameters were.
-    `sampling` of the segment or node has the parameters.
+    logit_bias, bad words. A session without parameters has the defaults of SamplingParams. `sampling`
+    of the segment or node has the parameters, and the numerics say whether the log-probabilities are
+    of the distribution that they made.
     """
     FIDELITY_REASON_RESTARTED: _FidelityReason.ValueType  # 17
     """Tokens that an engine had sampled for the turn were discarded and the turn was sampled anew: the
@@ -97,6 +98,15 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
     so such turns are shorter than undisturbed ones. The log-probabilities are
     those of the tokens as they were sampled.
+    """
+    FIDELITY_REASON_TRUNCATED_SUPPORT: _FidelityReason.ValueType  # 18
+    """The turn was sampled with top_p, top_k or min_p, so tokens outside of the truncation could not be
+    sampled. Which these were is not recorded. A trainer that computes log-probabilities over the
+    whole vocabulary has other values, whatever the engine's log-probabilities are.
+    """
+    FIDELITY_REASON_LOGPROB_NOT_FINITE: _FidelityReason.ValueType  # 19
+    """The engine returned a log-probability for a token of the turn that is not a number or infinite.
+    Such a token has 0.0 and is not trained.
     """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
@@ -150,7 +160,8 @@ FIDELITY_REASON_CONSTRAINED: FidelityReason.ValueType  # 14
 log-probabilities is an importance ratio only if the trainer masks the same tokens. Under a
 constraint each log-probability is renormalised over the allowed tokens: 0.0 where one was left,
 and never below the model's own. With allowed_token_ids, logit_bias or bad_sequences
-each is that of the model alone, which would have sampled the token less often.
+each is that of the model alone, which would have sampled the token less often, unless the
+engine's log-probabilities are those of the distribution that sampled.
 """
 FIDELITY_REASON_SPECIAL_TEXT: FidelityReason.ValueType  # 15
 """Text of a message, a call, a tool or a template option spells a special token and became that
@@ -161,9 +172,9 @@ carries the reason.
 FIDELITY_REASON_SAMPLING_CHANGED: FidelityReason.ValueType  # 16
 """The request's sampling parameters gave the turn another distribution than those of its session:
 temperature, top_p, top_k, min_p, penalties, min_tokens, ignore_eos, allowed_token_ids,
-logit_bias, bad words. A session without parameters has the defaults of SamplingParams. The
-log-probabilities are those of the model at temperature 1, whatever the parameters were.
-`sampling` of the segment or node has the parameters.
+logit_bias, bad words. A session without parameters has the defaults of SamplingParams. `sampling`
+of the segment or node has the parameters, and the numerics say whether the log-probabilities are
+of the distribution that they made.
 """
 FIDELITY_REASON_RESTARTED: FidelityReason.ValueType  # 17
 """Tokens that an engine had sampled for the turn were discarded and the turn was sampled anew: the
@@ -174,6 +185,15 @@ the error was: ENGINE_LOST, GENERATION_ABORTED, DEADLINE, or a client that left.
 marks one repeat, as long as the gateway runs. A long answer is cut more often than a short one,
 so such turns are shorter than undisturbed ones. The log-probabilities are
 those of the tokens as they were sampled.
+"""
+FIDELITY_REASON_TRUNCATED_SUPPORT: FidelityReason.ValueType  # 18
+"""The turn was sampled with top_p, top_k or min_p, so tokens outside of the truncation could not be
+sampled. Which these were is not recorded. A trainer that computes log-probabilities over the
+whole vocabulary has other values, whatever the engine's log-probabilities are.
+"""
+FIDELITY_REASON_LOGPROB_NOT_FINITE: FidelityReason.ValueType  # 19
+"""The engine returned a log-probability for a token of the turn that is not a number or infinite.
+Such a token has 0.0 and is not trained.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 
@@ -235,7 +255,7 @@ class TokenArrays(_message.Message):
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id under the policy that sampled it, nats: N 32-bit floats,
     little-endian. 0.0 for tokens that were not sampled. All values are finite, and rounding lifts
-    none above 1e-4.
+    none above 1e-4. `logprobs` of the numerics says of which distribution they are.
     """
     loss_mask_u8: _builtins.bytes
     """Whether the token is trained here: N bytes, each 1 or 0."""

@@ -10,13 +10,13 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from rollmesh.collector import log
 from rollmesh.runtime.codec.arrays import unpack_tokens
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.config import ConfigError
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
 _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
@@ -126,6 +126,7 @@ def _row(
 ) -> dict[str, Any]:
     token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
     summary = summary_of(session)
+    numerics = {one.id: _json(one) for one in session.numerics}
     row = {
         **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
         "session_reward": summary["reward"],
@@ -138,13 +139,17 @@ def _row(
         "logprobs": logprobs.tolist(),
         "loss_mask": loss_mask.tolist(),
         "policy_versions": _versions(one, len(token_ids)),
+        "numerics": [
+            {"end": span.end, "numerics": numerics.get(span.numerics_id, "")}
+            for span in one.version_spans
+        ],
         "turn_rewards": [
             {"node_id": run.node_id, "end": run.end, "reward": run.reward}
             for run in log.runs_of(one)
             if run.HasField("reward")
         ],
         "turn_sampling": [
-            {"node_id": run.node_id, "end": run.end, "sampling": _sampling_json(run.sampling)}
+            {"node_id": run.node_id, "end": run.end, "sampling": _json(run.sampling)}
             for run in log.runs_of(one)
             if run.HasField("sampling")
         ],
@@ -156,8 +161,8 @@ def _row(
     return row | (_texts(one, row, decode) if decode else {"text": None, "sampled_texts": None})
 
 
-def _sampling_json(sampling: sampling_pb2.SamplingParams) -> str:
-    return json_format.MessageToJson(sampling, preserving_proto_field_name=True, indent=None)
+def _json(message: Message) -> str:
+    return json.dumps(plain(message))
 
 
 async def export(
@@ -267,6 +272,7 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
     )
     text, whole, real = arrow.string(), arrow.uint32(), arrow.float64()
     sampled = arrow.struct([("node_id", whole), ("end", whole), ("sampling", text)])
+    engine = arrow.struct([("end", whole), ("numerics", text)])
     parts = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
     node = arrow.struct([(name, whole) for name in parts])
     schema = arrow.schema(
@@ -283,6 +289,7 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
             "logprobs": arrow.list_(arrow.float32()),
             "loss_mask": arrow.list_(arrow.bool_()),
             "policy_versions": arrow.list_(arrow.int64()),
+            "numerics": arrow.list_(engine),
             **dict.fromkeys(("session_reward", "trajectory_reward"), real),
             "turn_rewards": arrow.list_(turn),
             "turn_sampling": arrow.list_(sampled),

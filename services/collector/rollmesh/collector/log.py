@@ -13,7 +13,7 @@ the *arrays*, the bytes that only a delivery reads. Everything in this module re
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from rollmesh.runtime.codec.records import check_name
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionDamagedError
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 
 _log = logging.getLogger(__name__)
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
@@ -434,17 +434,12 @@ def usable(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
     return not _refusal(rules, head) and any(not _reason(rules, None, row) for row in rows_of(head))
 
 
-def oldest_trained_version(row: Row) -> int | None:
-    """Returns the oldest policy version among the trained tokens, or None if none is trained."""
+def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
+    """Yields the version spans with trained tokens."""
     trained = [(run.start, run.end) for run in runs_of(row) if run.trained]
-    return min(
-        (
-            span.policy_version
-            for span in row.version_spans
-            if any(span.start < end and start < span.end for start, end in trained)
-        ),
-        default=None,
-    )
+    for span in row.version_spans:
+        if any(span.start < end and start < span.end for start, end in trained):
+            yield span
 
 
 def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reason:
@@ -472,9 +467,13 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
     if rules.HasField("max_turns") and turns_of(row) > rules.max_turns:
         return pb.FILTER_REASON_TURNS
     if rules.HasField("max_policy_lag") and version is not None:
-        oldest = oldest_trained_version(row)
+        oldest = min((span.policy_version for span in trained_spans(row)), default=None)
         if oldest is not None and version - oldest > rules.max_policy_lag:
             return pb.FILTER_REASON_POLICY_LAG
+    if rules.numerics_ids and not {span.numerics_id for span in trained_spans(row)}.issubset(
+        rules.numerics_ids
+    ):
+        return pb.FILTER_REASON_NUMERICS
     return pb.FILTER_REASON_UNSPECIFIED
 
 

@@ -4,6 +4,7 @@ Two backends implement it: `vllm` and `scripted`. Both pass the same conformance
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_log
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
+_ID_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,10 @@ def message(
 
     Args:
         token_ids: uint32 [K].
-        logprobs: float32 [K], in nats, at temperature 1 and without truncation, as a trainer
-            computes them from the model's logits. Under a constraint they are renormalised over the
-            allowed tokens. Penalties, biases, allowed ids and bad ids do not affect them.
+        logprobs: float32 [K], in nats. With RAW log-probabilities they are those at temperature 1
+            and without truncation, as a trainer computes them from the model's logits. Penalties,
+            biases, allowed ids and bad ids do not affect them. With SAMPLED ones everything does.
+            Under a constraint both are renormalised over the allowed tokens.
         top_ids: The most likely ids at each position, in descending order, uint32 [K, T].
         top_logprobs: Their log-probabilities, float32 [K, T].
         policy_version: Version of the weights that sampled the tokens.
@@ -85,6 +88,21 @@ class ModelLimits:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
 
+def numerics_of(backend: str, logprobs: str, **values: Any) -> sampling_pb2.Numerics:
+    """Returns the numerics of a backend, with the id of their values.
+
+    Args:
+        backend: Its name.
+        logprobs: The setting `logprobs`: raw or sampled.
+        values: The other fields.
+    """
+    mode = sampling_pb2.LogprobsMode.Value(f"LOGPROBS_MODE_{logprobs.upper()}")
+    found = sampling_pb2.Numerics(backend=backend, logprobs=mode, **values)
+    digest = hashlib.sha256(found.SerializeToString(deterministic=True))
+    found.id = digest.hexdigest()[:_ID_DIGITS]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Weights that the trainer sends through the backend's transfer engine, outside the RPC."""
@@ -102,6 +120,8 @@ class Backend(Protocol):
     weight_transfer: str
     """Name of vLLM's weight transfer backend. Empty if there is none."""
     limits: ModelLimits
+    """Known once `start` has returned."""
+    numerics: sampling_pb2.Numerics
     """Known once `start` has returned."""
     died: asyncio.Event
     """Set when the model's process dies. Nothing can be generated after that."""

@@ -32,6 +32,10 @@ class EngineConfig(ServerConfig):
     """Maximum number of concurrent leases, and of requests sampled concurrently."""
     dtype: str = "auto"
     """Data type of the weights: auto, float32, bfloat16 (vllm)."""
+    logprobs: Annotated[str, OneOf(("raw", "sampled"))] = "raw"
+    """Distribution of the log-probabilities: `raw` is the model's own, at temperature 1 and before
+    truncation, `sampled` the one that the token was sampled from. All engines of a model have the
+    same."""
     enforce_eager: bool = False
     """Whether to run without compiled graphs (vllm)."""
     gpu_memory_utilization: Annotated[float, Bounds(0)] = 0.9

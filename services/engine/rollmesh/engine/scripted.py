@@ -30,6 +30,7 @@ from rollmesh.engine.backend import (
     Transfer,
     aborted,
     message,
+    numerics_of,
     weight_files,
 )
 from rollmesh.engine.config import EngineConfig
@@ -143,6 +144,7 @@ class ScriptedBackend:
         context_tokens = config.max_context_tokens or _CONTEXT_TOKENS
         self._vocabulary, self._eos_id = _model_ids(config)
         self.limits = ModelLimits(self._vocabulary, context_tokens, frozenset({self._eos_id}))
+        self.numerics = numerics_of(self.name, config.logprobs)
         self.weight_transfer = config.weight_transfer
         self.died = asyncio.Event()
         self._joined = False

@@ -101,6 +101,7 @@ class EngineService:
             lease_capacity=self._config.lease_capacity,
             tokenizer_sha256=self._tokenizer_sha256,
             vocabulary_tokens=self._backend.limits.vocabulary_tokens,
+            numerics=self._backend.numerics,
         )
 
     def _load(self) -> router_pb2.ReplicaLoad:

@@ -75,6 +75,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             weight_transfer_backend=self._backend.weight_transfer,
             holds_request=request.request_id in self.generations,
             stuck_ms=load.stuck_ms,
+            numerics=self._backend.numerics,
         )
 
     async def ControlEngines(

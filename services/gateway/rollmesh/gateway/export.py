@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Branches, Fidelity, Lineage, Node, Sample
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_logprobs
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.records import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
@@ -35,6 +37,7 @@ _New: TypeAlias = Callable[[], trajectory_pb2.Trajectory]
 _NONE: Mapping[int, Lineage] = {}
 _NO_REASONS: frozenset[Fidelity] = frozenset()
 _MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
+_NOT_FINITE = trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE
 
 
 def pack_tree(tree: Branches, packed: trajectory_pb2.TrajectoryTree) -> Iterator[None]:
@@ -254,11 +257,16 @@ def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
             and last.end == start
             and last.policy_version == span.policy_version
             and last.engine_id == span.engine_id
+            and last.numerics_id == span.numerics_id
         ):
             last.end = end
         else:
             spans.add(
-                policy_version=span.policy_version, start=start, end=end, engine_id=span.engine_id
+                policy_version=span.policy_version,
+                start=start,
+                end=end,
+                engine_id=span.engine_id,
+                numerics_id=span.numerics_id,
             )
 
 
@@ -315,8 +323,11 @@ def _tokens(
             scaffold = run.scaffold_tokens
         else:
             scaffold = 0 if run.sampled else size
+        trained = bytes([run.trained]) * (size - scaffold)
+        if run.sampled and _NOT_FINITE in run.reasons:
+            sampled, trained = _without_infinite(sampled, trained)
         logprobs += bytes(4 * scaffold), sampled if run.sampled else b""
-        mask += bytes(scaffold), bytes([run.trained]) * (size - scaffold)
+        mask += bytes(scaffold), trained
         end, last = run.end, run.node_id
     arrays = (ids, logprobs, mask)  # in the order of the fields
     sizes = [sum(map(len, parts)) for parts in arrays]
@@ -324,6 +335,14 @@ def _tokens(
         problem = f"have {sizes} bytes in the journal, which do not fit {end} tokens"
         raise InvalidFieldError("tokens", problem)
     return [part for number, parts in enumerate(arrays, 1) for part in _field(number, parts)]
+
+
+def _without_infinite(sampled: bytes, trained: bytes) -> tuple[bytes, bytes]:
+    """Returns log-probabilities and a mask in which tokens without a finite one are not trained."""
+    logprobs = unpack_logprobs(sampled, "logprobs")
+    finite = np.isfinite(logprobs)
+    mask = np.frombuffer(trained, np.uint8) * finite
+    return pack_logprobs(np.where(finite, logprobs, np.float32(0))), mask.tobytes()
 
 
 def _field(number: int, parts: list[bytes]) -> list[bytes]:
@@ -407,6 +426,10 @@ def write_head(
         purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
         run_id=spec.run_id,
     )
+    used = {
+        one.id: one for node in tree.nodes.values() if node.sample for one in node.sample.numerics
+    }
+    record.numerics.extend(used.values())
     trajectories: Iterable[trajectory_pb2.Trajectory] = ()
     match spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:

@@ -1,5 +1,6 @@
 """Open sessions in a journal, turn by turn."""
 
+import base64
 import dataclasses
 import json
 import secrets
@@ -471,10 +472,12 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
     sample, logprobs, tops, sampling = None, None, None, None
     if node.sample is not None:
         own = node.sample
-        spans = [(one.policy_version, one.start, one.end, one.engine_id) for one in own.spans]
-        sample = json.dumps(
-            [spans, int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32]
-        )
+        spans = [
+            (one.policy_version, one.start, one.end, one.engine_id, one.numerics_id)
+            for one in own.spans
+        ]
+        counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
+        sample = json.dumps([spans, *counts, *map(_numerics_text, own.numerics)])
         logprobs = pack_logprobs(own.logprobs)
         sampling = own.sampling.SerializeToString(deterministic=True)
         if own.tops is not None:
@@ -597,15 +600,19 @@ def _message(fields: dict[str, Any]) -> Message:
 def _sample(
     token_ids: TokenIds, fields: Any, logprobs: bytes, tops: bytes | None, sampling: bytes | None
 ) -> Sample:
-    spans, finish, prompt_tokens, cached_tokens, prompt_crc32 = fields
+    spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *numerics = fields
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(
             sampling_pb2.VersionSpan(
-                policy_version=version, start=start, end=end, engine_id=engine_id
+                policy_version=version,
+                start=start,
+                end=end,
+                engine_id=engine_id,
+                numerics_id="".join(numerics_id),
             )
-            for version, start, end, engine_id in spans
+            for version, start, end, engine_id, *numerics_id in spans
         ),
         _known(sampling_pb2.FinishReason, finish),
         prompt_tokens,
@@ -613,6 +620,7 @@ def _sample(
         prompt_crc32,
         None if tops is None else _tops(tops, len(token_ids)),
         _sampling(sampling),
+        tuple(map(_numerics, numerics)),
     )
 
 
@@ -620,6 +628,16 @@ def _sample(
 def _sampling(data: bytes | None) -> sampling_pb2.SamplingParams:
     """Returns the sampling parameters of a turn. Version 15 of the tables did not have them."""
     return sampling_pb2.SamplingParams.FromString(data or b"")
+
+
+def _numerics_text(numerics: sampling_pb2.Numerics) -> str:
+    return base64.b64encode(numerics.SerializeToString()).decode()
+
+
+@lru_cache(_SAMPLINGS_CACHED)
+def _numerics(text: str) -> sampling_pb2.Numerics:
+    """Returns the numerics of a turn. Version 15 of the tables did not have them."""
+    return sampling_pb2.Numerics.FromString(base64.b64decode(text))
 
 
 def _tops(data: bytes, tokens: int) -> Tops:

@@ -1,10 +1,16 @@
 """Prometheus metrics of a gateway, in addition to the metrics of its RPCs."""
 
+import logging
+
+import numpy as np
 from prometheus_client import Counter, Gauge
 
 from rollmesh.gateway.tree import Node
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
+
+_log = logging.getLogger(__name__)
 
 TURNS = Counter(
     "rollmesh_gateway_turns_total",
@@ -19,6 +25,11 @@ REASONS = Counter(
     "rollmesh_gateway_fidelity_reasons_total",
     "Committed turns whose tokens are not simply what the policy sampled, by reason.",
     ["reason"],
+)
+NOT_FINITE = Counter(
+    "rollmesh_gateway_not_finite_logprobs_total",
+    "Tokens that are not trained because the engine gave no finite log-probability, by engine.",
+    ["engine"],
 )
 IGNORED_SAMPLING = Counter(
     "rollmesh_gateway_ignored_sampling_total",
@@ -75,5 +86,11 @@ def committed(node: Node) -> None:
     _PROMPT.inc(sample.prompt_tokens)
     _CACHED.inc(sample.cached_tokens)
     _SAMPLED.inc(len(sample.token_ids))
+    for span in sample.spans:
+        infinite = np.count_nonzero(~np.isfinite(sample.logprobs[span.start : span.end]))
+        if infinite:
+            NOT_FINITE.labels(span.engine_id).inc(int(infinite))
+            event = "log-probs not finite: the engine's arithmetic failed"
+            _log.warning(event, extra=fields(engine=span.engine_id, tokens=int(infinite)))
     for reason in node.reasons:
         REASONS.labels(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason).lower()).inc()

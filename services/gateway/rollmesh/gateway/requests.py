@@ -124,6 +124,12 @@ def _shape(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
     }
 
 
+def truncates(params: sampling_pb2.SamplingParams) -> bool:
+    """Returns whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
+    shape = _shape(params)
+    return any(shape[name] != _DEFAULTS[name] for name in _TRUNCATION)
+
+
 def _refusal(
     names: Iterable[str], asked: sampling_pb2.SamplingParams, own: sampling_pb2.SamplingParams
 ) -> InvalidSamplingError:

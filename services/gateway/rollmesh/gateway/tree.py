@@ -47,7 +47,7 @@ class Sample:
     logprobs: Logprobs
     """Their log-probabilities, float32 [S]."""
     spans: tuple[sampling_pb2.VersionSpan, ...]
-    """Their policy versions and engines, by index into `token_ids`. They cover all tokens."""
+    """Their policy versions, engines and numerics, by index into `token_ids`, which they cover."""
     finish: Finish
     prompt_tokens: int
     """Number of ids in the engine's prompt."""
@@ -59,6 +59,8 @@ class Sample:
     """The most likely ids at each position, if the request wanted them."""
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     """Its sampling parameters, as the engine received them. They may be shared and never change."""
+    numerics: tuple[sampling_pb2.Numerics, ...] = ()
+    """The numerics to which its spans refer. They may be shared and never change."""
 
     @property
     def engine_id(self) -> str:

@@ -18,6 +18,7 @@ from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import record_bytes
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.prompt import PromptTokens, begin_prompt, sampling_of
+from rollmesh.gateway.requests import truncates
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Answered, AnswerReceipt, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
@@ -64,9 +65,8 @@ async def run_turn(
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
     sample = sample_of(draft, prompt.length, prompt.crc32)
     turn.committing = True
-    return await _commit(
-        store, session, turn, prompt, draft.answer.message(), sample, draft.reasons(request, prompt)
-    )
+    reasons = draft.reasons(request, prompt, sample)
+    return await _commit(store, session, turn, prompt, draft.answer.message(), sample, reasons)
 
 
 async def count_tokens(deps: Deps, session: Session, request: TurnRequest) -> tuple[int, bool]:
@@ -133,7 +133,9 @@ class Draft:
         self.returned = end
         return run
 
-    def reasons(self, request: TurnRequest, prompt: PromptTokens) -> frozenset[Fidelity]:
+    def reasons(
+        self, request: TurnRequest, prompt: PromptTokens, sample: Sample
+    ) -> frozenset[Fidelity]:
         """Returns the fidelity reasons of the complete answer."""
         reasons = set(prompt.prompt.match.reasons)
         if self.generation.migrated:
@@ -150,6 +152,10 @@ class Draft:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         if request.settings.sampling_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
+        if truncates(sample.sampling):
+            reasons.add(trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT)
+        if not np.isfinite(sample.logprobs).all():
+            reasons.add(trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE)
         return frozenset(reasons)
 
 
@@ -352,6 +358,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
             start=span.start,
             end=min(span.end, size),
             engine_id=span.engine_id,
+            numerics_id=span.numerics_id,
         )
         for span in generation.spans
         if span.start < min(span.end, size)
@@ -366,6 +373,11 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
         prompt_crc32=prompt_crc32,
         tops=sampled.tops if generation.request.top_logprobs else None,
         sampling=params,
+        numerics=tuple(
+            generation.numerics[id_]
+            for id_ in dict.fromkeys(span.numerics_id for span in spans)
+            if id_
+        ),
     )
 
 

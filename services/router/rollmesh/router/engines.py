@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.v1 import router_pb2
+from rollmesh.v1 import router_pb2, sampling_pb2
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=tuple[Any, ...])
@@ -207,6 +207,7 @@ class Engine:
     tokenizer_sha256: str = ""
     """Empty if it has no tokenizer. Such an engine is compatible with any gateway."""
     vocabulary_tokens: int = 0
+    numerics: sampling_pb2.Numerics = field(default_factory=sampling_pb2.Numerics)
     fault: str = ""
     """The impossible answer that took it out of service. Cleared when it registers again."""
     reports: dict[str, str] = field(default_factory=dict)

@@ -610,6 +610,7 @@ class LeaseTable:
             engine_id=engine.engine_id,
             address=engine.address,
             policy_version=engine.policy_version,
+            numerics=engine.numerics,
         )
 
     def _book(self, stream: Stream, lease_id: str, engine: Engine, epoch: int) -> None:

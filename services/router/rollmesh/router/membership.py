@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -14,7 +15,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import router_pb2
+from rollmesh.v1 import router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _TICK_MS = 250
@@ -67,6 +68,10 @@ class Member:
         )
 
 
+def _mode(mode: sampling_pb2.LogprobsMode.ValueType) -> str:
+    return name_of(sampling_pb2.LogprobsMode.DESCRIPTOR, mode).lower()
+
+
 def _key(hello: router_pb2.ReplicaHello) -> tuple[int, str]:
     """Returns the key of a member. Replicas of two kinds may have one id."""
     return hello.kind, hello.replica_id
@@ -102,7 +107,8 @@ class Members:
 
         Raises:
             ReplicaIdInUseError: Another live process has the id.
-            InvalidFieldError: It is a collector, and collectors of another store are members.
+            InvalidFieldError: It is a collector, and collectors of another store are members. Or an
+                engine, and the log-probabilities of its model's others are of another distribution.
         """
         key = _key(hello)
         while (former := self._members.get(key)) is not None:
@@ -115,22 +121,31 @@ class Members:
                     f"replica_id: {hello.replica_id!r} is registered from "
                     f"{former.hello.address}; give each replica its own id"
                 )
-        self._check_store(hello)
+        self._check_alike(hello)
         member = self._members[key] = Member(hello)
         return member
 
-    def _check_store(self, hello: router_pb2.ReplicaHello) -> None:
-        """Checks that a collector has the store of the others. Sessions go to any of them."""
+    def _check_alike(self, hello: router_pb2.ReplicaHello) -> None:
+        """Checks that a member is like the others of its kind: a session may be served by any.
+
+        Collectors have one store. Engines of a model have log-probabilities of one distribution.
+        """
+        own = hello.numerics.logprobs
         for other in self.hellos():
-            if (
-                other.kind == hello.kind == router_pb2.REPLICA_KIND_COLLECTOR
-                and other.store_id != hello.store_id
-                and other.replica_id != hello.replica_id
-            ):
+            if other.kind != hello.kind or other.replica_id == hello.replica_id:
+                continue
+            if other.store_id != hello.store_id:
                 raise InvalidFieldError(
                     "store_id",
                     f"is another one than that of the collector at {other.address}; give all "
                     "collectors of a mesh one store, or this one another router",
+                )
+            theirs = other.numerics.logprobs
+            if other.model == hello.model and own and theirs and own != theirs:
+                raise InvalidFieldError(
+                    "numerics.logprobs",
+                    f"is {_mode(own)}, and {_mode(theirs)} at engine {other.replica_id}; start all "
+                    "engines of a model with one setting `logprobs`",
                 )
 
     def has(self, member: Member) -> bool:

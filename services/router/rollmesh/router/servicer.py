@@ -242,6 +242,7 @@ class RouterServicer(
             hello.lease_capacity,
             tokenizer_sha256=hello.tokenizer_sha256,
             vocabulary_tokens=hello.vocabulary_tokens,
+            numerics=hello.numerics,
         )
         _take_load(engine, hello.load)
         self._table.add_engine(engine)

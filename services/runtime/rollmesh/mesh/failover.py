@@ -427,7 +427,8 @@ class Failover:
             max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
         )
         offered = self._leases.offered.of(generation.request.model)
-        generation.begin(grant.engine_id, uuid.uuid4().hex, offered, request.generate)
+        engine = grant.engine_id, uuid.uuid4().hex
+        generation.begin(*engine, offered, request.generate, grant.numerics)
         if generation.taken:
             self._on_migration()
         attempt = _Attempt(suspect, grant, request)

@@ -168,14 +168,10 @@ class AnswerCheck:
             raise EngineFaultError(f"the engine sent more ids than the {most} requested")
         self._check_ids(run.token_ids)
         self._check_ids(run.tops.ids)
-        if wrong_logprob(run.logprobs) is not None:
-            raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
-        likely = run.tops.logprobs.ravel()
-        possible = likely[likely != -np.inf]  # masked ids are as unlikely as that
-        if wrong_logprob(possible) is not None:
-            raise EngineFaultError(
-                "the engine gave a log-prob of a most likely id that is NaN or above 0"
-            )
+        # Not a number and infinite are possible: float arithmetic fails now and then.
+        for logprobs in (run.logprobs, run.tops.logprobs.ravel()):
+            if wrong_logprob(logprobs[np.isfinite(logprobs)]) is not None:
+                raise EngineFaultError("the engine gave a log-prob above 0")
 
     def _check_ids(self, ids: TokenIds) -> None:
         end = self._expected.vocabulary_tokens
@@ -366,6 +362,9 @@ class Generation:
     """How the last engine ended."""
     engine_id: str = ""
     """The engine that samples."""
+    numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict)
+    """Those of the engines, by id."""
+    _numerics_id: str = ""
     _prompt_tokens: int = 0
     _check: AnswerCheck | None = None
     _start: int = 0
@@ -414,6 +413,7 @@ class Generation:
         request_id: str,
         offered: Offered = Offered(),  # noqa: B008
         into: engine_pb2.GenerateRequest | None = None,
+        numerics: sampling_pb2.Numerics | None = None,
     ) -> engine_pb2.GenerateRequest:
         """Begins to take from an engine. Returns the request for the rest.
 
@@ -422,6 +422,7 @@ class Generation:
             request_id: Id of the generation there.
             offered: The versions that the router offers now.
             into: As of `continued`.
+            numerics: The numerics of the engine, if they are known.
         """
         sampled = self.token_ids()
         rest = continued(self.request, sampled, request_id, into)
@@ -438,6 +439,9 @@ class Generation:
             offered,
         )
         self.engine_id = engine_id
+        self._numerics_id = "" if numerics is None else numerics.id
+        if numerics is not None and numerics.id:
+            self.numerics[numerics.id] = numerics
         self._start, self.finish = self._taken, None
         return rest
 
@@ -486,5 +490,6 @@ class Generation:
                 start=start,
                 end=start + tokens,
                 engine_id=self.engine_id,
+                numerics_id=self._numerics_id,
             )
         )

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -537,22 +538,28 @@ class LeaseGrant(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine."""
     address: _builtins.str
     """Address of the engine, host:port."""
     policy_version: _builtins.int
     """Version of the engine's weights when the lease was granted."""
+    @_builtins.property
+    def numerics(self) -> _sampling_pb2.Numerics:
+        """Numerics of the engine."""
+
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         address: _builtins.str = ...,
         policy_version: _builtins.int = ...,
+        numerics: _sampling_pb2.Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "numerics", b"numerics", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

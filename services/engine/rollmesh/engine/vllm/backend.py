@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+from vllm import (  # pyright: ignore[reportAttributeAccessIssue]
+    SamplingParams,
+    __version__ as vllm_release,
+    envs as vllm_envs,
+)
 from vllm.config import WeightTransferConfig
 from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,6 +42,7 @@ from rollmesh.engine.backend import (
     PauseMode,
     Transfer,
     aborted,
+    numerics_of,
 )
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import read_generate
@@ -83,7 +88,7 @@ _OWNED = {
     "worker_extension_cls": "nothing: weights reach the workers through it",
     "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
     "mm_processor_cache_gb": "the setting image_cache_bytes",
-    "logprobs_mode": "nothing: trainers get log-probabilities before temperature and truncation",
+    "logprobs_mode": "the setting logprobs",
 }
 """Options that the engine sets itself, and their replacements."""
 _SIMILAR = 3
@@ -248,13 +253,11 @@ class FailureLog:
 @contextmanager
 def failure_log() -> Iterator[FailureLog]:
     """Collects failures while vLLM starts. Later failures appear only in vLLM's log."""
-    # pyright mistakes this package for vLLM; workers import this module.
-    from vllm import envs  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.logger import DEFAULT_LOGGING_CONFIG
 
     with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:
         log = FailureLog(Path(folder))
-        own = envs.VLLM_LOGGING_CONFIG_PATH
+        own = vllm_envs.VLLM_LOGGING_CONFIG_PATH
         config = json.loads(Path(own).read_text()) if own else deepcopy(DEFAULT_LOGGING_CONFIG)
         handler = {"()": f"{__name__}.FailureHandler", "path": str(log.folder / "failure")}
         config.setdefault("handlers", {})[_NAME] = handler
@@ -268,6 +271,7 @@ def failure_log() -> Iterator[FailureLog]:
 
 _LOOK_S = 0.1
 _LOOKS = 100
+_LOGPROBS_MODES = {"raw": "raw_logprobs", "sampled": "processed_logprobs"}
 
 
 class Loading:
@@ -357,6 +361,7 @@ def _arguments(
         "max_model_len": config.max_context_tokens or None,
         "dtype": config.dtype,
         "enforce_eager": config.enforce_eager,
+        "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
         "max_num_seqs": config.lease_capacity,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "disable_log_stats": True,  # vLLM logs no statistics. Its metrics go to Prometheus
@@ -427,6 +432,7 @@ class VllmBackend:
         self._running: dict[str, bool] = {}  # whether each request was aborted
         self._heartbeat = Heartbeat(self._ping)
         self.limits = ModelLimits(0, 0)
+        self.numerics = sampling_pb2.Numerics()
         self.died = asyncio.Event()
 
     async def start(self) -> None:
@@ -448,6 +454,8 @@ class VllmBackend:
             model.max_model_len,
             frozenset(eos if isinstance(eos, list) else [eos]),
         )
+        attention = _first(await self._on_workers("attention_backends"))
+        self.numerics = _numerics(self._llm.vllm_config, attention, self._config.logprobs)
         await self._llm.update_weight_version(str(self._policy_version))
         # With its first constraint vLLM reads the vocabulary, which takes seconds.
         warm_up = engine_pb2.GenerateRequest(request_id="warm-up", token_ids_u32le=bytes(4))
@@ -642,10 +650,10 @@ class VllmBackend:
                 retry_delay_ms=5000,
             ) from error
 
-    async def _on_workers(self, method: str, argument: object) -> list[str]:
+    async def _on_workers(self, method: str, *arguments: object) -> list[str]:
         """Calls every worker of every data-parallel rank. VLLM's own call returns only one rank."""
         core = self._llm.engine_core
-        ranks = await core.call_utility_all_async("collective_rpc", method, None, (argument,), {})
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, arguments, {})
         return [answer for answers in ranks for answer in answers]
 
     def check_sleep(self) -> None:
@@ -706,8 +714,36 @@ def _name_of(mode: PauseMode) -> str:
     return name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
 
 
-def _first(problems: list[str]) -> str:
-    return next(filter(None, problems), "")
+def _first(answers: list[str]) -> str:
+    return next(filter(None, answers), "")
+
+
+def _numerics(config: Any, attention: str, logprobs: str) -> sampling_pb2.Numerics:
+    """Returns the numerics of vLLM.
+
+    Args:
+        config: Its configuration.
+        attention: Names of the attention backends of a worker.
+        logprobs: The setting `logprobs`.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    speculative = config.speculative_config
+    return numerics_of(
+        "vllm",
+        logprobs,
+        release=vllm_release,
+        platform=current_platform.device_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        quantization=model.quantization or "",
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        attention=attention,
+        batch_invariant=vllm_envs.VLLM_BATCH_INVARIANT,
+        speculation=speculative.method or "" if speculative else "",
+    )
 
 
 def _failure(request: GenerateInput) -> RollmeshError:

@@ -158,6 +158,11 @@ class WeightReceiver:
         if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
             _tie_again(self.model_runner.get_model())
 
+    def attention_backends(self) -> str:
+        """Returns the names of the attention backends in use, separated by commas."""
+        groups = (group for groups in self.model_runner.attn_groups for group in groups)
+        return ",".join(sorted({group.backend.get_name() for group in groups}))
+
     def init_transfer(self, init_info: dict[str, Any]) -> str:
         """Joins the trainer. Returns why that failed, or an empty string."""
         engine = self.weight_transfer_engine
