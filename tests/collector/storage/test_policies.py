@@ -28,7 +28,7 @@ async def test_a_group_that_was_settled_under_another_policy_counts_once_where_i
     assert await again.fetch() == []
     await fill(store, group("h", 0, 1, 2), now_ms=60)
     await store.tick(60)
-    assert (await store.standing("c")).open == 1
+    assert (await store.standing("c")).ready == 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_a_new_policy_decides_deliveries_without_acknowledgement(
     assert await again.take() == [("g", 1, sessions)]
     assert await again.settle("g") == ["g"]
     standing = await store.standing("c")
-    assert (standing.acknowledged, standing.open) == (2, 0)
+    assert (standing.acknowledged, standing.ready) == (2, 0)
 
 
 @pytest.mark.parametrize("after", [pytest.param(NONE, id="none"), pytest.param(TWO, id="two")])
@@ -63,7 +63,7 @@ async def test_a_new_policy_after_a_seek_delivers_the_units_that_the_seek_left_o
     await Reader.open(store, unit=GROUP, groups=ONE)
     await store.seek("c", pb.Position(delivery_id="c"), 0)
     again = await Reader.open(store, unit=GROUP, groups=after)
-    assert (await store.standing("c")).open == 2
+    assert (await store.standing("c")).ready == 2
     assert await again.take_all() == ["c", "d"]
 
 

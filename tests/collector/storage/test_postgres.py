@@ -63,7 +63,7 @@ async def test_a_server_that_may_lose_writes_is_refused(database: Database) -> N
 async def test_an_asynchronous_commit_is_made_a_synchronous_one(database: Database) -> None:
     async with postgres_store(f"{database.url}?options=-csynchronous_commit%3Doff") as store:
         sql = "SELECT current_setting('synchronous_commit')"
-        assert await store.backend.write(lambda tx: tx.db.value(sql)) == "on"
+        assert await store.write(lambda tx: tx.db.value(sql)) == "on"
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ async def test_a_collector_that_stops_while_it_writes_gives_way(
             loop.call_soon_threadsafe(in_it.set_result, None)
             assert go_on.wait(2 * TIMEOUT_S)
 
-        writing = asyncio.ensure_future(stopped.backend.write(stop))
+        writing = asyncio.ensure_future(stopped.write(stop))
         await in_it
 
         async def stores() -> bool:

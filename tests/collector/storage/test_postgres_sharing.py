@@ -138,7 +138,7 @@ async def test_units_held_without_its_knowledge_are_fetched_again_by_a_collector
         raise StoreAwayError("the answer, or the call, is lost")
 
     async with postgres_store(database.url) as store:
-        run = type(store.backend.__dict__["_writer"]).run
+        run = type(store.__dict__["_writer"]).run
         await fill(store, [record("a"), record("b")])
         reader = await Reader.open(store)
         if call == "release":

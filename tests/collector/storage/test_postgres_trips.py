@@ -137,15 +137,15 @@ async def test_a_session_that_is_stored_while_its_group_is_removed_is_delivered(
         reader = await Reader.open(other)
         await ingest(other, record("early", "g"), 0)
         await reader.take_all()
-        reading = store.backend.read
+        reading = store.read
 
         async def found(work: Any) -> Any:
-            over = await reading(work)
-            if over.keys:
+            cursor, keys = await reading(work)
+            if keys:
                 await ingest(other, record("late", "g"), 0)
-            return over
+            return cursor, keys
 
-        monkeypatch.setattr(store.backend, "read", found)
+        monkeypatch.setattr(store, "read", found)
         assert await store.retain(2 * KEEP.settled_ms) == 0
         monkeypatch.undo()
         assert await reader.take() == [("late", 1, ["late"])]

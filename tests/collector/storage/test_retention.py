@@ -60,8 +60,8 @@ async def test_a_session_leaves_when_all_have_settled_it_and_its_time_is_over(
             await store.session("a", arrays=False)
         counts = await store.counts()
         assert (counts.sessions, counts.trajectories, counts.removed_sessions) == (1, 1, 1)
-        assert (await store.standing("one")).open == 0
-        assert (await store.standing("other")).open == 1
+        assert (await store.standing("one")).ready == 0
+        assert (await store.standing("other")).ready == 1
 
 
 async def test_a_repeat_of_a_removed_session_is_still_a_repeat(opened: Opener) -> None:
@@ -74,7 +74,7 @@ async def test_a_repeat_of_a_removed_session_is_still_a_repeat(opened: Opener) -
         assert await reader.fetch() == []
         late = await Reader.open(store, "late")
         assert await late.fetch() == []
-        assert (await store.standing("late")).open == 0
+        assert (await store.standing("late")).ready == 0
 
 
 async def test_a_group_leaves_as_a_whole_and_later_sessions_are_surplus(opened: Opener) -> None:
@@ -109,7 +109,7 @@ async def test_a_group_with_the_id_of_a_session_leaves_without_it(opened: Opener
         (listed,), _ = await store.filtered("sessions", 10, "")
         assert listed.delivery_id == "g"
         assert await store.retain(10**9) == 1
-        assert (await store.standing("sessions")).open == 0
+        assert (await store.standing("sessions")).ready == 0
         assert (await store.filtered("sessions", 10, ""))[0] == [listed]
 
 

@@ -110,7 +110,7 @@ async def test_open_units_are_redelivered_with_their_attempt(store: Store) -> No
     await reader.restart()
     assert await reader.take() == [("a", 2, ["a"]), ("c", 2, ["c"])]
     standing = await store.standing("c")
-    assert (standing.acknowledged, standing.open) == (1, 2)
+    assert (standing.acknowledged, standing.ready) == (1, 2)
 
 
 async def test_a_unit_that_was_never_delivered_cannot_be_acknowledged(store: Store) -> None:
@@ -192,7 +192,7 @@ async def test_at_its_deadline_a_group_goes_out_in_part_or_is_dropped(
     whole = [] if expected else [pb.FILTER_REASON_INCOMPLETE_GROUP]
     assert [entry.reason for entry in entries] == [*whole, pb.FILTER_REASON_SURPLUS]
     standing = await store.standing("c")
-    assert standing.open == len(expected)
+    assert standing.ready == len(expected)
 
 
 async def test_a_partial_group_says_so(store: Store) -> None:
@@ -233,7 +233,7 @@ async def test_a_later_policy_decides_about_stored_sessions(store: Store) -> Non
     await fill(store, group("g", 2))
     assert await back.fetch() == []  # it was acknowledged, in part
     standing = await store.standing("c")
-    assert (standing.acknowledged, standing.open) == (3, 0)
+    assert (standing.acknowledged, standing.ready) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ async def test_a_new_name_begins_where_it_asks(
     reader = await Reader.open(store, unit=unit, start=start, groups=policy, now_ms=30)
     await fill(store, [record("d")], now_ms=40)
     await store.tick(40)
-    assert (await store.standing("c")).open == len(expected)
+    assert (await store.standing("c")).ready == len(expected)
     assert await reader.take_all() == expected
-    assert (await store.standing("c")).open == 0
+    assert (await store.standing("c")).ready == 0
     again = await Reader.open(store, unit=unit, start=EARLIEST, groups=policy)
     assert await again.fetch() == []  # a known name goes on
 
@@ -295,20 +295,20 @@ async def test_a_seek_moves_a_consumer_forwards_or_back(
     reader = await Reader.open(store)
     await reader.take()
     await reader.settle("a", "b")
-    assert await store.seek("c", position, 99) == (again, skipped)
+    assert await store.seek("c", position, 99) == pb.SeekResponse(again=again, skipped=skipped)
     await reader.restart()
     assert await reader.settle("a", "b", "c", "d") == []  # what came before the seek does not count
-    assert (await store.standing("c")).open == len(expected)
+    assert (await store.standing("c")).ready == len(expected)
     assert await reader.take() == [(name, 1, [name]) for name in expected]
     assert await reader.settle(*expected) == list(expected)
-    assert (await store.standing("c")).open == 0
+    assert (await store.standing("c")).ready == 0
 
 
 async def test_a_seek_back_delivers_the_units_that_an_earlier_one_skipped(store: Store) -> None:
     await fill(store, [record("a"), record("b")])
     reader = await Reader.open(store, start=LATEST)
     assert await reader.fetch() == []
-    assert await store.seek("c", EARLIEST, 0) == (2, 0)
+    assert await store.seek("c", EARLIEST, 0) == pb.SeekResponse(again=2)
     await reader.restart()
     assert await reader.take_all() == ["a", "b"]
 

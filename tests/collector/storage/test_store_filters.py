@@ -32,7 +32,7 @@ async def test_units_dropped_by_a_filter_are_settled_and_listed(store: Store) ->
     )
     assert [(part.session_id, part.count) for part in entry.removed] == [("a", 1)]
     standing = await store.standing("c")
-    assert (standing.acknowledged, standing.open) == (0, 1)
+    assert (standing.acknowledged, standing.ready) == (0, 1)
     assert {count.reason: (count.units, count.trajectories) for count in standing.filtered} == {
         pb.FILTER_REASON_NOTHING_LEFT: (1, 0),
         pb.FILTER_REASON_LINEAGE: (0, 1),

@@ -40,4 +40,4 @@ async def test_a_store_of_the_release_before_opens_and_delivers_each_group_once(
             ("g", "g2", surplus),
         ]
         standing = await store.standing("own")
-        assert (standing.acknowledged, standing.open) == (3, 0)
+        assert (standing.acknowledged, standing.ready) == (3, 0)

@@ -9,25 +9,26 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
-from rollmesh.collector.log import Arrival, Page, Retention, Unit, split
+from rollmesh.collector.log import Arrival, Loaded, Page, Retention, Unit, split
 from rollmesh.collector.store import (
     LAST_SEQ,
     SCHEMA as TABLES,
-    Backend,
     Packed,
     Store,
     Transaction,
     Work,
+    count_attempts,
+    read_units,
     store_id,
 )
-from rollmesh.runtime.database import Statements
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
 from rollmesh.runtime.postgres import Lane, Limits, prepare_database, read_address
 from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -78,14 +79,15 @@ class _News(NamedTuple):
     """Changes of consumers."""
 
 
-class PostgresBackend(Backend):
+class PostgresStore(Store):
     """One connection that writes while no other collector does, and one that reads snapshots."""
 
     columns = ("scorer",)
     held = "CASE WHEN p.unit_id IS NULL THEN 0 ELSE 1 END"
 
-    def __init__(self, writer: Lane, reader: Lane) -> None:
+    def __init__(self, writer: Lane, reader: Lane, retention: Retention) -> None:
         """Takes two connections to a database with the tables of `SCHEMA`."""
+        super().__init__(retention)
         self._writer = writer
         self._reader = reader
         self._me = uuid.uuid4().hex
@@ -95,24 +97,18 @@ class PostgresBackend(Backend):
 
     async def write(self, work: Work[_Result]) -> _Result:
         """Runs work in a transaction while no other collector writes."""
-        return await self._writer.run(lambda db: self._run(db, work))
+        return await self._writer.run(lambda db: Transaction(db, self).run(work))
 
     async def read(self, work: Work[_Result]) -> _Result:
         """Runs work on a snapshot of the database."""
-        return await self._reader.run(lambda db: self._run(db, work))
+        return await self._reader.run(lambda db: Transaction(db, self).run(work))
 
-    async def read_then_write(
-        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
-    ) -> _Result:
-        """Reads a snapshot, then writes in another transaction."""
-        found = await self.read(read)
-        return await self.write(lambda tx: write(tx, found))
-
-    def _run(self, db: Statements, work: Work[_Result]) -> _Result:
-        tx = Transaction(db, self)
-        result = work(tx)
-        tx.finish()
-        return result
+    async def load(
+        self, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
+    ) -> list[Loaded | None]:
+        """Reads a snapshot, so that others write meanwhile. Counts in another transaction."""
+        found = await self.read(lambda tx: read_units(tx, consumer, units))
+        return await self.write(lambda tx: count_attempts(tx, consumer.name, found, now_ms))
 
     async def enter(self) -> None:
         """Marks this collector as alive. From here on it hears of others' changes."""
@@ -174,19 +170,22 @@ class PostgresBackend(Backend):
         )
         tx.add(_BYTES, -size)
 
-    def to_score(self, tx: Transaction, limit: int) -> list[str]:
+    async def to_score(self, limit: int) -> list[str]:
         """Takes the sessions that wait for the scorer of a collector that is no longer alive."""
-        rows = tx.db.rows(
-            "SELECT session_id FROM sessions s WHERE due_ms IS NOT NULL AND scorer IS NOT NULL"
-            " AND NOT EXISTS (SELECT 1 FROM collectors h"
-            " WHERE h.id = s.scorer AND h.alive_until > clock_timestamp())"
-            " ORDER BY due_ms LIMIT ?1",
-            limit,
-        )
-        ids = [session_id for (session_id,) in rows]
-        taken = [(self._me, session_id) for session_id in ids]
-        tx.db.run_many("UPDATE sessions SET scorer = ?1 WHERE session_id = ?2", taken)
-        return ids
+
+        def take(tx: Transaction) -> list[str]:
+            rows = tx.db.rows(
+                "SELECT session_id FROM sessions s WHERE due_ms IS NOT NULL AND scorer IS NOT NULL"
+                " AND NOT EXISTS (SELECT 1 FROM collectors h"
+                " WHERE h.id = s.scorer AND h.alive_until > clock_timestamp())"
+                " ORDER BY due_ms LIMIT ?1",
+                limit,
+            )
+            taken = [(self._me, session_id) for (session_id,) in rows]
+            tx.db.run_many("UPDATE sessions SET scorer = ?1 WHERE session_id = ?2", taken)
+            return [session_id for (session_id,) in rows]
+
+        return await self.write(take)
 
     async def turn(self, duty: str, every_ms: int) -> bool:
         """Returns whether it is time for a duty, which then is not due for a while."""
@@ -202,12 +201,7 @@ class PostgresBackend(Backend):
         return bool(rows)
 
     async def changed(self) -> list[str]:
-        """Marks this collector as alive, then waits a limited time for news.
-
-        Returns:
-            The consumers that another collector moved, or whose group policy it changed: units
-            fetched for them are void.
-        """
+        """Marks this collector as alive, then waits a limited time for news."""
         await self.write(self._stay_alive)
         for _ in range(_POLLS):
             news, moved = await self.read(self._hear)
@@ -216,11 +210,6 @@ class PostgresBackend(Backend):
                 return moved
             await asyncio.sleep(_POLL_S)
         return []
-
-    async def lost(self) -> str:
-        """Never returns: an unreachable server may come back."""
-        await asyncio.Event().wait()
-        return ""
 
     def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
         """Tells the other collectors that a consumer was changed, or that its units are void."""
@@ -256,23 +245,19 @@ class PostgresBackend(Backend):
         )
         tx.db.run("DELETE FROM collectors WHERE alive_until < clock_timestamp() - interval '1 day'")
 
-    async def fetch(self, consumer: str, work: Work[Page]) -> Page:
+    async def fetch(self, name: str, after: int, limit: int, now_ms: int) -> Page:
         """Fetches units that nobody holds."""
-        with self._in_doubt(consumer):
-            return await self.write(work)
+        with self._in_doubt(name):
+            return await super().fetch(name, after, limit, now_ms)
 
     async def release(self, consumer: str) -> None:
         """Releases fetched units to the next collector that fetches."""
+        sql = (
+            "UPDATE progress SET holder = ?3"
+            " WHERE consumer = ?1 AND settled_ms IS NULL AND holder = ?2"
+        )
         with self._in_doubt(consumer):
-            await self.write(
-                lambda tx: tx.db.run(
-                    "UPDATE progress SET holder = ?3"
-                    " WHERE consumer = ?1 AND settled_ms IS NULL AND holder = ?2",
-                    consumer,
-                    self._me,
-                    _FREE,
-                )
-            )
+            await self.write(lambda tx: tx.db.run(sql, consumer, self._me, _FREE))
 
     @contextmanager
     def _in_doubt(self, consumer: str) -> Iterator[None]:
@@ -344,11 +329,11 @@ async def open_postgres(
         Lane(address, _READING, "reader") as reader,
     ):
         await prepare_database(writer, address, SCHEMA, VERSION)
-        backend = PostgresBackend(writer, reader)
-        store = Store(backend, retention, await backend.write(store_id))
-        await backend.enter()
+        store = PostgresStore(writer, reader, retention)
+        store.store_id = await store.write(store_id)
+        await store.enter()
         _log.info("store opened", extra=fields(database=address.name))
         try:
             yield store
         finally:
-            await backend.leave()
+            await store.leave()

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -32,7 +32,7 @@ from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.tasks import finish, first_of
+from rollmesh.runtime.tasks import first_of
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,
@@ -41,7 +41,6 @@ from rollmesh.v1 import (
     session_pb2,
 )
 
-_Result = TypeVar("_Result")
 _READ_PAGE = 100
 _MAX_REASON_CHARS = 4096
 _MAX_METADATA = 65_536
@@ -171,19 +170,12 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             waits.append(self._membership.wait_refused())
         return await first_of(waits)
 
-    async def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs work to completion even if the caller is cancelled.
-
-        The consumers' state must reflect everything the store has committed.
-        """
-        return await finish(self.subscriptions.tasks, work)
-
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
         check_count("sessions", request.sessions, _MAX_SESSIONS)
         if not request.sessions:
             raise InvalidFieldError("sessions", "is empty; send at least one")
         await asyncio.to_thread(_check_sessions, request.sessions)
-        duplicates = await self._finish(self._ingest(request.sessions))
+        duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
         await faults.reach("collector-before-ack")
         return pb.IngestResponse(duplicates=duplicates)
 
@@ -203,7 +195,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if sum(len(key) + len(value) for key, value in request.metadata.items()) > _MAX_METADATA:
             raise InvalidFieldError("metadata", f"is longer than {_MAX_METADATA} characters")
         seat = abandoned_seat(request, clock.unix_ms())
-        (duplicate,) = await self._finish(self._ingest([seat]))
+        (duplicate,) = await self.subscriptions.finish(self._ingest([seat]))
         if not duplicate:
             metrics.ABANDONED_SEATS.inc()
         return pb.AbandonSeatResponse(duplicate=duplicate)
@@ -217,9 +209,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             _check_position("start", start)
 
         async def create() -> pb.CreateConsumerResponse:
-            made = await self._finish(self.subscriptions.create(consumer, start))
+            made = await self.subscriptions.finish(self.subscriptions.create(consumer, start))
             standing = await self.store.standing(made.name)
-            return pb.CreateConsumerResponse(consumer=made, stored_units=standing.open)
+            return pb.CreateConsumerResponse(consumer=made, stored_units=standing.ready)
 
         return await self._repeats.once(request, create)
 
@@ -239,7 +231,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.UpdateConsumerRequest, context: Context
     ) -> pb.UpdateConsumerResponse:
         async def update() -> pb.UpdateConsumerResponse:
-            changed = await self._finish(self.subscriptions.update(request.consumer))
+            changed = await self.subscriptions.finish(self.subscriptions.update(request.consumer))
             return pb.UpdateConsumerResponse(consumer=changed)
 
         return await self._repeats.once(request, update)
@@ -248,7 +240,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.DeleteConsumerRequest, context: Context
     ) -> pb.DeleteConsumerResponse:
         async def delete() -> pb.DeleteConsumerResponse:
-            await self._finish(self.subscriptions.delete(request.consumer))
+            await self.subscriptions.finish(self.subscriptions.delete(request.consumer))
             return pb.DeleteConsumerResponse()
 
         return await self._repeats.once(request, delete)
@@ -263,7 +255,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.SetRewardsRequest, context: Context
     ) -> pb.SetRewardsResponse:
         check_name("request_id", request.request_id)
-        duplicate = await self._finish(self._set_rewards(request))
+        duplicate = await self.subscriptions.finish(self._set_rewards(request))
         metrics.REWARDS.labels("repeat" if duplicate else "set").inc()
         return pb.SetRewardsResponse(duplicate=duplicate)
 
@@ -272,8 +264,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
 
         async def seek() -> pb.SeekResponse:
             work = self.subscriptions.seek(request.consumer, request.position)
-            sought = await self._finish(work)
-            return pb.SeekResponse(again=sought.again, skipped=sought.skipped)
+            return await self.subscriptions.finish(work)
 
         return await self._repeats.once(request, seek)
 
@@ -322,17 +313,12 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
 
     async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
         try:
-            standing = await self.store.standing(consumer.name)
+            stats = await self.store.standing(consumer.name)
         except ConsumerUnknownError:  # deleted since
             return None
-        return pb.ConsumerStats(
-            name=consumer.name,
-            acknowledged=standing.acknowledged,
-            leased=consumer.leased,
-            ready=max(standing.open - consumer.leased, 0),
-            streams=consumer.streams,
-            filtered=standing.filtered,
-        )
+        stats.ready = max(stats.ready - consumer.leased, 0)
+        stats.leased, stats.streams = consumer.leased, consumer.streams
+        return stats
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""

@@ -10,8 +10,7 @@ import errno
 import itertools
 import logging
 import os
-import sqlite3
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
@@ -20,7 +19,6 @@ from rollmesh.collector.log import Arrival, Retention, damaged, split
 from rollmesh.collector.store import (
     RETRY_MS,
     SCHEMA as TABLES,
-    Backend,
     Packed,
     Store,
     Transaction,
@@ -194,40 +192,28 @@ class ArrayFiles:
             raise StoreError(f"the store failed: {error}") from error
 
 
-class SqliteBackend(Backend):
-    """The connection of the file's only writer. Reads wait for earlier jobs."""
+class SqliteStore(Store):
+    """The store of the file's only writer. Reads wait for earlier jobs."""
 
     columns = ("file", "at", "size")
 
-    def __init__(self, database: Database, files: ArrayFiles) -> None:
+    def __init__(self, database: Database, files: ArrayFiles, retention: Retention) -> None:
         """Takes an open database with the tables of `SCHEMA`, and its array files."""
+        super().__init__(retention)
         self._database = database
         self._files = files
         self._has_begun = False
 
     async def write(self, work: Work[_Result]) -> _Result:
         """Runs work in a transaction, then deletes array files that lost their last session."""
-        result, files = await self._database.run(lambda db: self._run(db, work))
+        result, files = await self._database.run(
+            lambda db: Transaction(SqliteStatements(db), self).run(
+                lambda tx: (work(tx), _forget_files(tx))
+            )
+        )
         if files:
             await asyncio.to_thread(self._files.remove, files)
         return result
-
-    async def read(self, work: Work[_Result]) -> _Result:
-        """Runs work in a transaction."""
-        return await self.write(work)
-
-    async def read_then_write(
-        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
-    ) -> _Result:
-        """Runs both in one transaction."""
-        return await self.write(lambda tx: write(tx, read(tx)))
-
-    def _run(self, db: sqlite3.Connection, work: Work[_Result]) -> tuple[_Result, list[int]]:
-        tx = _Transaction(SqliteStatements(db), self)
-        result = work(tx)
-        forgotten = _forget_files(tx)
-        tx.finish()
-        return result, forgotten
 
     def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
         """Splits sessions into heads and arrays. Writes the arrays to a file if they are large."""
@@ -258,7 +244,6 @@ class SqliteBackend(Backend):
 
     def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
         """Adds the file of a call."""
-        assert isinstance(tx, _Transaction)
         file = packed[0].columns[0]
         if file is not None:
             size = sum([one.columns[2] for one in packed])
@@ -285,7 +270,6 @@ class SqliteBackend(Backend):
 
     def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
         """Notes the files that hold arrays of the groups."""
-        assert isinstance(tx, _Transaction)
         rows = tx.db.rows(
             "SELECT DISTINCT file FROM sessions WHERE file IS NOT NULL"
             f" AND group_key {tx.db.within(1)}",
@@ -293,36 +277,21 @@ class SqliteBackend(Backend):
         )
         tx.left |= {file for (file,) in rows}
 
-    def to_score(self, tx: Transaction, limit: int) -> list[str]:
+    async def to_score(self, limit: int) -> list[str]:
         """Takes the sessions that an earlier process left. The first call finds them all."""
         if self._has_begun:
             return []
-        rows = tx.db.rows(
-            "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?1",
-            limit,
-        )
+        sql = "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?1"
+        rows = await self.write(lambda tx: tx.db.rows(sql, limit))
         self._has_begun = True
         return [session_id for (session_id,) in rows]
-
-    async def changed(self) -> list[str]:
-        """Never returns: the file has only one collector."""
-        await asyncio.Event().wait()
-        return []
 
     async def lost(self) -> str:
         """Returns once the file is removed or replaced under this collector."""
         return await self._database.lost()
 
 
-class _Transaction(Transaction):
-    """A transaction that notes array files which may have lost their last session."""
-
-    def __init__(self, db: SqliteStatements, backend: Backend) -> None:
-        super().__init__(db, backend)
-        self.left: set[int] = set()
-
-
-def _forget_files(tx: _Transaction) -> list[int]:
+def _forget_files(tx: Transaction) -> list[int]:
     """Forgets the noted files without sessions and returns their numbers.
 
     They may be deleted once this transaction is on disk.
@@ -351,5 +320,6 @@ async def open_sqlite(folder: Path, retention: Retention) -> AsyncIterator[Store
         await database.run(
             lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
         )
-        backend = SqliteBackend(database, files)
-        yield Store(backend, retention, await backend.write(store_id))
+        store = SqliteStore(database, files, retention)
+        store.store_id = await store.write(store_id)
+        yield store

@@ -1,11 +1,11 @@
 """The session store: its contents and operations, over either database.
 
-A `Store` runs functions over a `Transaction`. A `Backend` runs the transactions, and is the only
-place that knows the dialect: `sqlite.py` (one collector, large arrays in files) and `postgres.py`
-(several collectors that share the work of every consumer).
+An operation is a function over a `Transaction`. `Store` runs each in a transaction of its own, and
+a dialect extends it as `Backend` says: `sqlite.py` (one collector, large arrays in files) and
+`postgres.py` (several collectors that share the work of every consumer).
 
 Every operation is durable before it returns, and a repeat changes nothing. Times are milliseconds
-since 1970 UTC.
+since 1970 UTC, and `now_ms` is the current time.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ import logging
 import uuid
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -50,6 +50,7 @@ from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 LOAD_BYTES = 4 * 1024 * 1024
 """Bytes of arrays after which `load` stops. The last unit may exceed them."""
 RETRY_MS = 1000
@@ -61,33 +62,6 @@ _SCAN = 2000
 _GROUPS_AT_ONCE, _DUE_AT_ONCE, _REMOVED_AT_ONCE, _REMOVALS = 200, 200, 200, 20
 _MAX_TOKEN_DIGITS = 18
 _NO_END = 2**62
-
-
-class Sought(NamedTuple):
-    """The outcome of a seek."""
-
-    again: int
-    """Settled units that will be redelivered."""
-    skipped: int
-    """Open units that will not be delivered."""
-
-
-class Standing(NamedTuple):
-    """The units of a consumer, counted."""
-
-    acknowledged: int
-    open: int
-    """Units that are not settled, including leased ones."""
-    filtered: list[pb.FilteredCount]
-
-
-class Updated(NamedTuple):
-    """The outcome of an update."""
-
-    consumer: pb.Consumer
-    """The consumer as it is now."""
-    moved: bool
-    """Whether its group policy changed, so that units fetched for it are void."""
 
 
 class Packed(NamedTuple):
@@ -105,7 +79,7 @@ class Packed(NamedTuple):
 class Transaction:
     """A transaction, which sees its own changes.
 
-    Totals are kept in a table, so that no hot path counts rows. `finish` writes them.
+    Totals are kept in a table, so that no hot path counts rows. `run` writes them.
     """
 
     def __init__(self, db: Statements, backend: "Backend") -> None:
@@ -113,6 +87,8 @@ class Transaction:
         self.db = db
         """Its statements."""
         self.backend = backend
+        self.left: set[int] = set()
+        """Array files that may have lost their last session, in a store that has such files."""
         self._totals: dict[str, int] = {}
         self._added: Counter[str] = Counter()
 
@@ -138,8 +114,9 @@ class Transaction:
             self.db.run("DELETE FROM totals WHERE name = ?1", name)
             self._totals[name] = self._added[name] = 0
 
-    def finish(self) -> None:
-        """Writes the totals. Must be called before the commit."""
+    def run(self, work: "Work[_Result]") -> _Result:
+        """Runs work and writes the totals. The commit follows."""
+        result = work(self)
         added = [(name, value) for name, value in self._added.items() if value]
         if added:
             self.db.run_many(
@@ -147,6 +124,7 @@ class Transaction:
                 " ON CONFLICT (name) DO UPDATE SET value = totals.value + excluded.value",
                 added,
             )
+        return result
 
 
 Work: TypeAlias = Callable[[Transaction], _Result]
@@ -167,15 +145,9 @@ class Backend:
     async def write(self, work: Work[_Result]) -> _Result:
         """Runs work in a transaction while no one else writes, and returns once it is durable."""
 
-    @abstractmethod
     async def read(self, work: Work[_Result]) -> _Result:
         """Runs work that only reads, in a transaction."""
-
-    @abstractmethod
-    async def read_then_write(
-        self, read: Work[_Result], write: Callable[[Transaction, _Result], _Result]
-    ) -> _Result:
-        """Runs `read`, then `write` with its result, and returns once that is durable."""
+        return await self.write(work)
 
     @abstractmethod
     def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
@@ -209,20 +181,31 @@ class Backend:
         """Is called before the sessions of groups are removed."""
 
     @abstractmethod
-    def to_score(self, tx: Transaction, limit: int) -> list[str]:
-        """Takes sessions that wait for rewards and that no living collector has taken to score."""
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes sessions that wait for rewards and that no living collector has taken to score.
+
+        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
+
+        Returns:
+            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
+        """
 
     async def turn(self, duty: str, every_ms: int) -> bool:
         """Returns whether this collector does a duty now, as one does in `every_ms`."""
         return True
 
-    @abstractmethod
     async def changed(self) -> list[str]:
-        """Waits until another collector makes something deliverable, or changes a consumer."""
+        """Waits until another collector makes something deliverable, or changes a consumer.
 
-    @abstractmethod
+        Returns:
+            The consumers that another collector moved, or whose group policy it changed: units
+            fetched for them are void.
+        """
+        return await asyncio.Future[list[str]]()
+
     async def lost(self) -> str:
-        """Returns the reason once the store is lost for good."""
+        """Returns the reason once the store is lost for good, and never if it may come back."""
+        return await asyncio.Future[str]()
 
     def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
         """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
@@ -238,324 +221,8 @@ class Backend:
         """Returns which of the units this collector still holds."""
         return set(unit_ids)
 
-    async def fetch(self, consumer: str, work: Work[Page]) -> Page:
-        """Runs the transaction that fetches units for a consumer."""
-        return await self.write(work)
-
     async def release(self, consumer: str) -> None:
         """Releases everything that this collector fetched for the consumer."""
-
-
-class Store:
-    """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`."""
-
-    def __init__(self, backend: Backend, retention: Retention, store_id: str) -> None:
-        """Takes the backend of an open database that has the tables of `schema`."""
-        self.backend = backend
-        self._retention = retention
-        self._retained_to = 0
-        self.store_id = store_id
-        """Identifies the store: collectors with the same one share a store."""
-        self.turn = backend.turn
-        self.lost = backend.lost
-        self.changed = backend.changed
-        self.release = backend.release
-
-    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
-        """Stores sessions, and returns for each whether it is a repeat, which changes nothing.
-
-        After an error, any of them may or may not have been stored.
-
-        Raises:
-            GroupSizeError: A group was announced with a different size in its run.
-            StoreFullError: There is no room until sessions are settled and removed.
-        """
-        packed = await asyncio.to_thread(self.backend.pack, arrivals)
-        try:
-            repeats = await self.backend.write(
-                lambda tx: ingest(tx, packed, now_ms, self._retention.max_bytes)
-            )
-        except (StoreFullError, InvalidFieldError):
-            await asyncio.to_thread(self.backend.forget, packed)
-            raise
-        if all(repeats):
-            await asyncio.to_thread(self.backend.forget, packed)
-        return repeats
-
-    async def set_rewards(
-        self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
-    ) -> bool:
-        """Sets a session's rewards and returns whether it is a repeat, which changes nothing.
-
-        Raises:
-            SessionUnknownError: There is no such session.
-            RepeatConflictError: An earlier request with this id set other rewards.
-            InvalidFieldError: A reward does not fit the session.
-        """
-        return await self.backend.write(
-            lambda tx: set_rewards(tx, session_id, rewards, request_id, now_ms)
-        )
-
-    async def to_score(self, limit: int) -> list[str]:
-        """Takes sessions that wait for rewards and that no living collector has taken to score.
-
-        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
-
-        Returns:
-            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
-        """
-        return await self.backend.write(lambda tx: self.backend.to_score(tx, limit))
-
-    async def tick(self, now_ms: int) -> bool:
-        """Acts on deadlines that have passed and returns whether anything became deliverable."""
-        if not await self.backend.read(lambda tx: _is_due(tx, now_ms)):
-            return False
-        return await self.backend.write(lambda tx: tick(tx, now_ms))
-
-    async def create_consumer(
-        self, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
-    ) -> None:
-        """Creates a consumer. One with damaged settings gets these, and keeps its position.
-
-        Args:
-            consumer: The consumer, as returned by `log.created`.
-            start: The first unit that is delivered. None: the oldest one stored.
-            now_ms: The current time.
-
-        Raises:
-            ConsumerExistsError: A consumer has this name.
-            InvalidFieldError: The start position does not exist.
-        """
-        await self.backend.write(lambda tx: create_consumer(tx, consumer, start, now_ms))
-
-    async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
-        """Changes the settings of a consumer, as `log.updated` says.
-
-        With a new group policy, every group that is not settled is decided anew.
-
-        Raises:
-            ConsumerUnknownError: The consumer is unknown.
-            InvalidFieldError: A field is invalid.
-        """
-        return await self.backend.write(lambda tx: update_consumer(tx, changes, now_ms))
-
-    async def delete_consumer(self, consumer: str) -> bool:
-        """Deletes a consumer and returns whether it was known."""
-        return await self.backend.write(lambda tx: delete_consumer(tx, consumer))
-
-    async def consumer(self, name: str) -> pb.Consumer:
-        """Returns a consumer.
-
-        Raises:
-            ConsumerUnknownError: The consumer is unknown, or its settings are damaged.
-        """
-        return await self.backend.read(lambda tx: _consumer(tx, name))
-
-    async def consumers(self, page_size: int, page_token: str) -> tuple[list[pb.Consumer], str]:
-        """Returns consumers ordered by name, without damaged ones, and the token of the next page.
-
-        Args:
-            page_size: Largest number of consumers to return.
-            page_token: As returned with the page before. Empty begins.
-        """
-        sql = "SELECT name, settings, seen_ms FROM consumers WHERE name > ?1 ORDER BY name LIMIT ?2"
-        rows = await self.backend.read(lambda tx: tx.db.rows(sql, page_token, page_size))
-        found = [_read_consumer(*row) for row in rows]
-        return [one for one in found if one], rows[-1][0] if len(rows) == page_size else ""
-
-    async def fetch(self, consumer: str, after: int, limit: int, now_ms: int) -> Page:
-        """Returns units that the consumer has not settled and that were not fetched before.
-
-        The groups of a consumer with its own group policy are judged here.
-
-        Args:
-            consumer: Name of the consumer.
-            after: `cursor` of the previous page. 0 starts at the beginning.
-            limit: Largest number of units to return.
-            now_ms: The current time.
-
-        Raises:
-            ConsumerUnknownError: The consumer was deleted.
-        """
-        return await self.backend.fetch(
-            consumer, lambda tx: fetch(tx, consumer, after, limit, now_ms)
-        )
-
-    async def load(
-        self, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
-    ) -> list[Loaded | None]:
-        """Loads units, and counts attempts for those the filter does not drop.
-
-        Args:
-            consumer: The settings of the consumer, by which its units are filtered.
-            units: Units that were fetched for it.
-            now_ms: The current time.
-
-        Returns:
-            The units in order, at least the first, up to `LOAD_BYTES` of arrays, or None for a unit
-            that was removed, or that another collector took over.
-        """
-        return await self.backend.read_then_write(
-            lambda tx: load(tx, units, consumer),
-            lambda tx, loaded: count_attempts(tx, consumer.name, loaded, now_ms),
-        )
-
-    async def settle(
-        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
-    ) -> list[str]:
-        """Settles units and returns the ids of those that were open.
-
-        An acknowledgement counts only for units delivered since the consumer's last seek.
-        """
-        return await self.backend.write(lambda tx: settle(tx, consumer, settlements, now_ms))
-
-    async def seek(self, consumer: str, position: pb.Position, now_ms: int) -> Sought:
-        """Moves a consumer. Units it had settled at or after the position are redelivered.
-
-        Raises:
-            ConsumerUnknownError: The consumer is unknown.
-            InvalidFieldError: The position does not exist.
-        """
-        return await self.backend.write(lambda tx: seek(tx, consumer, position, now_ms))
-
-    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
-        """Records that consumers have streams now. Unknown consumers are ignored."""
-        sql = "UPDATE consumers SET seen_ms = ?1 WHERE name = ?2"
-        rows = [(now_ms, name) for name in sorted(consumers)]
-        if rows:
-            await self.backend.write(lambda tx: tx.db.run_many(sql, rows))
-
-    async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Deletes the consumers that have had no stream since and returns their names."""
-
-        def expire(tx: Transaction) -> list[str]:
-            rows = tx.db.rows("SELECT name FROM consumers WHERE seen_ms < ?1", before_ms)
-            return [name for (name,) in sorted(rows) if delete_consumer(tx, name)]
-
-        return await self.backend.write(expire)
-
-    async def standing(self, consumer: str) -> Standing:
-        """Counts the units of a consumer. With its own group policy, as of the last `tick`.
-
-        Raises:
-            ConsumerUnknownError: The consumer is unknown.
-        """
-        return await self.backend.read(lambda tx: standing(tx, consumer))
-
-    async def filtered(
-        self, consumer: str, page_size: int, page_token: str
-    ) -> tuple[list[pb.FilteredEntry], str]:
-        """Returns the entries filtered for a consumer, and the token of the next page.
-
-        Raises:
-            ConsumerUnknownError: The consumer is unknown.
-        """
-        after = _read_token(page_token)
-        sql = (
-            "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?1, ?2) AND n > ?3"
-            " ORDER BY n LIMIT ?4"
-        )
-        rows = await self.backend.read(
-            lambda tx: tx.db.rows(
-                sql, own_log(consumer), _known(tx, consumer).log, after, page_size
-            )
-        )
-        token = str(rows[-1][0]) if len(rows) == page_size else ""
-        return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
-
-    async def groups(
-        self, request: pb.ListGroupsRequest, only: str, page_size: int
-    ) -> pb.ListGroupsResponse:
-        """Returns a page of groups. `only` is the key of a group, or empty."""
-        after, page = _read_token(request.page_token), pb.ListGroupsResponse()
-        states = {pb.GROUP_STATE_OPEN: " AND open = 1", pb.GROUP_STATE_COMPLETE: " AND open = 0"}
-        named = "group_key = ?2" if only else "?2 = ''"
-        sql = (
-            "SELECT n, group_key, size, first_ms, open, (SELECT count(DISTINCT sample_index)"
-            " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g WHERE n > ?1"
-            f"{states.get(request.state, '')} AND {named} ORDER BY n LIMIT ?3"
-        )
-        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, only, page_size))
-        for n, key, size, first_ms, is_open, samples in rows:
-            run_id, group_id = log.run_and_group(key)
-            group = page.groups.add(run_id=run_id, group_id=group_id, group_size=size)
-            group.samples, group.first_unix_ms = samples, first_ms
-            group.state = pb.GROUP_STATE_OPEN if is_open else pb.GROUP_STATE_COMPLETE
-            page.next_page_token = str(n) if len(rows) == page_size else ""
-        return page
-
-    async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
-        """Returns one session.
-
-        Raises:
-            SessionUnknownError: There is no such session.
-            SessionDamagedError: It cannot be read.
-        """
-
-        def read(tx: Transaction) -> tuple[bytes, bytes | SessionDamagedError | None]:
-            row = tx.db.row("SELECT head FROM sessions WHERE session_id = ?1", session_id)
-            if row is None:
-                raise _session_unknown(session_id)
-            found = tx.backend.arrays(tx, [session_id])[session_id] if arrays else None
-            return row[0], found
-
-        data, found = await self.backend.read(read)
-        head = log.read_head(session_id, data)
-        if isinstance(found, SessionDamagedError):
-            raise found
-        return head if found is None else log.join(head, found)
-
-    async def sessions_after(
-        self, token: str, limit: int, group: str = ""
-    ) -> list[tuple[str, str]]:
-        """Returns the token after each session and its id, after `token`, in order of arrival."""
-        where, given = (" AND group_key = ?3", [group]) if group else ("", [])
-        sql = f"SELECT n, session_id FROM sessions WHERE n > ?1{where} ORDER BY n LIMIT ?2"
-        after = _read_token(token, "resume_token")
-        rows = await self.backend.read(lambda tx: tx.db.rows(sql, after, limit, *given))
-        return [(str(n), session_id) for n, session_id in rows]
-
-    async def counts(self) -> pb.GetStatsResponse:
-        """Returns totals of the stored sessions, without the consumers."""
-        return await self.backend.read(
-            lambda tx: pb.GetStatsResponse(
-                sessions=tx.total("sessions"),
-                trajectories=tx.total("trajectories"),
-                complete_groups=tx.total(f"log:{GROUP_LOG}"),
-                open_groups=tx.db.value("SELECT count(*) FROM groups WHERE open = 1"),
-                waiting_for_rewards=tx.db.value(
-                    "SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL"
-                ),
-                reward_timeouts=tx.total("reward_timeouts"),
-                stored_bytes=tx.backend.stored_bytes(tx),
-                removed_sessions=tx.total("removed_sessions"),
-            )
-        )
-
-    async def retain(self, now_ms: int) -> int:
-        """Removes sessions that every consumer has settled, and expired records, in parts.
-
-        A call examines a few thousand sessions and the next resumes there. Sessions are examined
-        without a lock, and again with it before they are removed.
-
-        Returns:
-            The number of sessions removed.
-        """
-        cursor = self._retained_to
-
-        def examine(tx: Transaction) -> Over:
-            before_ms = self._retention.settled_before(tx.backend.stored_bytes(tx), now_ms)
-            return find_over(tx, cursor, before_ms)
-
-        removed = await self.backend.write(lambda tx: remove(tx, [], now_ms))
-        for _ in range(_REMOVALS):
-            over = await self.backend.read(examine)
-            if over.keys:
-                removed += await self.backend.write(lambda tx: remove(tx, examine(tx).keys, now_ms))
-            cursor = self._retained_to = over.cursor
-            if not cursor:
-                break
-        return removed
 
 
 def store_id(tx: Transaction) -> str:
@@ -579,14 +246,13 @@ class Group(NamedTuple):
     """When its first session arrived."""
 
 
-def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
-    """Stores the sessions of a call and returns for each whether it is a repeat."""
-    rows = tx.db.rows(
+def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
+    stored = tx.db.rows(
         f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
         f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
         tx.db.listed([one.arrival.record.session_id for one in sessions]),
     )
-    known = {session_id for (session_id,) in rows}
+    known = {session_id for (session_id,) in stored}
     repeats: list[bool] = []
     new: list[Packed] = []
     for packed in sessions:
@@ -596,20 +262,16 @@ def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: 
             known.add(session_id)
             new.append(packed)
     tx.backend.stored(tx, sessions)
-    if new:
-        _insert(tx, new, now_ms, max_bytes)
-    return repeats
-
-
-def _insert(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> None:
-    size = sum([len(packed.head) + len(packed.arrays or b"") for packed in sessions])
+    if not new:
+        return repeats
+    size = sum([len(packed.head) + len(packed.arrays or b"") for packed in new])
     if tx.backend.stored_bytes(tx) + size > max_bytes:
         raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
-    groups = _enter_groups(tx, [packed.arrival for packed in sessions], now_ms)
+    groups = _enter_groups(tx, [packed.arrival for packed in new], now_ms)
     rows: list[tuple[Any, ...]] = []
     ready: list[tuple[str, str]] = []
     trajectories = 0
-    for arrival, head, arrays, columns in sessions:
+    for arrival, head, arrays, columns in new:
         record, due_ms, (key, _) = arrival.record, arrival.due_ms(now_ms), arrival.group()
         count = len(record.trajectories)
         given = (record.session_id, key, record.sample_index, due_ms, int(due_ms is None), count)
@@ -625,6 +287,7 @@ def _insert(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes:
     tx.add("sessions", len(rows))
     tx.add("trajectories", trajectories)
     _add_to_logs(tx, ready, groups, now_ms)
+    return repeats
 
 
 def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
@@ -844,7 +507,7 @@ def _fill_own_log(tx: Transaction, name: str, now_ms: int) -> "Known":
     known = _known(tx, name)
     if known.log != own_log(name):
         return known
-    _fill(tx, _consumer(tx, name), now_ms)
+    _fill(tx, find_consumer(tx, name), now_ms)
     return _known(tx, name)
 
 
@@ -873,8 +536,7 @@ def _with_policies(tx: Transaction) -> list[pb.Consumer]:
     return [one for row in rows if (one := _read_consumer(*row)) is not None]
 
 
-def tick(tx: Transaction, now_ms: int) -> bool:
-    """Acts on due deadlines and returns whether anything became deliverable."""
+def _tick(tx: Transaction, now_ms: int) -> bool:
     late = tx.db.rows(
         "SELECT session_id, group_key FROM sessions WHERE due_ms <= ?1 LIMIT ?2",
         now_ms,
@@ -887,7 +549,7 @@ def tick(tx: Transaction, now_ms: int) -> bool:
 
 
 def _is_due(tx: Transaction, now_ms: int) -> bool:
-    """Returns whether `tick` has anything to do."""
+    """Returns whether `_tick` has anything to do."""
     return bool(tx.db.rows("SELECT 1 FROM sessions WHERE due_ms <= ?1 LIMIT 1", now_ms)) or any(
         _is_unfilled(tx, one, now_ms) for one in _with_policies(tx)
     )
@@ -900,7 +562,13 @@ def set_rewards(
     request_id: str,
     now_ms: int,
 ) -> bool:
-    """Sets a session's rewards, adds it to the logs and returns whether it is a repeat."""
+    """Sets a session's rewards and returns whether it is a repeat, which changes nothing.
+
+    Raises:
+        SessionUnknownError: There is no such session.
+        RepeatConflictError: An earlier request with this id set other rewards.
+        InvalidFieldError: A reward does not fit the session.
+    """
     row = tx.db.row(
         "SELECT head, due_ms, group_key FROM sessions WHERE session_id = ?1", session_id
     )
@@ -1003,8 +671,19 @@ def _known(tx: Transaction, name: str) -> Known:
 
 def create_consumer(
     tx: Transaction, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
-) -> None:
-    """Creates a consumer."""
+) -> pb.Consumer:
+    """Creates and returns a consumer. One with damaged settings gets these, and keeps its position.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer, as returned by `log.created`.
+        start: The first unit that is delivered. None: the oldest one stored.
+        now_ms: The current time.
+
+    Raises:
+        ConsumerExistsError: A consumer has this name.
+        InvalidFieldError: The start position does not exist.
+    """
     name, read = consumer.name, log.log_of(consumer)
     row = tx.db.row("SELECT settings, log FROM consumers WHERE name = ?1", name)
     if row is None:
@@ -1027,11 +706,22 @@ def create_consumer(
         raise log.other_unit(name)
     _decide_anew(tx, consumer, now_ms)
     tx.backend.tell(tx, name)
+    return find_consumer(tx, name)
 
 
-def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> Updated:
-    """Changes the settings of a consumer."""
-    stored = _consumer(tx, changes.name)
+def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple[pb.Consumer, bool]:
+    """Changes the settings of a consumer, as `log.updated` says.
+
+    With a new group policy, every group that is not settled is decided anew.
+
+    Returns:
+        The consumer, and whether its group policy changed, so that units fetched for it are void.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+        InvalidFieldError: A field is invalid.
+    """
+    stored = find_consumer(tx, changes.name)
     seen_ms = stored.seen_unix_ms
     stored.ClearField("seen_unix_ms")
     after = log.updated(stored, changes)
@@ -1042,16 +732,36 @@ def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> Updat
         _set_settings(tx, after)
     tx.backend.tell(tx, after.name, moved=moved)
     after.seen_unix_ms = seen_ms
-    return Updated(after, moved)
+    return after, moved
 
 
-def _consumer(tx: Transaction, name: str) -> pb.Consumer:
-    """Returns a consumer."""
+def find_consumer(tx: Transaction, name: str) -> pb.Consumer:
+    """Returns a consumer.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown, or its settings are damaged.
+    """
     row = tx.db.row("SELECT name, settings, seen_ms FROM consumers WHERE name = ?1", name)
     consumer = _read_consumer(*row) if row else None
     if consumer is None:
         raise consumer_unknown(name)
     return consumer
+
+
+def find_consumers(
+    tx: Transaction, page_size: int, page_token: str
+) -> tuple[list[pb.Consumer], str]:
+    """Returns consumers ordered by name, without damaged ones, and the token of the next page.
+
+    Args:
+        tx: The transaction.
+        page_size: Largest number of consumers to return.
+        page_token: As returned with the page before. Empty begins.
+    """
+    sql = "SELECT name, settings, seen_ms FROM consumers WHERE name > ?1 ORDER BY name LIMIT ?2"
+    rows = tx.db.rows(sql, page_token, page_size)
+    found = [_read_consumer(*row) for row in rows]
+    return [one for one in found if one], rows[-1][0] if len(rows) == page_size else ""
 
 
 def _read_consumer(name: str, data: bytes, seen_ms: int = 0) -> pb.Consumer | None:
@@ -1094,8 +804,13 @@ def _decide_anew(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> None:
     _count_open(tx, name)
 
 
-def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> Sought:
-    """Moves a consumer."""
+def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> pb.SeekResponse:
+    """Moves a consumer. Units it had settled at or after the position are redelivered.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+        InvalidFieldError: The position does not exist.
+    """
     _fill_own_log(tx, name, now_ms)
     consumer = _known(tx, name)
     first = _first_seq(tx, consumer.log, position)
@@ -1120,7 +835,7 @@ def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> Soug
     tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", first - 1, name)
     _count_open(tx, name)
     tx.backend.tell(tx, name, moved=True)
-    return Sought(again, skipped)
+    return pb.SeekResponse(again=again, skipped=skipped)
 
 
 def delete_consumer(tx: Transaction, name: str) -> bool:
@@ -1134,18 +849,43 @@ def delete_consumer(tx: Transaction, name: str) -> bool:
     return bool(deleted)
 
 
-def standing(tx: Transaction, name: str) -> Standing:
-    """Counts the units of a consumer."""
+def touch(tx: Transaction, names: Iterable[str], now_ms: int) -> None:
+    """Records that consumers have streams now. Unknown consumers are ignored."""
+    sql = "UPDATE consumers SET seen_ms = ?1 WHERE name = ?2"
+    tx.db.run_many(sql, [(now_ms, name) for name in sorted(names)])
+
+
+def expire_consumers(tx: Transaction, before_ms: int) -> list[str]:
+    """Deletes the consumers that have had no stream since and returns their names."""
+    rows = tx.db.rows("SELECT name FROM consumers WHERE seen_ms < ?1", before_ms)
+    return [name for (name,) in sorted(rows) if delete_consumer(tx, name)]
+
+
+def standing(tx: Transaction, name: str) -> pb.ConsumerStats:
+    """Counts the units of a consumer. With its own group policy, as of the last `tick`.
+
+    Returns:
+        Its stored counts. Units that are not settled count as ready, including leased ones.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+    """
     consumer = _known(tx, name)
     rows = tx.db.rows(
         "SELECT reason, CAST(sum(units) AS BIGINT), CAST(sum(trajectories) AS BIGINT)"
-        " FROM filtered_counts WHERE owner IN (?1, ?2) GROUP BY reason",
+        " FROM filtered_counts WHERE owner IN (?1, ?2) GROUP BY reason ORDER BY reason",
         own_log(name),
         consumer.log,
     )
-    counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
-    left = tx.total(f"log:{consumer.log}") - consumer.settled
-    return Standing(consumer.acknowledged, left, log.filtered_counts(counts))
+    return pb.ConsumerStats(
+        name=name,
+        acknowledged=consumer.acknowledged,
+        ready=tx.total(f"log:{consumer.log}") - consumer.settled,
+        filtered=[
+            pb.FilteredCount(reason=reason, units=units, trajectories=trajectories)
+            for reason, units, trajectories in rows
+        ],
+    )
 
 
 def _first_seq(tx: Transaction, name: str, position: pb.Position) -> int:
@@ -1188,7 +928,21 @@ def _count_open(tx: Transaction, name: str) -> None:
 
 
 def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Page:
-    """Returns a page of unsettled units. Advances the floor past the leading settled units."""
+    """Returns units that the consumer has not settled and that were not fetched before.
+
+    The groups of a consumer with its own group policy are judged here. The floor advances past
+    the leading settled units.
+
+    Args:
+        tx: The transaction.
+        name: Name of the consumer.
+        after: `cursor` of the previous page. 0 starts at the beginning.
+        limit: Largest number of units to return.
+        now_ms: The current time.
+
+    Raises:
+        ConsumerUnknownError: The consumer was deleted.
+    """
     consumer = _fill_own_log(tx, name, now_ms)
     taken = tx.backend.take_over(tx, name, limit)
     wanted = max(limit - len(taken), 0)
@@ -1221,8 +975,31 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
     return Page(sorted([*taken, *units]), cursor, more)
 
 
-def load(tx: Transaction, units: Sequence[Unit], consumer: pb.Consumer) -> list[Loaded | None]:
-    """Loads the first of the units, up to `LOAD_BYTES`."""
+def load(
+    tx: Transaction, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
+) -> list[Loaded | None]:
+    """Loads units, and counts attempts for those the filter does not drop.
+
+    Args:
+        tx: The transaction.
+        consumer: The settings of the consumer, by which its units are filtered.
+        units: Units that were fetched for it.
+        now_ms: The current time.
+
+    Returns:
+        The units in order, at least the first, up to `LOAD_BYTES` of arrays, or None for a unit
+        that was removed, left the consumer's log, or was taken over by another collector.
+
+    Raises:
+        ConsumerUnknownError: The consumer was deleted.
+    """
+    return count_attempts(tx, consumer.name, read_units(tx, consumer, units), now_ms)
+
+
+def read_units(
+    tx: Transaction, consumer: pb.Consumer, units: Sequence[Unit]
+) -> list[Loaded | None]:
+    """Reads and filters the first of the units, up to `LOAD_BYTES`."""
     ids = [session_id for unit in units for session_id in unit.session_ids]
     rows = tx.db.rows(
         f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
@@ -1254,14 +1031,7 @@ def load(tx: Transaction, units: Sequence[Unit], consumer: pb.Consumer) -> list[
 def count_attempts(
     tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
 ) -> list[Loaded | None]:
-    """Counts attempts for delivered units, and lists the trajectories removed from them.
-
-    Returns:
-        The units. None stands for one that left the consumer's log or that another collector has.
-
-    Raises:
-        ConsumerUnknownError: The consumer was deleted.
-    """
+    """Counts attempts for delivered units, and lists the trajectories removed from them."""
     kept = tx.backend.kept(tx, name, [one.unit.unit_id for one in loaded if one])
     mine = [one if one and one.unit.unit_id in kept else None for one in loaded]
     found = {one.unit.unit_id: one for one in mine if one and one.delivers}
@@ -1288,7 +1058,10 @@ def count_attempts(
 
 
 def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms: int) -> list[str]:
-    """Settles units and returns the ids of those that were open."""
+    """Settles units and returns the ids of those that were open.
+
+    An acknowledgement counts only for units delivered since the consumer's last seek.
+    """
     read = _known(tx, name).log
     rows = tx.db.rows(
         "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"
@@ -1349,31 +1122,6 @@ WHERE NOT EXISTS (SELECT 1 FROM sessions w WHERE w.group_key = k.group_key AND w
   AND NOT EXISTS ({_NEEDED})"""
 
 
-class Over(NamedTuple):
-    """Groups that no consumer needs, among the next sessions."""
-
-    cursor: int
-    """Cursor for the next call. 0: start over."""
-    keys: list[str]
-
-
-def find_over(tx: Transaction, cursor: int, settled_before: int) -> Over:
-    """Examines the next sessions, oldest first.
-
-    Args:
-        tx: The transaction.
-        cursor: Cursor from the previous call.
-        settled_before: As returned by `Retention.settled_before`.
-    """
-    sql = "SELECT n FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2"
-    rows = tx.db.rows(sql, cursor, _REMOVED_AT_ONCE)
-    if not rows or not tx.db.row("SELECT 1 FROM consumers LIMIT 1"):
-        return Over(0, [])
-    last: int = rows[-1][0]
-    found = tx.db.rows(_OVER, SESSION_LOG, cursor, last, settled_before)
-    return Over(last if len(rows) == _REMOVED_AT_ONCE else 0, [key for (key,) in found])
-
-
 def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     """Removes groups except their ids, and returns the number of sessions removed."""
     db = tx.db
@@ -1413,6 +1161,94 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     return len(rows)
 
 
+# What is stored, as it is listed and read.
+
+
+def filtered(
+    tx: Transaction, consumer: str, page_size: int, page_token: str
+) -> tuple[list[pb.FilteredEntry], str]:
+    """Returns the entries filtered for a consumer, and the token of the next page.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+    """
+    rows = tx.db.rows(
+        "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?1, ?2) AND n > ?3"
+        " ORDER BY n LIMIT ?4",
+        own_log(consumer),
+        _known(tx, consumer).log,
+        _read_token(page_token),
+        page_size,
+    )
+    token = str(rows[-1][0]) if len(rows) == page_size else ""
+    return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
+
+
+def list_groups(
+    tx: Transaction, request: pb.ListGroupsRequest, only: str, page_size: int
+) -> pb.ListGroupsResponse:
+    """Returns a page of groups. `only` is the key of a group, or empty."""
+    after, page = _read_token(request.page_token), pb.ListGroupsResponse()
+    states = {pb.GROUP_STATE_OPEN: " AND open = 1", pb.GROUP_STATE_COMPLETE: " AND open = 0"}
+    named = "group_key = ?2" if only else "?2 = ''"
+    sql = (
+        "SELECT n, group_key, size, first_ms, open, (SELECT count(DISTINCT sample_index)"
+        " FROM sessions s WHERE s.group_key = g.group_key) FROM groups g WHERE n > ?1"
+        f"{states.get(request.state, '')} AND {named} ORDER BY n LIMIT ?3"
+    )
+    rows = tx.db.rows(sql, after, only, page_size)
+    for n, key, size, first_ms, is_open, samples in rows:
+        run_id, group_id = log.run_and_group(key)
+        group = page.groups.add(run_id=run_id, group_id=group_id, group_size=size)
+        group.samples, group.first_unix_ms = samples, first_ms
+        group.state = pb.GROUP_STATE_OPEN if is_open else pb.GROUP_STATE_COMPLETE
+        page.next_page_token = str(n) if len(rows) == page_size else ""
+    return page
+
+
+def read_session(tx: Transaction, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
+    """Returns one session.
+
+    Raises:
+        SessionUnknownError: There is no such session.
+        SessionDamagedError: It cannot be read.
+    """
+    row = tx.db.row("SELECT head FROM sessions WHERE session_id = ?1", session_id)
+    if row is None:
+        raise _session_unknown(session_id)
+    head = log.read_head(session_id, row[0])
+    if not arrays:
+        return head
+    found = tx.backend.arrays(tx, [session_id])[session_id]
+    if isinstance(found, SessionDamagedError):
+        raise found
+    return log.join(head, found)
+
+
+def sessions_after(
+    tx: Transaction, token: str, limit: int, group: str = ""
+) -> list[tuple[str, str]]:
+    """Returns the token after each session and its id, after `token`, in order of arrival."""
+    where, given = (" AND group_key = ?3", [group]) if group else ("", [])
+    sql = f"SELECT n, session_id FROM sessions WHERE n > ?1{where} ORDER BY n LIMIT ?2"
+    rows = tx.db.rows(sql, _read_token(token, "resume_token"), limit, *given)
+    return [(str(n), session_id) for n, session_id in rows]
+
+
+def counts(tx: Transaction) -> pb.GetStatsResponse:
+    """Returns totals of the stored sessions, without the consumers."""
+    return pb.GetStatsResponse(
+        sessions=tx.total("sessions"),
+        trajectories=tx.total("trajectories"),
+        complete_groups=tx.total(f"log:{GROUP_LOG}"),
+        open_groups=tx.db.value("SELECT count(*) FROM groups WHERE open = 1"),
+        waiting_for_rewards=tx.db.value("SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL"),
+        reward_timeouts=tx.total("reward_timeouts"),
+        stored_bytes=tx.backend.stored_bytes(tx),
+        removed_sessions=tx.total("removed_sessions"),
+    )
+
+
 def _read_token(token: str, field: str = "page_token") -> int:
     """Parses the token of a page or a read. An empty token begins.
 
@@ -1431,6 +1267,112 @@ def _session_unknown(session_id: str) -> SessionUnknownError:
 def consumer_unknown(name: str) -> ConsumerUnknownError:
     """Returns the error that no such consumer is known."""
     return ConsumerUnknownError(f"consumer: {name!r} is not known; create it first")
+
+
+# The operations as methods, each in a transaction.
+
+
+def _method(
+    work: Callable[Concatenate[Transaction, _Arguments], _Result], *, reads: bool = False
+) -> Callable[Concatenate[Backend, _Arguments], Coroutine[Any, Any, _Result]]:
+    """Returns a method that runs a function in a transaction, which may only read."""
+
+    async def run(self: Backend, /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        do = self.read if reads else self.write
+        return await do(lambda tx: work(tx, *args, **named))
+
+    return run
+
+
+class Store(Backend):
+    """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`."""
+
+    store_id: str
+    """Identifies the store: collectors with the same one share a store."""
+
+    def __init__(self, retention: Retention) -> None:
+        """Takes the settings. The database has the tables of `SCHEMA`."""
+        self._retention = retention
+        self._retained_to = 0
+
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions, and returns for each whether it is a repeat, which changes nothing.
+
+        After an error, any of them may or may not have been stored.
+
+        Raises:
+            GroupSizeError: A group was announced with a different size in its run.
+            StoreFullError: There is no room until sessions are settled and removed.
+        """
+        packed = await asyncio.to_thread(self.pack, arrivals)
+        most = self._retention.max_bytes
+        try:
+            repeats = await self.write(lambda tx: _ingest(tx, packed, now_ms, most))
+        except (StoreFullError, InvalidFieldError):
+            await asyncio.to_thread(self.forget, packed)
+            raise
+        if all(repeats):
+            await asyncio.to_thread(self.forget, packed)
+        return repeats
+
+    set_rewards = _method(set_rewards)
+    fetch = _method(fetch)
+    load = _method(load)
+    settle = _method(settle)
+    seek = _method(seek)
+    create_consumer = _method(create_consumer)
+    update_consumer = _method(update_consumer)
+    delete_consumer = _method(delete_consumer)
+    expire_consumers = _method(expire_consumers)
+    touch = _method(touch)
+    consumer = _method(find_consumer, reads=True)
+    consumers = _method(find_consumers, reads=True)
+    standing = _method(standing, reads=True)
+    filtered = _method(filtered, reads=True)
+    groups = _method(list_groups, reads=True)
+    session = _method(read_session, reads=True)
+    sessions_after = _method(sessions_after, reads=True)
+    counts = _method(counts, reads=True)
+
+    async def tick(self, now_ms: int) -> bool:
+        """Acts on deadlines that have passed and returns whether anything became deliverable."""
+        if not await self.read(lambda tx: _is_due(tx, now_ms)):
+            return False
+        return await self.write(lambda tx: _tick(tx, now_ms))
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes sessions that every consumer has settled, and expired records, in parts.
+
+        A call examines a few thousand sessions and the next resumes there. Sessions are examined
+        without a lock, and again with it before they are removed.
+
+        Returns:
+            The number of sessions removed.
+        """
+
+        def examine(tx: Transaction) -> tuple[int, list[str]]:
+            """Returns where the next call begins, 0 at the end, and the groups nobody needs."""
+            sql, begin = (
+                "SELECT n FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2",
+                self._retained_to,
+            )
+            rows = tx.db.rows(sql, begin, _REMOVED_AT_ONCE)
+            if not rows or not tx.db.row("SELECT 1 FROM consumers LIMIT 1"):
+                return 0, []
+            before_ms = self._retention.settled_before(self.stored_bytes(tx), now_ms)
+            last: int = rows[-1][0]
+            found = tx.db.rows(_OVER, SESSION_LOG, begin, last, before_ms)
+            return last if len(rows) == _REMOVED_AT_ONCE else 0, [key for (key,) in found]
+
+        removed = await self.write(lambda tx: remove(tx, [], now_ms))
+        for _ in range(_REMOVALS):
+            cursor, keys = await self.read(examine)
+            if keys:
+                removed += await self.write(lambda tx: remove(tx, examine(tx)[1], now_ms))
+            self._retained_to = cursor
+            if not cursor:
+                break
+        return removed
 
 
 # The tables. Their types, and columns that only one database has, are left open.

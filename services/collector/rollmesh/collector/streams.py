@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from rollmesh.collector import metrics
 from rollmesh.collector.log import (
-    Loaded,
     Page,
     Settlement,
     Unit,
@@ -27,7 +26,7 @@ from rollmesh.collector.log import (
     check_consumer_name,
     check_version,
 )
-from rollmesh.collector.store import Sought, Store, consumer_unknown
+from rollmesh.collector.store import Store, consumer_unknown
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
@@ -317,8 +316,7 @@ class Subscriptions:
         Raises:
             RollmeshError: The name is taken, or the start position does not exist.
         """
-        await self.store.create_consumer(consumer, start, clock.steady_unix_ms())
-        created = await self.store.consumer(consumer.name)
+        created = await self.store.create_consumer(consumer, start, clock.steady_unix_ms())
         self._know(created)
         return created
 
@@ -330,15 +328,16 @@ class Subscriptions:
         """
         consumer = self._known.get(changes.name) or Consumer(changes)
         async with consumer.paging:
-            done = await self.store.update_consumer(changes, clock.steady_unix_ms())
-            self._know(done.consumer)
-            if done.moved:
+            now_ms = clock.steady_unix_ms()
+            updated, is_moved = await self.store.update_consumer(changes, now_ms)
+            self._know(updated)
+            if is_moved:
                 consumer.reset()
-        if done.moved:
+        if is_moved:
             self._end_of(changes.name, _moved(changes.name))
-        return done.consumer
+        return updated
 
-    async def seek(self, name: str, position: pb.Position) -> Sought:
+    async def seek(self, name: str, position: pb.Position) -> pb.SeekResponse:
         """Moves a consumer. Its streams end and must be reopened.
 
         Raises:
@@ -412,7 +411,8 @@ class Subscriptions:
         """
         now_ms = clock.steady_unix_ms()
         connected = [name for name, one in self._known.items() if one.streams]
-        await self.store.touch(connected, now_ms)
+        if connected:
+            await self.store.touch(connected, now_ms)
         if ttl_ms is None:
             return
         for name in await self.store.expire_consumers(now_ms - ttl_ms):
@@ -572,7 +572,10 @@ class Subscriptions:
         """Loads the units a stream has taken, at least the first."""
         consumer, now_ms = stream.consumer, clock.steady_unix_ms()
         found = await self.store.load(consumer.settings, stream.taken, now_ms)
-        responses = await asyncio.to_thread(_respond, found)
+        # Assembled in a thread, as a session can take megabytes.
+        responses = await asyncio.to_thread(
+            lambda: [loaded.response() if loaded else None for loaded in found]
+        )
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
         for unit, loaded, response in zip(units, found, responses, strict=True):
             if response is None:
@@ -627,11 +630,6 @@ def check_count(field_name: str, values: Sequence[object], most: int) -> None:
 def _moved(name: str) -> ConsumerMovedError:
     """Returns the error that ends the streams of a consumer that was moved."""
     return ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
-
-
-def _respond(found: list[Loaded | None]) -> list[pb.SubscribeResponse | None]:
-    """Returns the response for each unit, or None if it is gone or not delivered."""
-    return [loaded.response() if loaded else None for loaded in found]
 
 
 # Background work of a collector: deadlines, changes by other collectors, retention.
