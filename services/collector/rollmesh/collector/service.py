@@ -72,26 +72,18 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     """One collector process, which serves the RPCs of a collector."""
 
     names = ("rollmesh.v1.CollectorService",)
+    store: Store
+    """The session store. Set before any RPC is served, as `subscriptions` is."""
+    subscriptions: Subscriptions
+    """The open streams."""
 
     def __init__(self, config: CollectorConfig) -> None:
         """Takes the settings. `running` opens the store."""
         self._config = config
         self._repeats = Repeats()
         self._duplicates = 0
-        self._subscriptions: Subscriptions | None = None
         self._scoring: Scoring | None = None
         self._membership: Membership | None = None
-
-    @property
-    def subscriptions(self) -> Subscriptions:
-        """The open streams. Set before any RPC is served."""
-        assert self._subscriptions is not None
-        return self._subscriptions
-
-    @property
-    def store(self) -> Store:
-        """The session store."""
-        return self.subscriptions.store
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -110,19 +102,17 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the store and runs the stream readers, maintenance and scoring."""
         config = self._config
-        async with open_store(config) as store, asyncio.TaskGroup() as tasks:
-            subscriptions = Subscriptions(store, tasks)
-            await subscriptions.refresh()
-            work = maintain(store, subscriptions, config.tick_ms, config.consumer_ttl_ms)
+        async with open_store(config) as self.store, asyncio.TaskGroup() as tasks:
+            self.subscriptions = Subscriptions(self.store, tasks)
+            await self.subscriptions.refresh()
+            work = maintain(self.store, self.subscriptions, config.tick_ms, config.consumer_ttl_ms)
             maintenance = tasks.create_task(work)
-            async with self._scorer(subscriptions):
-                self._subscriptions = subscriptions
-                async with self._registered(address, store.store_id):
-                    yield
+            async with self._scorer(), self._registered(address):
+                yield
             maintenance.cancel()
 
     @asynccontextmanager
-    async def _registered(self, address: str, store_id: str) -> AsyncIterator[None]:
+    async def _registered(self, address: str) -> AsyncIterator[None]:
         """Registers with the router, if there is one."""
         if not self._config.router:
             yield
@@ -131,7 +121,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             replica_id=f"collector-{uuid.uuid4().hex}",
             kind=router_pb2.REPLICA_KIND_COLLECTOR,
             address=address,
-            store_id=store_id,
+            store_id=self.store.store_id,
         )
         async with Membership(self._config.router, hello, router_pb2.ReplicaLoad) as membership:
             self._membership = membership
@@ -139,13 +129,13 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             yield
 
     @asynccontextmanager
-    async def _scorer(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
+    async def _scorer(self) -> AsyncIterator[None]:
         """Scores sessions that arrive without a reward, if a scorer is configured."""
         config = self._config
         if not config.scorer:
             yield
             return
-        self._scoring = Scoring(subscriptions.store, subscriptions.announce, config.scorer_tries)
+        self._scoring = Scoring(self.store, self.subscriptions.announce, config.scorer_tries)
         async with open_channel(config.scorer) as channel, asyncio.TaskGroup() as tasks:
             scorer = RemoteScorer(channel, config.scorer_timeout_ms / 1000)
             running = tasks.create_task(self._scoring.run(scorer, config.scorer_concurrency))
@@ -316,8 +306,8 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             stats = await self.store.standing(consumer.name)
         except ConsumerUnknownError:  # deleted since
             return None
-        stats.ready = max(stats.ready - consumer.leased, 0)
-        stats.leased, stats.streams = consumer.leased, consumer.streams
+        stats.leased, stats.streams = len(consumer.leased), len(consumer.streams)
+        stats.ready = max(stats.ready - stats.leased, 0)
         return stats
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:

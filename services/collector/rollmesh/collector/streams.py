@@ -73,10 +73,14 @@ class Consumer:
     """Whether the store may have units that are not held here."""
     cursor: int = 0
     """Start of the next page in the store."""
-    _ready: list[Unit] = field(default_factory=list)
+    ready: list[Unit] = field(default_factory=list)
+    """Heap of the units that wait for a stream with credits."""
+    leased: dict[str, DeliveryLease] = field(default_factory=dict)
+    """By unit id: what was sent and is not yet acknowledged."""
+    streams: dict[int, int] = field(default_factory=dict)
+    """The credits of each open stream."""
     _queued: set[str] = field(default_factory=set)
-    _leased: dict[str, DeliveryLease] = field(default_factory=dict)
-    _credits: dict[int, int] = field(default_factory=dict)
+    """Ids of the ready units."""
     _late: dict[str, int] = field(default_factory=dict)
     """By unit id: the open stream whose lease on it expired last."""
     _settled: set[str] = field(default_factory=set)
@@ -86,37 +90,15 @@ class Consumer:
     _stalled: set[int] = field(default_factory=set)
     _next_stream: int = 1
 
-    def __repr__(self) -> str:
-        """Summarizes the state, such as "trainer: 3 ready, 2 leased, 1 streams"."""
-        return (
-            f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
-            f"{len(self._credits)} streams"
-        )
-
     @property
     def name(self) -> str:
         """Its name."""
         return self.settings.name
 
     @property
-    def ready(self) -> int:
-        """Number of units waiting for a stream with credits."""
-        return len(self._ready)
-
-    @property
-    def leased(self) -> int:
-        """Number of units sent and not yet acknowledged."""
-        return len(self._leased)
-
-    @property
-    def streams(self) -> int:
-        """Number of open streams."""
-        return len(self._credits)
-
-    @property
     def stalled(self) -> bool:
         """Whether there are streams and all of them are stalled."""
-        return bool(self._credits) and self._credits.keys() <= self._stalled
+        return bool(self.streams) and self.streams.keys() <= self._stalled
 
     def wanted(self) -> int:
         """Returns how many units to fetch: the credits of the streams beyond the held units.
@@ -125,9 +107,9 @@ class Consumer:
         those returned by streams.
         """
         self._settled.clear()
-        if not self.more or len(self._ready) >= _MOST_FETCHED:
+        if not self.more or len(self.ready) >= _MOST_FETCHED:
             return 0
-        return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
+        return max(min(sum(self.streams.values()) - len(self.ready), _MOST_FETCHED), 0)
 
     def add_page(self, page: Page) -> None:
         """Adds a page from the store."""
@@ -139,35 +121,35 @@ class Consumer:
 
     def reset(self) -> None:
         """Forgets all units, which the store returns again. Streams keep their credits."""
-        self._ready.clear()
+        self.ready.clear()
         self._queued.clear()
-        self._leased.clear()
+        self.leased.clear()
         self._late.clear()
         self.cursor, self.more = 0, True
 
     def add(self, unit: Unit) -> None:
         """Adds a unit. A known unit is ignored."""
-        if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
+        if unit.unit_id not in self._queued and unit.unit_id not in self.leased:
             self._queued.add(unit.unit_id)
-            heapq.heappush(self._ready, unit)
+            heapq.heappush(self.ready, unit)
 
     def open_stream(self) -> int:
         """Opens a stream without credits and returns its id."""
         stream_id, self._next_stream = self._next_stream, self._next_stream + 1
-        self._credits[stream_id] = 0
+        self.streams[stream_id] = 0
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
         """Closes a stream. The units it held become ready again."""
-        self._credits.pop(stream_id, None)
+        self.streams.pop(stream_id, None)
         self._sending.pop(stream_id, None)
-        for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
+        for lease in [lease for lease in self.leased.values() if lease.stream_id == stream_id]:
             self._return(lease)
         self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
 
     def grant(self, stream_id: int, credits_: int) -> None:
         """Grants a stream more credits."""
-        self._credits[stream_id] += credits_
+        self.streams[stream_id] += credits_
 
     @contextmanager
     def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
@@ -184,40 +166,40 @@ class Consumer:
 
         A unit whose lease expired on this stream goes to another stream that can take it, if any.
         """
-        if not self._credits.get(stream_id):
+        if not self.streams.get(stream_id):
             return None
         busy = {stream_id, *self._stalled}
-        others = any(credits_ for id_, credits_ in self._credits.items() if id_ not in busy)
+        others = any(credits_ for id_, credits_ in self.streams.items() if id_ not in busy)
         passed: list[Unit] = []
-        while others and self._ready and self._late.get(self._ready[0].unit_id) == stream_id:
-            passed.append(heapq.heappop(self._ready))
-        unit = heapq.heappop(self._ready) if self._ready else None
+        while others and self.ready and self._late.get(self.ready[0].unit_id) == stream_id:
+            passed.append(heapq.heappop(self.ready))
+        unit = heapq.heappop(self.ready) if self.ready else None
         for late in passed:
-            heapq.heappush(self._ready, late)
+            heapq.heappush(self.ready, late)
         if unit is None:
             return None
         self._queued.discard(unit.unit_id)
-        self._credits[stream_id] -= 1
-        self._leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
+        self.streams[stream_id] -= 1
+        self.leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
         return unit
 
     def settle(self, unit_id: str) -> None:
         """Marks a unit as settled, ready or leased. Unknown units are ignored."""
         self._settled.add(unit_id)
-        if self._leased.pop(unit_id, None) is None and unit_id in self._queued:
+        if self.leased.pop(unit_id, None) is None and unit_id in self._queued:
             self._queued.discard(unit_id)
-            self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
-            heapq.heapify(self._ready)
+            self.ready = [unit for unit in self.ready if unit.unit_id != unit_id]
+            heapq.heapify(self.ready)
         self._late.pop(unit_id, None)
 
     def refund(self, stream_id: int) -> None:
         """Returns the credit of a unit that was taken but not sent."""
-        if stream_id in self._credits:
-            self._credits[stream_id] += 1
+        if stream_id in self.streams:
+            self.streams[stream_id] += 1
 
     def expire(self, now_ms: int) -> bool:
         """Takes back units with expired leases. Returns whether more can be taken than before."""
-        late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
+        late = [lease for lease in self.leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
             self._late[lease.unit.unit_id] = lease.stream_id
             self._return(lease)
@@ -228,10 +210,10 @@ class Consumer:
 
     def next_expiry_ms(self) -> int | None:
         """Returns when the next lease expires, or None if nothing is leased."""
-        return min((lease.expires_ms for lease in self._leased.values()), default=None)
+        return min((lease.expires_ms for lease in self.leased.values()), default=None)
 
     def _return(self, lease: DeliveryLease) -> None:
-        del self._leased[lease.unit.unit_id]
+        del self.leased[lease.unit.unit_id]
         self.add(lease.unit)
 
 
@@ -334,7 +316,7 @@ class Subscriptions:
             if is_moved:
                 consumer.reset()
         if is_moved:
-            self._end_of(changes.name, _moved(changes.name))
+            self._end_of(changes.name)
         return updated
 
     async def seek(self, name: str, position: pb.Position) -> pb.SeekResponse:
@@ -347,15 +329,14 @@ class Subscriptions:
         async with consumer.paging:
             sought = await self.store.seek(name, position, clock.steady_unix_ms())
             consumer.reset()
-        self._end_of(name, _moved(name))
+        self._end_of(name)
         return sought
 
     async def moved(self, name: str) -> None:
         """Ends the streams of a consumer that another collector moved. They must be reopened."""
         if (consumer := self._known.get(name)) is not None:
-            async with consumer.paging:
-                await self._give_back(consumer)
-            self._end_of(name, _moved(name))
+            await self._give_back(consumer)
+            self._end_of(name)
 
     async def refresh(self) -> None:
         """Reads the settings of all consumers anew. Forgets those that another collector deleted.
@@ -385,7 +366,7 @@ class Subscriptions:
             if consumer.expire(clock.monotonic_ms()):
                 self._wake_all()
             async with consumer.paging:
-                if consumer.stalled and consumer.ready + consumer.leased:
+                if consumer.stalled and (consumer.ready or consumer.leased):
                     await self.store.release(consumer.name)
                     consumer.reset()
 
@@ -428,10 +409,12 @@ class Subscriptions:
         metrics.forget(name)
         self._end_of(name, consumer_unknown(name))
 
-    def _end_of(self, name: str, error: RollmeshError) -> None:
+    def _end_of(self, name: str, error: RollmeshError | None = None) -> None:
+        """Ends the streams of a consumer, which was moved unless an error says otherwise."""
+        moved = ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
         for stream in self._streams:
             if stream.consumer.name == name:
-                stream.end(error)
+                stream.end(error or moved)
 
     def _know(self, settings: pb.Consumer) -> Consumer:
         """Returns a consumer with its current settings."""
@@ -439,15 +422,18 @@ class Subscriptions:
             consumer = known
         else:
             consumer = self._known[settings.name] = Consumer(settings)
-            metrics.watch(consumer.name, lambda: consumer.ready, lambda: consumer.leased)
+            metrics.watch(settings.name, lambda: len(consumer.ready), lambda: len(consumer.leased))
         consumer.settings = settings
         return consumer
 
-    async def _give_back(self, consumer: Consumer) -> None:
+    async def _give_back(self, consumer: Consumer, *, if_unread: bool = False) -> None:
         """Forgets the units held for a consumer. The store gives them to the next fetch."""
-        consumer.reset()
-        with suppress(RollmeshError):  # retried when the next stream ends, or on exit
-            await self.store.release(consumer.name)
+        async with consumer.paging:
+            if if_unread and consumer.streams:
+                return
+            consumer.reset()
+            with suppress(RollmeshError):  # retried when the next stream ends, or on exit
+                await self.store.release(consumer.name)
 
     def _wake_all(self) -> None:
         for stream in self._streams:
@@ -493,7 +479,7 @@ class Subscriptions:
             self._streams.discard(stream)
             stream.consumer.close_stream(stream.id)
             # A stream may end after the service: the next start reads the units not given back.
-            release = partial(self._release, stream.consumer)
+            release = partial(self._give_back, stream.consumer, if_unread=True)
             begun(self.tasks, contained(release, "units not released"))
             self._wake_all()
 
@@ -599,12 +585,6 @@ class Subscriptions:
         consumer.settle(unit_id)
         metrics.count_filtered(consumer.name, verdict)
 
-    async def _release(self, consumer: Consumer) -> None:
-        """Releases the units of a consumer that has no streams left."""
-        async with consumer.paging:
-            if not consumer.streams:
-                await self._give_back(consumer)
-
     async def _wait(self, stream: Stream) -> None:
         """Waits for something to do. Wakes up when a lease expires."""
         now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
@@ -625,11 +605,6 @@ def check_count(field_name: str, values: Sequence[object], most: int) -> None:
     if len(values) > most:
         problem = f"has {len(values)} entries; send at most {most} at once"
         raise InvalidFieldError(field_name, problem)
-
-
-def _moved(name: str) -> ConsumerMovedError:
-    """Returns the error that ends the streams of a consumer that was moved."""
-    return ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
 
 
 # Background work of a collector: deadlines, changes by other collectors, retention.
