@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (8_867, 22),
     "services/engine/rollmesh/engine": (4_145, 19),
     "services/router/rollmesh/router": (3_642, 15),
-    "services/collector/rollmesh/collector": (5_033, 13),
+    "services/collector/rollmesh/collector": (4_821, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
     "clients/rollmesh/client": (4_392, 15),

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import util
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
 
@@ -24,10 +24,8 @@ _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
-
-
-class _Writer(Protocol):
-    def write(self, row: dict[str, Any]) -> None: ...
+_Write: TypeAlias = Callable[[dict[str, Any]], object]
+"""Writes a row to the file."""
 
 
 def rows_of(
@@ -185,13 +183,13 @@ async def export(
     part = path.with_name(path.name + ".part")
     count = rows = 0
     try:
-        with _writer(path, part) as writer:
+        with _writer(path, part) as write:
             async for session in sessions:
                 count += 1
                 _write_images(session, path.with_name(path.name + ".images"))
                 for row in rows_of(session, decode):
                     rows += 1
-                    writer.write(row)
+                    write(row)
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"to: {path}: {error}") from error
@@ -222,44 +220,22 @@ def _versions(one: log.Row, count: int) -> list[int]:
 
 
 @contextmanager
-def _writer(path: Path, part: Path) -> Iterator[_Writer]:
+def _writer(path: Path, part: Path) -> Iterator[_Write]:
     match path.suffix:
         case ".jsonl":
             with part.open("w", encoding="utf-8") as file:
-                yield _Lines(file)
+                yield lambda row: file.write(
+                    json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+                )
         case ".parquet":
-            with _parquet(part) as writer:
-                yield writer
+            with _parquet(part) as write:
+                yield write
         case other:
             raise ConfigError(f"to: {other!r} has an unknown extension; give .jsonl or .parquet")
 
 
-class _Lines:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-
-
-class _Parquet:
-    def __init__(self, arrow: Any, writer: Any, schema: Any) -> None:
-        self._arrow, self._writer, self._schema = arrow, writer, schema
-        self._rows: list[dict[str, Any]] = []
-
-    def write(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        if len(self._rows) == _PARQUET_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(self._arrow.Table.from_pylist(self._rows, self._schema))
-            self._rows.clear()
-
-
 @contextmanager
-def _parquet(part: Path) -> Iterator[_Parquet]:
+def _parquet(part: Path) -> Iterator[_Write]:
     try:
         import pyarrow as arrow  # large, and needed only here
         from pyarrow import parquet
@@ -302,6 +278,17 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
         }
     )
     with parquet.ParquetWriter(part, schema) as writer:
-        found = _Parquet(arrow, writer, schema)
-        yield found
-        found.flush()
+        rows: list[dict[str, Any]] = []
+
+        def flush() -> None:
+            if rows:
+                writer.write_table(arrow.Table.from_pylist(rows, schema))
+                rows.clear()
+
+        def write(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == _PARQUET_ROWS:
+                flush()
+
+        yield write
+        flush()

@@ -13,7 +13,7 @@ the *arrays*, the bytes that only a delivery reads. Everything in this module re
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 from google.protobuf.message import DecodeError
 
 from rollmesh.runtime.codec.records import check_name
-from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionDamagedError
+from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -280,25 +280,6 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
         "from a copy",
         session_id=session_id,
     )
-
-
-def rewards_digest(rewards: session_pb2.SessionRewards) -> bytes:
-    """Returns a digest that tells a repeat from a request with different rewards."""
-    data = rewards.SerializeToString(deterministic=True)
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def check_repeat(request_id: str, first: bytes, digest: bytes) -> None:
-    """Checks that a repeated request carries the same rewards as the first.
-
-    Raises:
-        RepeatConflictError: The rewards differ.
-    """
-    if first != digest:
-        raise RepeatConflictError(
-            f"request_id: {request_id!r} was already used with other rewards, which were kept; "
-            "use another id"
-        )
 
 
 # Groups: when one is complete, and which of its sessions it contains.
@@ -630,16 +611,6 @@ def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]
             units[entry.reason] += 1
     reasons = sorted(units.keys() | trajectories.keys())
     return {reason: (units[reason], trajectories[reason]) for reason in reasons}
-
-
-def filtered_counts(rows: Mapping[int, tuple[int, int]]) -> list[pb.FilteredCount]:
-    """Returns counts of units and trajectories by reason, ordered by reason."""
-    return [
-        pb.FilteredCount(
-            reason=pb.FilterReason.ValueType(reason), units=units, trajectories=trajectories
-        )
-        for reason, (units, trajectories) in sorted(rows.items())
-    ]
 
 
 # Settings of consumers: validation, defaults, and changes.

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from rollmesh.collector.log import Arrival, Loaded, Page, Retention, Unit, split
 from rollmesh.collector.store import (
@@ -70,15 +70,6 @@ _WRITING = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})"
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 
-class _News(NamedTuple):
-    """Two numbers that change when others have changed something."""
-
-    last_seq: int
-    """The last position in any log."""
-    changes: int
-    """Changes of consumers."""
-
-
 class PostgresStore(Store):
     """One connection that writes while no other collector does, and one that reads snapshots."""
 
@@ -91,7 +82,8 @@ class PostgresStore(Store):
         self._writer = writer
         self._reader = reader
         self._me = uuid.uuid4().hex
-        self._heard = _News(-1, 0)
+        self._heard = (-1, 0)
+        """The last position in any log, and the number of changes of consumers."""
         self._doubtful: set[str] = set()
         """Consumers for which it may hold units unknowingly: the answer to a call was lost."""
 
@@ -113,11 +105,11 @@ class PostgresStore(Store):
     async def enter(self) -> None:
         """Marks this collector as alive. From here on it hears of others' changes."""
 
-        def enter(tx: Transaction) -> _News:
+        def enter(tx: Transaction) -> int:
             self._stay_alive(tx)
-            return self._hear(tx)[0]
+            return tx.total(_CHANGES)
 
-        self._heard = (await self.write(enter))._replace(last_seq=-1)
+        self._heard = (-1, await self.write(enter))
 
     async def leave(self) -> None:
         """Leaves this collector's units to the others, if the server can be reached."""
@@ -222,17 +214,13 @@ class PostgresStore(Store):
                 consumer,
             )
 
-    def _hear(self, tx: Transaction) -> tuple[_News, list[str]]:
+    def _hear(self, tx: Transaction) -> tuple[tuple[int, int], list[str]]:
         """Returns the news, and the consumers that others have moved since the last news."""
-        news = _News(tx.total(LAST_SEQ), tx.total(_CHANGES))
-        if news.changes == self._heard.changes:
+        news, heard = (tx.total(LAST_SEQ), tx.total(_CHANGES)), self._heard[1]
+        if news[1] == heard:
             return news, []
-        moved = tx.db.rows(
-            "SELECT name FROM consumers WHERE moved_at > ?1 AND moved_by <> ?2 ORDER BY name",
-            self._heard.changes,
-            self._me,
-        )
-        return news, [name for (name,) in moved]
+        sql = "SELECT name FROM consumers WHERE moved_at > ?1 AND moved_by <> ?2 ORDER BY name"
+        return news, [name for (name,) in tx.db.rows(sql, heard, self._me)]
 
     def _stay_alive(self, tx: Transaction) -> None:
         """Marks this collector as alive for some time. Forgets those that died long ago."""
@@ -270,7 +258,7 @@ class PostgresStore(Store):
         self._doubtful.discard(consumer)
 
     def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
-        """Holds the units that were released, or whose holder is no longer alive."""
+        """Returns the units that were released, or whose holder is no longer alive."""
         is_doubtful = consumer in self._doubtful
         rows = tx.db.rows(
             "SELECT u.seq, u.unit_id, u.members, u.partial FROM consumers c"
@@ -283,12 +271,10 @@ class PostgresStore(Store):
             _ALL if is_doubtful else limit,
             self._me if is_doubtful else _FREE,
         )
-        units = [
+        return [
             Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))
             for seq, unit_id, members, partial in rows
         ]
-        self.hold(tx, consumer, units)
-        return units
 
     def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
         """Holds units."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
@@ -27,6 +28,7 @@ from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, session_pb2
 # Calls to the scorer.
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 _WARNING_S = 30.0
 
 
@@ -146,10 +148,10 @@ class Scoring:
                 )
 
     async def _score(self, scorer: RemoteScorer, session_id: str) -> None:
-        record = await self._lasting_session(session_id)
+        record = await _persistently(lambda: self._store.session(session_id, arrays=True))
         if not wants_score(record):
             return
-        backoff = _backoff()
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         for attempt in range(1, self._tries + 1):
             try:
                 rewards = await scorer.score(record)
@@ -176,27 +178,20 @@ class Scoring:
             extra=fields(session_id=session_id, reason=error.reason, error=str(error)),
         )
 
-    async def _lasting_session(self, session_id: str) -> session_pb2.SessionRecord:
-        backoff = _backoff()
-        while True:
-            try:
-                return await self._store.session(session_id, arrays=True)
-            except (StoreAwayError, StoreFullError, StoreError):
-                await asyncio.sleep(backoff.next_s())
-
     async def _set(self, session_id: str, rewards: session_pb2.SessionRewards) -> None:
-        """Stores rewards, retrying until the store accepts them."""
-        backoff = _backoff()
-        while True:
-            try:
-                now_ms = clock.steady_unix_ms()
-                await self._store.set_rewards(session_id, rewards, _REQUEST_ID, now_ms)
-            except (StoreAwayError, StoreFullError, StoreError):
-                await asyncio.sleep(backoff.next_s())
-            else:
-                self._announce()
-                return
+        await _persistently(
+            lambda: self._store.set_rewards(
+                session_id, rewards, _REQUEST_ID, clock.steady_unix_ms()
+            )
+        )
+        self._announce()
 
 
-def _backoff() -> Backoff:
-    return Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+async def _persistently(call: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Makes a call of the store, retrying until the store can answer."""
+    backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+    while True:
+        try:
+            return await call()
+        except (StoreAwayError, StoreFullError, StoreError):
+            await asyncio.sleep(backoff.next_s())

@@ -9,6 +9,7 @@ since 1970 UTC, and `now_ms` is the current time.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import uuid
@@ -41,6 +42,7 @@ from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     GroupSizeError,
     InvalidFieldError,
+    RepeatConflictError,
     SessionDamagedError,
     SessionUnknownError,
     StoreFullError,
@@ -211,7 +213,7 @@ class Backend:
         """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
 
     def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
-        """Takes units that another collector fetched and left."""
+        """Returns units that another collector fetched and left, to be held here."""
         return []
 
     def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
@@ -574,14 +576,19 @@ def set_rewards(
     )
     if row is None:
         raise _session_unknown(session_id)
-    digest = log.rewards_digest(rewards)
+    data = rewards.SerializeToString(deterministic=True)
+    digest = hashlib.blake2b(data, digest_size=16).digest()
     first = tx.db.row(
         "SELECT digest FROM reward_requests WHERE session_id = ?1 AND request_id = ?2",
         session_id,
         request_id,
     )
     if first is not None:
-        log.check_repeat(request_id, bytes(first[0]), digest)
+        if bytes(first[0]) != digest:
+            raise RepeatConflictError(
+                f"request_id: {request_id!r} was already used with other rewards, which were kept; "
+                "use another id"
+            )
         return True
     tx.db.run("INSERT INTO reward_requests VALUES (?1, ?2, ?3)", session_id, request_id, digest)
     head = log.read_head(session_id, row[0])
@@ -811,8 +818,7 @@ def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> pb.S
         ConsumerUnknownError: The consumer is unknown.
         InvalidFieldError: The position does not exist.
     """
-    _fill_own_log(tx, name, now_ms)
-    consumer = _known(tx, name)
+    consumer = _fill_own_log(tx, name, now_ms)
     first = _first_seq(tx, consumer.log, position)
     again: int = tx.db.value(
         "SELECT count(*) FROM units u JOIN progress p ON p.consumer = ?1"
@@ -947,15 +953,12 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
     taken = tx.backend.take_over(tx, name, limit)
     wanted = max(limit - len(taken), 0)
     begin = cursor = max(after, consumer.floor)
-    rows = tx.db.rows(
+    sql = (
         f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.backend.held}"
         " FROM units u LEFT JOIN progress p ON p.consumer = ?1 AND p.unit_id = u.unit_id"
-        " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4",
-        name,
-        consumer.log,
-        begin,
-        _SCAN,
+        " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4"
     )
+    rows = tx.db.rows(sql, name, consumer.log, begin, _SCAN)
     units: list[Unit] = []
     floor, leading = begin, True
     for seq, unit_id, members, partial, settled_ms, held in rows:
@@ -970,7 +973,7 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
         cursor = seq
     if begin == consumer.floor and floor > begin:
         tx.db.run("UPDATE consumers SET floor = ?1 WHERE name = ?2", floor, name)
-    tx.backend.hold(tx, name, units)
+    tx.backend.hold(tx, name, [*taken, *units])
     more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0]) or len(taken) >= limit
     return Page(sorted([*taken, *units]), cursor, more)
 
@@ -1172,14 +1175,13 @@ def filtered(
     Raises:
         ConsumerUnknownError: The consumer is unknown.
     """
-    rows = tx.db.rows(
+    after = _read_token(page_token)
+    owners = (own_log(consumer), _known(tx, consumer).log)
+    sql = (
         "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?1, ?2) AND n > ?3"
-        " ORDER BY n LIMIT ?4",
-        own_log(consumer),
-        _known(tx, consumer).log,
-        _read_token(page_token),
-        page_size,
+        " ORDER BY n LIMIT ?4"
     )
+    rows = tx.db.rows(sql, *owners, after, page_size)
     token = str(rows[-1][0]) if len(rows) == page_size else ""
     return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
 
@@ -1285,7 +1287,10 @@ def _method(
 
 
 class Store(Backend):
-    """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`."""
+    """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`.
+
+    Its methods are the functions above, which get their transaction from it.
+    """
 
     store_id: str
     """Identifies the store: collectors with the same one share a store."""
@@ -1352,10 +1357,8 @@ class Store(Backend):
 
         def examine(tx: Transaction) -> tuple[int, list[str]]:
             """Returns where the next call begins, 0 at the end, and the groups nobody needs."""
-            sql, begin = (
-                "SELECT n FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2",
-                self._retained_to,
-            )
+            begin = self._retained_to
+            sql = "SELECT n FROM sessions WHERE n > ?1 ORDER BY n LIMIT ?2"
             rows = tx.db.rows(sql, begin, _REMOVED_AT_ONCE)
             if not rows or not tx.db.row("SELECT 1 FROM consumers LIMIT 1"):
                 return 0, []
