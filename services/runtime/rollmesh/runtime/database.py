@@ -214,6 +214,7 @@ class Database(AbstractAsyncContextManager["Database"]):
     def _serve(self) -> None:
         try:
             with self._lock(), closing(self._open()) as connection:
+                self._prepare(connection)
                 for end in ("", "-wal", ".lock"):
                     path = self.path.with_name(f"{self.path.name}{end}")
                     with suppress(FileNotFoundError):
@@ -280,13 +281,7 @@ class Database(AbstractAsyncContextManager["Database"]):
             path = self.path.with_name(f"{self.path.name}{end}")
             if not end or path.exists():
                 owner_only.make_file(path)
-        connection = sqlite3.connect(self.path, isolation_level=None)
-        try:
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return sqlite3.connect(self.path, isolation_level=None)
 
     def _check_version(self) -> None:
         """Refuses a file of another version without a change of any byte.
@@ -440,11 +435,11 @@ class SqliteStatements(Statements):
         self._db = db
 
     def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
-        return self._db.execute(sql, parameters)
+        return self._db.execute(sql, _by_number(parameters))
 
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """Runs a statement without rows for each of the parameters."""
-        self._db.executemany(sql, parameters)
+        self._db.executemany(sql, map(_by_number, parameters))
 
     def within(self, number: int) -> str:
         """Returns SQL for "is one of"."""
@@ -453,3 +448,8 @@ class SqliteStatements(Statements):
     def listed(self, values: Iterable[str]) -> Any:
         """Returns values as one parameter."""
         return json.dumps(list(values))
+
+
+def _by_number(parameters: Sequence[Any]) -> dict[str, Any]:
+    """Returns parameters by the names of `?1` and `?2`: sqlite3 binds a sequence to `?` alone."""
+    return {str(number): value for number, value in enumerate(parameters, 1)}
