@@ -7,9 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
+from safetensors.numpy import save_file
 
 from rollmesh.engine.backend import Transfer
 from rollmesh.engine.config import EngineConfig
@@ -42,7 +44,14 @@ class SlowUpdates(ScriptedBackend):
         super().__init__(config)
         self.loading, self.loaded = asyncio.Event(), asyncio.Event()
         self.sampled: list[int] = []
+        self.held_at = -1
+        """Tokens of a request after which it waits for the update to begin."""
         self.sleeps = True
+
+    async def _step(self, state: Any, most: int) -> None:
+        if state.sampled == self.held_at:
+            await self.loading.wait()
+        await super()._step(state, most)
 
     async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
         self.sampled.append(self.count())
@@ -137,6 +146,14 @@ class World:
         return called
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose numbers the scripted engine does not read."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_file({"weight": np.zeros(8, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
 @pytest_asyncio.fixture
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     config = EngineConfig(
@@ -176,14 +193,15 @@ def after(calls: tuple[str, ...], *, paused: bool) -> tuple[bool, bool]:
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("calls", [*product(CALLS), *product(CALLS, CALLS)])
 async def test_calls_in_an_update_change_only_later_tokens(
-    world: World, other_model_dir: Path, calls: tuple[str, ...], *, was_paused: bool
+    world: World, checkpoint: Path, calls: tuple[str, ...], *, was_paused: bool
 ) -> None:
     first = asyncio.Event()
+    world.backend.held_at = 20
     answer = world.begin(collected(world, "r", 40, first))
     await first.wait()
     if was_paused:
         await world.pause()
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     made = []
     for call in calls:
@@ -211,12 +229,12 @@ async def test_calls_in_an_update_change_only_later_tokens(
 
 @pytest.mark.parametrize("was_paused", [False, True])
 async def test_a_sleep_that_an_engine_cannot_do_is_refused_in_an_update_and_leaves_it_alone(
-    world: World, other_model_dir: Path, *, was_paused: bool
+    world: World, checkpoint: Path, *, was_paused: bool
 ) -> None:
     world.backend.sleeps = False
     if was_paused:
         await world.pause()
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     sleep = world.sleep()
     await world.several_calls_later()
@@ -285,9 +303,9 @@ async def test_a_resume_does_not_wake_a_sleeping_engine(world: World) -> None:
 
 @pytest.mark.parametrize("mode", [KEEP, WAIT, ABORT])
 async def test_a_pause_in_an_update_whose_caller_leaves_changes_nothing(
-    world: World, other_model_dir: Path, mode: Any
+    world: World, checkpoint: Path, mode: Any
 ) -> None:
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     pause = world.pause(mode)
     await until(lambda: world.engine.state.paused)
@@ -300,9 +318,9 @@ async def test_a_pause_in_an_update_whose_caller_leaves_changes_nothing(
 
 
 async def test_a_pause_whose_caller_leaves_is_withdrawn_beside_a_later_call_of_another_kind(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     pause = world.pause()
     await until(lambda: world.engine.state.paused)
@@ -317,9 +335,9 @@ async def test_a_pause_whose_caller_leaves_is_withdrawn_beside_a_later_call_of_a
 
 
 async def test_a_second_pause_whose_caller_leaves_keeps_the_first(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     first = world.pause()
     await until(lambda: world.engine.state.paused)
@@ -333,12 +351,12 @@ async def test_a_second_pause_whose_caller_leaves_keeps_the_first(
 
 
 async def test_an_update_that_waits_for_requests_is_given_up_by_its_caller(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
     first = asyncio.Event()
     answer = world.begin(collected(world, "r", 400, first))
     await first.wait()
-    update = world.update(other_model_dir, WAIT)
+    update = world.update(checkpoint, WAIT)
     await world.several_calls_later()
     update.cancel()
     assert len((await collected(world, "s", 3, asyncio.Event())).ids) == 3
@@ -347,25 +365,25 @@ async def test_an_update_that_waits_for_requests_is_given_up_by_its_caller(
 
 
 async def test_an_update_of_a_sleeping_engine_is_refused_until_it_wakes_up(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
     world.backend.loaded.set()
     await world.sleep()
-    refused = await world.update(other_model_dir)
+    refused = await world.update(checkpoint)
     assert isinstance(refused, EngineAsleepError)
     assert "wake it up" in refused.message
     info = await world.info()
     assert (info.sleeping, info.policy_version, world.backend.sampled) == (True, 0, [])
     await world.wake()
-    assert not isinstance(await world.update(other_model_dir), RollmeshError)
+    assert not isinstance(await world.update(checkpoint), RollmeshError)
     assert (await collected(world, "r", 3, asyncio.Event())).spans == [(1, 0, 3)]
 
 
 async def test_a_sleep_that_comes_while_an_update_is_received_refuses_the_update(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
     world.backend.loaded.set()
-    data = (other_model_dir / "model.safetensors").read_bytes()
+    data = (checkpoint / "model.safetensors").read_bytes()
     header = engine_pb2.UpdateWeightsHeader(
         policy_version=1, pause_mode=KEEP, safetensors_bytes=len(data)
     )
@@ -389,7 +407,7 @@ async def test_a_sleep_that_comes_while_an_update_is_received_refuses_the_update
 
 @pytest.mark.parametrize("version", [0, 1], ids=["of the same version", "of a new version"])
 async def test_an_engine_whose_weights_were_dropped_samples_after_an_update(
-    world: World, other_model_dir: Path, version: int
+    world: World, checkpoint: Path, version: int
 ) -> None:
     world.backend.loaded.set()
     first = asyncio.Event()
@@ -406,19 +424,19 @@ async def test_an_engine_whose_weights_were_dropped_samples_after_an_update(
     assert isinstance(late, WeightsDroppedError)
     assert "push weights" in late.message
     assert late.retry_delay_ms
-    assert isinstance(await world.update(other_model_dir / "none", version=version), RollmeshError)
+    assert isinstance(await world.update(checkpoint / "none", version=version), RollmeshError)
     late = await world.begin(collected(world, "late", 3, asyncio.Event()))
     assert isinstance(late, WeightsDroppedError)  # a failed update brings none
-    assert isinstance(await world.update(other_model_dir, version=version), Message)
+    assert isinstance(await world.update(checkpoint, version=version), Message)
     result = await collected(world, "last", 3, asyncio.Event())
     assert result.spans == [(version, 0, 3)]
-    assert isinstance(await world.update(other_model_dir, version=version), StaleVersionError)
+    assert isinstance(await world.update(checkpoint, version=version), StaleVersionError)
 
 
 async def test_a_sleep_of_level_two_during_an_update_drops_its_weights(
-    world: World, other_model_dir: Path
+    world: World, checkpoint: Path
 ) -> None:
-    update = world.update(other_model_dir)
+    update = world.update(checkpoint)
     await world.backend.loading.wait()
     sleep = world.sleep(level=2)
     await until(lambda: world.engine.state.sleep_level)
