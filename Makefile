@@ -5,6 +5,9 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+# The environment of `make test-fast`. Another Python has one of its own beside it:
+#   make test-fast PYTHON=python3.13 FAST=.venv-fast-3.13
+FAST ?= .venv-fast
 # An index that has a CPU build of torch, where pip's default would take a CUDA build:
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -39,11 +42,11 @@ help:
 	.venv/bin/python $(PIP) --no-deps --require-hashes --upgrade --target .venv/vision -r requirements/vision.txt
 	@touch $@
 
-.venv-fast/.ready: requirements/test-fast.txt pyproject.toml
-	@echo "setup: .venv-fast from requirements/test-fast.txt: tests without vLLM, torch, Ray; mutmut, atheris (0.5 GB, 1 minute)"
-	$(PYTHON) -m venv .venv-fast
-	.venv-fast/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-fast.txt
-	.venv-fast/bin/python $(PIP) --no-deps --no-build-isolation -e .
+$(FAST)/.ready: requirements/test-fast.txt pyproject.toml
+	@echo "setup: $(FAST) from requirements/test-fast.txt: tests without vLLM, torch, Ray; mutmut, atheris (0.5 GB, 1 minute)"
+	$(PYTHON) -m venv $(FAST)
+	$(FAST)/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-fast.txt
+	$(FAST)/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv-check/.ready: requirements/dev.txt pyproject.toml
@@ -109,8 +112,8 @@ test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is
 test-long: $(TESTED) .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
-test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
-	.venv-fast/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
+test-fast: $(FAST)/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
+	$(FAST)/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
 
 # Folders whose tests start many services.
 WHOLE = cli docker docs faults kubernetes mesh pairs
@@ -316,4 +319,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
