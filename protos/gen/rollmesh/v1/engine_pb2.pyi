@@ -531,6 +531,97 @@ class GenerateFinish(_message.Message):
 Global___GenerateFinish: _TypeAlias = GenerateFinish  # noqa: Y015
 
 @_typing.final
+class ScoreTokensRequest(_message.Message):
+    """Request of ScoreTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    IDS_U32LE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this call, 1 to 128 characters, unique among the engine's running generations."""
+    model: _builtins.str
+    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
+    the engine's own.
+    """
+    token_ids_u32le: _builtins.bytes
+    """Ids of the sequence, N of at least two, at most `max_context_tokens`: unsigned 32-bit integers,
+    little-endian. One less with `ids_u32le`, and if the engine's `numerics.logprobs` are SAMPLED.
+    """
+    start: _builtins.int
+    """Index of the first id that is scored, below N. 0 means 1: the first id of a sequence has no
+    log-probability.
+    """
+    top_k: _builtins.int
+    """Number K of most likely ids to return at each position. At most 256 and the size of the vocabulary.
+    0 means none.
+    """
+    ids_u32le: _builtins.bytes
+    """Ids to score at each position instead: N - start rows of K unsigned 32-bit integers, little-endian, K
+    at most 256. 0xFFFFFFFF fills a row that has fewer. `top_k` must be 0 then. INVALID_ARGUMENT
+    (INVALID_FIELD) if the engine lacks CAPABILITY_SCORE_GIVEN_IDS.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        token_ids_u32le: _builtins.bytes = ...,
+        start: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        ids_u32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids_u32le", b"ids_u32le", "model", b"model", "request_id", b"request_id", "start", b"start", "token_ids_u32le", b"token_ids_u32le", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensRequest: _TypeAlias = ScoreTokensRequest  # noqa: Y015
+
+@_typing.final
+class ScoreTokensResponse(_message.Message):
+    """The scores of the next M positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of the id at each position, nats: M 32-bit floats, little-endian."""
+    top_ids_u32le: _builtins.bytes
+    """The K most likely ids at each position, the most likely first: M rows of K unsigned 32-bit integers,
+    little-endian. Empty if ids were given.
+    """
+    top_logprobs_f32le: _builtins.bytes
+    """Log-probability of each of those, or of each given id, nats: M rows of K 32-bit floats, little-endian.
+    Minus infinity where a row was filled.
+    """
+    policy_version: _builtins.int
+    """Version of the weights, the same in all messages."""
+    def __init__(
+        self,
+        *,
+        logprobs_f32le: _builtins.bytes = ...,
+        top_ids_u32le: _builtins.bytes = ...,
+        top_logprobs_f32le: _builtins.bytes = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreTokensResponse: _TypeAlias = ScoreTokensResponse  # noqa: Y015
+
+@_typing.final
 class GetInfoRequest(_message.Message):
     """Request of GetInfo."""
 

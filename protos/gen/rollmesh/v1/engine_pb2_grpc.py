@@ -45,6 +45,11 @@ class EngineServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.FromString,
                 _registered_method=True)
+        self.ScoreTokens = channel.unary_stream(
+                '/rollmesh.v1.EngineService/ScoreTokens',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.ScoreTokensRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.ScoreTokensResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rollmesh.v1.EngineService/GetInfo',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GetInfoRequest.SerializeToString,
@@ -92,6 +97,22 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreTokens(self, request, context):
+        """Returns log-probabilities of the ids of a sequence under the model, and samples nothing: at each position
+        from `start` on, of the id that is there, and of the most likely ids or of given ones. They are those of
+        temperature 1, without truncation and penalties, whatever the engine returns for sampled ids. All are of
+        one policy version: new weights that come in the middle begin the work anew. The answer comes when all
+        is scored, in messages of at most 1 MiB. A running call counts as a generation: it is held by a pause,
+        and ended by an abort or a sleep. Cancelling the call ends it at once.
+        Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY, INVALID_FIELD,
+        MODEL_MISMATCH) names the field. ALREADY_EXISTS (REQUEST_ID_IN_USE). RESOURCE_EXHAUSTED (OVERLOADED) if
+        the answers of other calls leave no room. ABORTED (GENERATION_ABORTED). UNAVAILABLE (ENGINE_DEAD,
+        WEIGHTS_DROPPED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """Returns the model, its limits, and the state of the engine.
         """
@@ -133,6 +154,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Generations,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.SerializeToString,
+            ),
+            'ScoreTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScoreTokens,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.ScoreTokensRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.ScoreTokensResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -205,6 +231,33 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/Generations',
             rollmesh_dot_v1_dot_engine__pb2.GenerationsRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.GenerationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.EngineService/ScoreTokens',
+            rollmesh_dot_v1_dot_engine__pb2.ScoreTokensRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.ScoreTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

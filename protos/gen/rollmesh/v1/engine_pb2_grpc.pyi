@@ -51,6 +51,18 @@ class EngineServiceStub:
     the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
     Generate.
     """
+    ScoreTokens: _grpc.UnaryStreamMultiCallable[_engine_pb2.ScoreTokensRequest, _engine_pb2.ScoreTokensResponse]
+    """Returns log-probabilities of the ids of a sequence under the model, and samples nothing: at each position
+    from `start` on, of the id that is there, and of the most likely ids or of given ones. They are those of
+    temperature 1, without truncation and penalties, whatever the engine returns for sampled ids. All are of
+    one policy version: new weights that come in the middle begin the work anew. The answer comes when all
+    is scored, in messages of at most 1 MiB. A running call counts as a generation: it is held by a pause,
+    and ended by an abort or a sleep. Cancelling the call ends it at once.
+    Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY, INVALID_FIELD,
+    MODEL_MISMATCH) names the field. ALREADY_EXISTS (REQUEST_ID_IN_USE). RESOURCE_EXHAUSTED (OVERLOADED) if
+    the answers of other calls leave no room. ABORTED (GENERATION_ABORTED). UNAVAILABLE (ENGINE_DEAD,
+    WEIGHTS_DROPPED).
+    """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
     """Returns the model, its limits, and the state of the engine."""
     ControlEngines: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]
@@ -90,6 +102,18 @@ class EngineServiceAsyncStub(EngineServiceStub):
     closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
     the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
     Generate.
+    """
+    ScoreTokens: _aio.UnaryStreamMultiCallable[_engine_pb2.ScoreTokensRequest, _engine_pb2.ScoreTokensResponse]  # type: ignore[assignment]
+    """Returns log-probabilities of the ids of a sequence under the model, and samples nothing: at each position
+    from `start` on, of the id that is there, and of the most likely ids or of given ones. They are those of
+    temperature 1, without truncation and penalties, whatever the engine returns for sampled ids. All are of
+    one policy version: new weights that come in the middle begin the work anew. The answer comes when all
+    is scored, in messages of at most 1 MiB. A running call counts as a generation: it is held by a pause,
+    and ended by an abort or a sleep. Cancelling the call ends it at once.
+    Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY, INVALID_FIELD,
+    MODEL_MISMATCH) names the field. ALREADY_EXISTS (REQUEST_ID_IN_USE). RESOURCE_EXHAUSTED (OVERLOADED) if
+    the answers of other calls leave no room. ABORTED (GENERATION_ABORTED). UNAVAILABLE (ENGINE_DEAD,
+    WEIGHTS_DROPPED).
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns the model, its limits, and the state of the engine."""
@@ -139,6 +163,24 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         closed its side, or when the engine shuts down, the stream ends with its last generation. Errors of
         the stream: INVALID_ARGUMENT (INVALID_FIELD) if a number is in use. Errors of a generation: see
         Generate.
+        """
+
+    @_abc_1.abstractmethod
+    def ScoreTokens(
+        self,
+        request: _engine_pb2.ScoreTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.ScoreTokensResponse], _abc.AsyncIterator[_engine_pb2.ScoreTokensResponse]]:
+        """Returns log-probabilities of the ids of a sequence under the model, and samples nothing: at each position
+        from `start` on, of the id that is there, and of the most likely ids or of given ones. They are those of
+        temperature 1, without truncation and penalties, whatever the engine returns for sampled ids. All are of
+        one policy version: new weights that come in the middle begin the work anew. The answer comes when all
+        is scored, in messages of at most 1 MiB. A running call counts as a generation: it is held by a pause,
+        and ended by an abort or a sleep. Cancelling the call ends it at once.
+        Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY, INVALID_FIELD,
+        MODEL_MISMATCH) names the field. ALREADY_EXISTS (REQUEST_ID_IN_USE). RESOURCE_EXHAUSTED (OVERLOADED) if
+        the answers of other calls leave no room. ABORTED (GENERATION_ABORTED). UNAVAILABLE (ENGINE_DEAD,
+        WEIGHTS_DROPPED).
         """
 
     @_abc_1.abstractmethod

@@ -54,6 +54,8 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     """Collectors: sessions that were closed without a reward are scored by a scorer."""
     CAPABILITY_SHARED_STORE: _Capability.ValueType  # 5
     """Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
+    CAPABILITY_SCORE_GIVEN_IDS: _Capability.ValueType  # 6
+    """Engines: ScoreTokens takes `ids_u32le`. Known once the model is loaded."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
     """An ability that depends on the release or the settings of a server."""
@@ -70,6 +72,8 @@ CAPABILITY_SCORING: Capability.ValueType  # 4
 """Collectors: sessions that were closed without a reward are scored by a scorer."""
 CAPABILITY_SHARED_STORE: Capability.ValueType  # 5
 """Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
+CAPABILITY_SCORE_GIVEN_IDS: Capability.ValueType  # 6
+"""Engines: ScoreTokens takes `ids_u32le`. Known once the model is loaded."""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final

@@ -29,7 +29,8 @@ MEANING: Mapping[Role, str] = {
     "its peers.",
     Role.GATEWAY: "A gateway: it leases engines, generates on them, and hands closed sessions to "
     "the collector.",
-    Role.COLLECTOR: "A collector. It registers with the routers and calls the scorer.",
+    Role.COLLECTOR: "A collector. It registers with the routers, calls the scorer, and may have "
+    "engines score tokens.",
     Role.SIDECAR: "A sidecar: it passes turns of agents on to gateways, each with its session's "
     "key.",
     Role.AGENT: "An agent. It calls the HTTP of a sidecar with the key of its session; of gRPC, "
@@ -64,6 +65,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "rollmesh.v1.EngineService": {
         "Generate": _GENERATES,
         "Generations": _GENERATES,
+        "ScoreTokens": _TRAINS | {_R.COLLECTOR},
         "GetInfo": _GENERATES | {_R.OPERATOR},
         "ControlEngines": _CONTROLS,
         "UpdateWeights": _CONTROLS,

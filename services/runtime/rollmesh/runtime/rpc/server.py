@@ -12,7 +12,7 @@ the grace period, flush and close the store, stop.
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -46,7 +46,7 @@ from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 # ServerService: the release and the capabilities of a server.
 
-API_REVISION = 20
+API_REVISION = 21
 """Incremented with every addition to the contract."""
 NAME = "rollmesh.v1.ServerService"
 
@@ -54,21 +54,19 @@ NAME = "rollmesh.v1.ServerService"
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     """Describes one server. It answers even while the server is starting."""
 
-    def __init__(
-        self, service: str, capabilities: Iterable[server_pb2.Capability.ValueType]
-    ) -> None:
-        """Takes the full name of the gRPC service and the capabilities of the server."""
-        self._info = server_pb2.GetServerInfoResponse(
-            service=service,
-            release=release(),
-            api_revision=API_REVISION,
-            capabilities=sorted(capabilities),
-        )
+    def __init__(self, service: "Service") -> None:
+        """Takes the service, some of whose capabilities may be known only once it has started."""
+        self._service = service
 
     async def GetServerInfo(
         self, request: server_pb2.GetServerInfoRequest, context: Context
     ) -> server_pb2.GetServerInfoResponse:
-        return self._info
+        return server_pb2.GetServerInfoResponse(
+            service=self._service.names[0],
+            release=release(),
+            api_revision=API_REVISION,
+            capabilities=sorted(self._service.capabilities),
+        )
 
 
 @cache
@@ -334,8 +332,7 @@ async def _registered(server: grpc.aio.Server, service: Service, config: ServerC
         await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     service.register(server)
-    info = ServerServicer(service.names[0], service.capabilities)
-    server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
+    server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(service), server)
     if config.reflection:
         names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
