@@ -72,6 +72,15 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
                 begin=[engine_pb2.BeginGeneration(number=1, request=streamed)], abort=[2], drop=[3]
             )
         ],
+        "ScoreTokens": [
+            engine_pb2.ScoreTokensRequest(
+                request_id="fuzz-score",
+                token_ids_u32le=b"\5\0\0\0\6\0\0\0",
+                model=model,
+                start=1,
+                ids_u32le=b"\7\0\0\0\xff\xff\xff\xff",
+            )
+        ],
         "UpdateWeights": [
             engine_pb2.UpdateWeightsRequest(header=header),
             engine_pb2.UpdateWeightsRequest(safetensors_chunk=b"\0" * 4),

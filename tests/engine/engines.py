@@ -51,6 +51,21 @@ class Result:
             self.finish = response.finish
 
 
+@dataclass
+class Scored:
+    """The scores of one sequence."""
+
+    logprobs: np.ndarray
+    """[M]."""
+    top_ids: np.ndarray
+    """[M, K]."""
+    top_logprobs: np.ndarray
+    """[M, K]."""
+    version: int
+    sizes: list[int]
+    """Of the messages, bytes."""
+
+
 async def streamed(
     stub: Any, request: engine_pb2.StreamedGenerate
 ) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
@@ -108,6 +123,29 @@ class Engine:
     ) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         return streamed(self.stub, request)
 
+    async def score(self, ids: Any, **fields: Any) -> Scored:
+        """Has a sequence scored. `ids_u32le` may be an array."""
+        self._next += 1
+        given: dict[str, Any] = {"request_id": f"s{self._next}", **fields}
+        given["token_ids_u32le"] = np.asarray(ids, "<u4").tobytes()
+        if "ids_u32le" in given:
+            given["ids_u32le"] = np.asarray(given["ids_u32le"]).astype("<u4").tobytes()
+        request = engine_pb2.ScoreTokensRequest(**given)
+        call = self.stub.ScoreTokens(request, timeout=120)
+        async with aclosing(read_stream(call)) as responses:
+            parts = [part async for part in responses]
+        logprobs = np.concatenate([np.frombuffer(one.logprobs_f32le, "<f4") for one in parts])
+        rows = [np.frombuffer(one.top_ids_u32le, "<u4") for one in parts]
+        values = [np.frombuffer(one.top_logprobs_f32le, "<f4") for one in parts]
+        (version,) = {one.policy_version for one in parts}
+        return Scored(
+            logprobs,
+            _table(np.concatenate(rows), len(logprobs)),
+            _table(np.concatenate(values), len(logprobs)),
+            version,
+            [one.ByteSize() for one in parts],
+        )
+
     async def info(self) -> engine_pb2.GetInfoResponse:
         info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())
         return info
@@ -134,6 +172,10 @@ class Engine:
 
         with typed_errors():
             return await self.stub.UpdateWeights(parts(), timeout=120)
+
+
+def _table(values: np.ndarray, rows: int) -> np.ndarray:
+    return values.reshape(rows, len(values) // rows)
 
 
 @asynccontextmanager

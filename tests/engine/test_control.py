@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from rollmesh.engine.backend import Transfer
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import ControlState
+from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
@@ -47,6 +48,7 @@ class SlowUpdates(ScriptedBackend):
         self.held_at = -1
         """Tokens of a request after which it waits for the update to begin."""
         self.sleeps = True
+        self.scorings = 0
 
     async def _step(self, state: Any, most: int) -> None:
         if state.sampled == self.held_at:
@@ -59,6 +61,10 @@ class SlowUpdates(ScriptedBackend):
         await self.loaded.wait()
         self.sampled.append(self.count())
         await super().load_weights(source, policy_version)
+
+    async def score(self, request: ScoreInput) -> Scores | None:
+        self.scorings += 1
+        return await super().score(request)
 
     def check_sleep(self) -> None:
         if not self.sleeps:
@@ -445,3 +451,22 @@ async def test_a_sleep_of_level_two_during_an_update_drops_its_weights(
     await world.wake()
     late = await world.begin(collected(world, "late", 3, asyncio.Event()))
     assert isinstance(late, WeightsDroppedError)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids=["two tokens per second"])
+@pytest.mark.parametrize("mode", [KEEP, WAIT], ids=["kept", "waited for"])
+async def test_a_sequence_is_scored_anew_if_new_weights_came_in_the_middle(
+    world: World, other_model_dir: Path, mode: Any
+) -> None:
+    """Whatever a backend does in such a moment, weights are not mixed."""
+    request = engine_pb2.ScoreTokensRequest(
+        request_id="s", token_ids_u32le=PROMPT.tobytes(), top_k=2
+    )
+    scoring = world.begin(anext(aiter(world.stub.ScoreTokens(request))))
+    await until(lambda: world.backend.scorings)
+    update = world.update(other_model_dir, mode)
+    world.backend.loaded.set()
+    await update
+    scored = await scoring
+    kept = mode == KEEP
+    assert (scored.policy_version, world.backend.scorings) == ((1, 2) if kept else (0, 1))

@@ -16,13 +16,14 @@ import torch
 
 from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, server_pb2, server_pb2_grpc
 from tests.controls import WAKE_UP, sleep
 from tests.docker.compose import docker_problem
 from tests.engine.engines import Engine, torch_logprobs
 from tests.engine.vllm.test_transfer import free_port
-from tests.models import load_network
+from tests.models import load_network, torch_logprobs as torch_rows
 from tests.processes import running
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -66,6 +67,30 @@ async def test_weights_by_bytes_and_by_directory(
         await samples(engine, other_model_dir, 1)
         await engine.update(2, model_dir)
         await samples(engine, model_dir, 2)
+
+
+async def test_given_ids_are_scored_by_the_runner_that_takes_them(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    ids = np.random.default_rng(7).integers(2, 300, 500).astype(np.uint32)
+    rows = torch_rows(model_dir, ids)[:-1]
+    async with engine_of(tmp_path, model_dir, model_dir) as engine:
+        top = await engine.score(ids, top_k=20)
+        assert np.abs(rows[np.arange(499), ids[1:]] - top.logprobs).max() < CLOSE
+        given = top.top_ids.astype(np.int64)
+        given[::2, 5:] = -1
+        async with open_channel(engine.process.address) as channel:
+            stub: Any = server_pb2_grpc.ServerServiceStub(channel)
+            info = await stub.GetServerInfo(server_pb2.GetServerInfoRequest())
+        if server_pb2.CAPABILITY_SCORE_GIVEN_IDS not in info.capabilities:
+            with pytest.raises(InvalidFieldError, match="ids_u32le"):
+                await engine.score(ids, ids_u32le=given)
+            return
+        for start in (1, 250):  # also when the prefix cache has the sequence
+            scored = await engine.score(ids, start=start, ids_u32le=given[start - 1 :])
+            wanted = np.where(given < 0, -np.inf, np.take_along_axis(rows, given, axis=1))
+            assert np.allclose(scored.top_logprobs, wanted[start - 1 :], atol=CLOSE)
+            assert np.allclose(scored.logprobs, top.logprobs[start - 1 :], atol=CLOSE)
 
 
 @two_gpus

@@ -1,4 +1,4 @@
-"""Log-probabilities of outputs that vLLM merged before the first was read."""
+"""Log-probabilities as vLLM's outputs have them: merged ones, and those of given tokens."""
 
 from itertools import chain
 from types import SimpleNamespace
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from rollmesh.engine.backend import GenerateInput
-from rollmesh.engine.vllm.chunks import VersionStart, messages
+from rollmesh.engine.scores import NO_ID, ScoreInput
+from rollmesh.engine.vllm.chunks import VersionStart, keep_tensors, messages, scores_of
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 from tests.engine.engines import Result
 
@@ -49,3 +51,75 @@ def test_merged_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: i
     assert versions == [3, 3, 3, 4, 4]
     assert result.top_ids == [MOST_LIKELY] * 5
     assert result.top_logprobs == [LOGPROBS] * 5
+
+
+SEQUENCE = ScoreInput("s", np.array([3, 8, 9, 7], np.uint32), start=1, top_k=3)
+TABLE = np.array([[token, *MOST_LIKELY] for token in (8, 9, 7)])
+VALUES = np.array([[own, *LOGPROBS] for own in (-1.0, -2.0, -0.5)], np.float32)
+
+
+def scored(prompt: Any, *, samples_last: bool = False, **given: Any) -> Any:
+    """What vLLM says of `SEQUENCE`, whose last id it may have sampled."""
+    versions = [SimpleNamespace(version="5", start=0, end=1)]
+    last = output(7) if samples_last else None
+    completion = SimpleNamespace(logprobs=last, weight_versions=versions)
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=prompt, **given)
+
+
+def from_vllm(rows: int, *, kept: bool) -> Any:
+    """The log-probabilities of a prompt as vLLM's own code passes them on, or as they are kept."""
+    import torch
+    from vllm.logprobs import create_prompt_logprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsTensors
+
+    arrays = (TABLE[:rows], VALUES[:rows], np.arange(rows))
+    tensors = LogprobsTensors(*map(torch.tensor, arrays))
+    made = create_prompt_logprobs(flat_logprobs=True)
+    processor = LogprobsProcessor(None, None, made, None, None, 3)
+    read = keep_tensors if kept else LogprobsProcessor._update_prompt_logprobs  # noqa: SLF001
+    read(processor, tensors)
+    return processor.prompt_logprobs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM imports it
+@pytest.mark.parametrize("samples_last", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_scores_are_the_rows_from_the_start_on_in_each_form_of_vllm(
+    start: int, *, kept: bool, samples_last: bool
+) -> None:
+    request = ScoreInput("s", SEQUENCE.token_ids, start, 3)
+    prompt = from_vllm(2 if samples_last else 3, kept=kept)
+    found = scores_of(scored(prompt, samples_last=samples_last), request)
+    assert found.logprobs.tolist() == [-1.0, -2.0, -0.5][start - 1 :]
+    assert found.top_ids.tolist() == [MOST_LIKELY] * (4 - start)
+    assert found.top_logprobs.tolist() == [LOGPROBS] * (4 - start)
+    assert found.policy_version == 5
+    assert {one.dtype.name for one in (found.logprobs, found.top_logprobs)} == {"float32"}
+
+
+def test_the_score_of_a_token_precedes_the_scores_of_given_ids() -> None:
+    ids = np.array([[4, NO_ID], [4, 6], [4, 6]], np.uint32)
+    request = ScoreInput("s", SEQUENCE.token_ids, 1, 0, ids)
+    table = np.array([[-1.0, -3.0, -np.inf], [-2.0, -3.0, -4.0], [-0.5, -3.0, -4.0]], np.float32)
+    found = scores_of(scored(None, prompt_token_id_logprobs=table), request)
+    assert found.logprobs.tolist() == [-1.0, -2.0, -0.5]
+    assert found.top_ids.shape == (3, 0)
+    assert found.top_logprobs.tolist() == table[:, 1:].tolist()
+    with pytest.raises(RollmeshError, match="does not say all"):
+        scores_of(scored(None, prompt_token_id_logprobs=table[1:]), request)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM imports it
+def test_given_ids_are_asked_of_vllm_with_the_token_first_and_minus_one_in_free_places() -> None:
+    from rollmesh.engine.vllm import backend as vllm
+
+    ids = np.array([[4, NO_ID], [4, 6]], np.uint32)
+    request = ScoreInput("s", SEQUENCE.token_ids, 2, 0, ids)
+    params = vllm.score_params(request, samples_last=False)
+    assert params.prompt_logprob_token_ids.tolist() == [[9, 4, -1], [7, 4, 6]]
+    assert params.prompt_logprob_start == 1
+    assert params.prompt_logprobs is None
+    assert params.skip_reading_prefix_cache
+    assert vllm.score_params(SEQUENCE, samples_last=True).skip_reading_prefix_cache

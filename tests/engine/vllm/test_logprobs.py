@@ -11,10 +11,11 @@ import pytest
 import pytest_asyncio
 import torch
 
+from rollmesh.runtime.errors import PromptTooLongError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.engine.engines import PROMPT, Engine
-from tests.models import load_network
+from tests.models import load_network, torch_logprobs
 from tests.processes import running
 
 pytestmark = [
@@ -100,6 +101,18 @@ async def test_they_are_those_of_the_distribution_that_was_sampled(
     for (name, given), result in zip(cases, results, strict=True):
         wanted = expected(model_dir, result.ids, given)
         assert result.logprobs == pytest.approx(wanted, abs=1e-5), name
+
+
+async def test_given_tokens_are_scored_at_temperature_one_all_the_same(
+    sampled_engine: Engine, model_dir: Path
+) -> None:
+    ids = np.resize(PROMPT, 2047)
+    scored = await sampled_engine.score(ids)
+    rows = torch_logprobs(model_dir, ids)
+    wanted = rows[np.arange(2046), ids[1:]]
+    assert scored.logprobs == pytest.approx(wanted, abs=1e-4)
+    with pytest.raises(PromptTooLongError, match="at most 2047 fit"):
+        await sampled_engine.score(np.resize(PROMPT, 2048))
 
 
 async def test_the_engine_tells_its_numerics(sampled_engine: Engine) -> None:

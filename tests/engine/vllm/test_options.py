@@ -57,7 +57,9 @@ def test_an_option_is_what_vllm_makes_of_it(option: str, value: Any, read: Any) 
         ("max_model_len", 10, "max_context_tokens"),
         ("max_num_seqs", 10, "lease_capacity"),
         ("mm_processor_cache_gb", 1, "image_cache_bytes"),
-        ("logprobs_mode", "processed_logprobs", "before temperature"),
+        ("logprobs_mode", "processed_logprobs", "the setting logprobs"),
+        ("max_logprobs", 20, "at most 256 ids"),
+        ("kv_sharing_fast_prefill", True, "scored ids wrong"),
     ],
 )
 def test_what_vllm_does_not_take_is_named(option: str, value: Any, says: str) -> None:

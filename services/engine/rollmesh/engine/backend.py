@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
@@ -86,6 +87,10 @@ class ModelLimits:
     vocabulary_tokens: int
     max_context_tokens: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    scores_given_ids: bool = False
+    """Whether given ids can be scored."""
+    scores_whole_context: bool = False
+    """Whether a sequence without given ids may fill the context. Otherwise one id less fits."""
 
 
 def numerics_of(backend: str, logprobs: str, **values: Any) -> sampling_pb2.Numerics:
@@ -146,6 +151,18 @@ class Backend(Protocol):
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
+            InvalidFieldError: The model's processor makes other ids of an image, or none.
+            EngineDeadError: The model's process died.
+        """
+        ...
+
+    async def score(self, request: ScoreInput) -> Scores | None:
+        """Returns the scores of a sequence. None if it was aborted. Cancelling the call ends it.
+
+        It is held, counted and aborted like a generation.
+
+        Raises:
+            InvalidFieldError: The sequence has ids of images.
             EngineDeadError: The model's process died.
         """
         ...

@@ -98,6 +98,8 @@ class Control:
         self._kept: dict[str, Any] = {"paused": False, "sleep_level": 0}  # by calls that succeeded
         self._asking: dict[str, list[list[Any]]] = {name: [] for name in self._kept}
         self.state = ControlState()
+        self.loads = 0
+        """Number of times that new weights began to be loaded."""
 
     @property
     def paused(self) -> bool:
@@ -173,6 +175,7 @@ class Control:
             self.state.updating = True
             try:
                 await self._pause(mode, clear_cache=True)
+                self.loads += 1
                 await to_the_end(self._backend.load_weights(source, policy_version))
                 self.state.has_weights = True
             finally:

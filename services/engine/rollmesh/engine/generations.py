@@ -5,23 +5,26 @@ import dataclasses
 import logging
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend, aborted
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
-from rollmesh.engine.requests import RequestImages, read_generate
+from rollmesh.engine.requests import RequestImages, read_generate, read_score
+from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
+    GenerationAbortedError,
     InvalidFieldError,
     ModelMismatchError,
     OverloadedError,
     RequestIdInUseError,
     RollmeshError,
 )
+from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.runtime.telemetry.logs import set_request_id
@@ -33,7 +36,7 @@ _RETRY_MS = 1_000
 
 
 class Generations:
-    """Checks generation requests and runs them on a backend."""
+    """Checks requests to generate and to score, and runs them on a backend."""
 
     def __init__(self, backend: Backend, control: Control, config: EngineConfig) -> None:
         """Takes the backend, its control, and the settings of the engine."""
@@ -41,6 +44,7 @@ class Generations:
         self._control = control
         self._model = config.model
         self._running: dict[str, bool] = {}  # whether each request was aborted
+        self._scores = BytesInFlight(config.max_bytes_in_flight)
         self.streams: set[GenerationStream] = set()
         self.is_leaving = False
         """Whether streams end with their last generation."""
@@ -63,15 +67,8 @@ class Generations:
             RollmeshError: As Generate says.
         """
         generate, limits = request.generate, self._backend.limits
-        self.check_model(generate.model)
-        request_id = generate.request_id
-        if request_id in self._running:
-            raise RequestIdInUseError(
-                f"request_id: {request_id!r} is running; give each attempt its own id"
-            )
-        self._running[request_id] = False
-        crc32: int | None = zlib.crc32(generate.token_ids_u32le)
-        try:
+        with self._held(generate):
+            crc32: int | None = zlib.crc32(generate.token_ids_u32le)
             if generate.HasField("constraint"):
                 checked = await asyncio.to_thread(read_generate, request, limits)
             else:
@@ -82,7 +79,7 @@ class Generations:
                 images = await self.images.read(generate.images, len(checked.token_ids))
                 checked = dataclasses.replace(checked, images=images)
             self._control.check_weights()  # a sleep may have dropped them while images were read
-            was_aborted = self._running[request_id]  # the backend did not know of it
+            was_aborted = self._running[generate.request_id]  # the backend did not know of it
             messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
             async with aclosing(messages):
                 async for message in messages:
@@ -97,8 +94,59 @@ class Generations:
                     if message.HasField("finish"):
                         return
             raise EngineDeadError("the backend ended a generation without a finish reason")
+
+    async def score(
+        self, request: engine_pb2.ScoreTokensRequest
+    ) -> AsyncGenerator[engine_pb2.ScoreTokensResponse, None]:
+        """Yields the scores of a sequence. Closing the iterator ends the scoring.
+
+        Raises:
+            RollmeshError: As ScoreTokens says.
+        """
+        with self._held(request):
+            checked = read_score(request, self._backend.limits)
+            size = 8 * len(checked.token_ids) * checked.width
+            self._scores.take(size, held=0, size=size)
+            try:
+                scores = await self._scored(checked)
+                metrics.scored(len(scores.logprobs))
+                for message in scores.messages():
+                    yield message
+            finally:
+                self._scores.give(size)
+
+    async def _scored(self, request: ScoreInput) -> Scores:
+        """Scores a sequence, again if new weights came in the middle: versions are never mixed."""
+        while not self._running[request.request_id]:
+            self.check_usable()
+            loads = self._control.loads
+            scores = await self._backend.score(request)
+            if scores is None:
+                break
+            if self._control.loads == loads:
+                return scores
+        raise GenerationAbortedError("the scoring was aborted; try again")
+
+    @contextmanager
+    def _held(
+        self, request: engine_pb2.GenerateRequest | engine_pb2.ScoreTokensRequest
+    ) -> Iterator[None]:
+        """Counts a request as running.
+
+        Raises:
+            ModelMismatchError: It names another model.
+            RequestIdInUseError: A request of this id is running.
+        """
+        self.check_model(request.model)
+        if request.request_id in self._running:
+            raise RequestIdInUseError(
+                f"request_id: {request.request_id!r} is running; give each attempt its own id"
+            )
+        self._running[request.request_id] = False
+        try:
+            yield
         finally:
-            del self._running[request_id]
+            del self._running[request.request_id]
 
     async def abort(self, request_ids: set[str] | None) -> list[str]:
         """Aborts generations. Each ends with the tokens sampled so far.

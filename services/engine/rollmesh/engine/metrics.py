@@ -9,9 +9,11 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 GENERATIONS = Counter(
-    "rollmesh_engine_generations_total", "Generations that ended: stop, length, abort.", ["end"]
+    "rollmesh_engine_generations_total", "Requests that ended: stop, length, abort, score.", ["end"]
 )
-TOKENS = Counter("rollmesh_engine_tokens_total", "Tokens: prompt, cached, sampled.", ["kind"])
+TOKENS = Counter(
+    "rollmesh_engine_tokens_total", "Tokens: prompt, cached, sampled, scored.", ["kind"]
+)
 RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
 WAITING = Gauge("rollmesh_engine_waiting", "Requests waiting to be sampled.")
 POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Policy version of the current weights.")
@@ -36,6 +38,12 @@ def watch(backend: Backend) -> None:
     RUNNING.set_function(lambda: backend.load().running)
     WAITING.set_function(lambda: backend.load().waiting)
     POLICY_VERSION.set_function(lambda: backend.load().policy_version)
+
+
+def scored(positions: int) -> None:
+    """Counts a scored sequence."""
+    GENERATIONS.labels("score").inc()
+    TOKENS.labels("scored").inc(positions)
 
 
 def finished(finish: engine_pb2.GenerateFinish) -> None:

@@ -1,4 +1,4 @@
-"""Validates generation requests."""
+"""Validates requests to generate and to score."""
 
 import asyncio
 import json
@@ -6,12 +6,15 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
+
 from rollmesh.engine.backend import (
     GenerateInput,
     ModelLimits,
     Transfer,
 )
 from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.scores import NO_ID, ScoreInput
 from rollmesh.mesh.images import HeldBytes, Images, check_hashes, check_places
 from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
 from rollmesh.runtime.codec.images import ImageLimits
@@ -316,8 +319,7 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
         InvalidFieldError: Names the field and its fault.
     """
     request = streamed.generate
-    if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
-        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    _check_request_id(request.request_id)
     token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
     room = max(limits.max_context_tokens - len(token_ids), 1)
     sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
@@ -332,7 +334,7 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
         raise InvalidFieldError(
             "banned_token_ids", f"give at most {_MAX_BANNED} ids below {limits.vocabulary_tokens}"
         )
-    _check_prompt(token_ids, limits)
+    _check_tokens(token_ids, limits, room=1)
     if request.sampled_tokens >= len(token_ids):
         raise InvalidFieldError(
             "sampled_tokens",
@@ -341,26 +343,74 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
     return GenerateInput(request, token_ids, streamed.max_chunk_tokens, streamed.collect_ms)
 
 
-def _check_prompt(ids: TokenIds, limits: ModelLimits) -> None:
-    """Checks a prompt against the limits of the model.
+MAX_TOP_K = 256
+
+
+def read_score(request: engine_pb2.ScoreTokensRequest, limits: ModelLimits) -> ScoreInput:
+    """Returns the validated request.
+
+    Raises:
+        InvalidFieldError: Names the field and its fault.
+    """
+    _check_request_id(request.request_id)
+    token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
+    given = request.ids_u32le
+    fills = limits.scores_whole_context and not given
+    _check_tokens(token_ids, limits, room=0 if fills else 1)
+    start, most = max(request.start, 1), min(MAX_TOP_K, limits.vocabulary_tokens)
+    if start >= len(token_ids):
+        raise InvalidFieldError(
+            "start", f"is {start} of {len(token_ids)} ids; the last index is {len(token_ids) - 1}"
+        )
+    if request.top_k > most:
+        raise InvalidFieldError("top_k", f"is {request.top_k}; give at most {most}")
+    if not given:
+        return ScoreInput(request.request_id, token_ids, start, request.top_k)
+    if not limits.scores_given_ids:
+        raise InvalidFieldError(
+            "ids_u32le", "this engine cannot score given ids; give top_k, or ask another engine"
+        )
+    if request.top_k:
+        raise InvalidFieldError("top_k", "cannot be combined with ids_u32le; give 0")
+    ids = unpack_ids(given, "ids_u32le")
+    width, rest = divmod(len(ids), len(token_ids) - start)
+    if rest or width > MAX_TOP_K:
+        raise InvalidFieldError(
+            "ids_u32le",
+            f"has {len(ids)} ids; give {len(token_ids) - start} rows of at most {MAX_TOP_K}",
+        )
+    _check_vocabulary("ids_u32le", ids[ids != NO_ID], limits)
+    return ScoreInput(request.request_id, token_ids, start, 0, ids.reshape(-1, width))
+
+
+def _check_request_id(request_id: str) -> None:
+    if not 0 < len(request_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+
+
+def _check_tokens(ids: TokenIds, limits: ModelLimits, room: int) -> None:
+    """Checks a sequence against the limits of the model, which must hold `room` more ids.
 
     Raises:
         PromptEmptyError: It has no ids.
         TokenOutOfVocabularyError: It has an id outside of the vocabulary.
-        PromptTooLongError: It leaves no room for an answer.
+        PromptTooLongError: It leaves too little room.
     """
-    field = "token_ids_u32le"
     if not len(ids):
-        raise PromptEmptyError(field, "is empty; send at least one id")
-    largest = int(ids.max())
+        raise PromptEmptyError("token_ids_u32le", "is empty; send at least one id")
+    _check_vocabulary("token_ids_u32le", ids, limits)
+    if len(ids) + room > limits.max_context_tokens:
+        raise PromptTooLongError(
+            "token_ids_u32le",
+            f"has {len(ids)} ids; at most {limits.max_context_tokens - room} fit into the context",
+        )
+
+
+def _check_vocabulary(field: str, ids: TokenIds, limits: ModelLimits) -> None:
+    largest = int(np.max(ids, initial=0))
     if largest >= limits.vocabulary_tokens:
         raise TokenOutOfVocabularyError(
             field, f"has id {largest}; ids are below {limits.vocabulary_tokens}"
-        )
-    if len(ids) + 1 > limits.max_context_tokens:
-        raise PromptTooLongError(
-            field,
-            f"has {len(ids)} ids; the context holds {limits.max_context_tokens} with the answer",
         )
 
 

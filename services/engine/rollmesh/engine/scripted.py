@@ -12,8 +12,8 @@ continuous batching does.
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from numpy.typing import NDArray
 
 from rollmesh.engine.backend import (
     GenerateInput,
@@ -34,8 +35,9 @@ from rollmesh.engine.backend import (
     weight_files,
 )
 from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -76,12 +78,23 @@ class _Request:
 
     def _message(self, start: int, end: int, version: int) -> engine_pb2.TokenChunk:
         ids = self.reply[start:end]
-        logprobs = (-((ids % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
-        # The sampled id is the most likely one, followed by the next higher ids.
-        ranks = np.arange(self.top_logprobs, dtype=np.uint32)
-        top_ids = (ids[:, None] + ranks) % np.uint32(self.vocabulary)
-        below = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
-        return message(ids, logprobs, top_ids, logprobs[:, None] - below, version)
+        return message(ids, *_ranked(ids, self.top_logprobs, self.vocabulary), version)
+
+
+def _ranked(ids: TokenIds, count: int, vocabulary: int) -> tuple[Logprobs, TokenIds, Logprobs]:
+    """Returns the log-probabilities of ids [N], and the most likely ids at their positions.
+
+    An id that is there is the most likely one, followed by the next higher ids.
+    """
+    logprobs = -(ids % 97).astype(np.float32) / np.float32(50)
+    ranks = np.arange(count, dtype=np.uint32)
+    top_ids = (ids[:, None] + ranks) % np.uint32(vocabulary)
+    return logprobs, top_ids, _below(logprobs, ranks)
+
+
+def _below(logprobs: Logprobs, ranks: NDArray[np.integer[Any]]) -> Logprobs:
+    """Returns the log-probabilities of ids [N, K] by their ranks below the ids at the positions."""
+    return (logprobs[:, None] - ranks / 2).astype(np.float32)
 
 
 def _model_ids(config: EngineConfig) -> tuple[int, int]:
@@ -143,7 +156,10 @@ class ScriptedBackend:
         self._config = config
         context_tokens = config.max_context_tokens or _CONTEXT_TOKENS
         self._vocabulary, self._eos_id = _model_ids(config)
-        self.limits = ModelLimits(self._vocabulary, context_tokens, frozenset({self._eos_id}))
+        ends = frozenset({self._eos_id})
+        self.limits = ModelLimits(
+            self._vocabulary, context_tokens, ends, scores_given_ids=True, scores_whole_context=True
+        )
         self.numerics = numerics_of(self.name, config.logprobs)
         self.weight_transfer = config.weight_transfer
         self.died = asyncio.Event()
@@ -182,30 +198,57 @@ class ScriptedBackend:
     async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator ends the request."""
         state = self._new_request(request)
-        self._requests[request.generate.request_id] = state
         most = request.max_chunk_tokens or len(state.reply)
         passed, sent_ms = 0, 0
+        async with self._admitted(request.generate.request_id, state):
+            while not state.over:
+                await self._step(state, most)
+                now_ms = clock.monotonic_ms()
+                waits = passed and now_ms - sent_ms < request.collect_ms
+                if waits or state.over or not request.max_chunk_tokens:
+                    continue
+                for part in state.messages(passed, most):
+                    yield part
+                passed, sent_ms = state.sampled, now_ms
+            *parts, last = [*state.messages(passed, most)] or [aborted()]
+            for part in parts:
+                yield part
+            last.finish.CopyFrom(self._finish(state, request))
+            yield last
+
+    async def score(self, request: ScoreInput) -> Scores | None:
+        """Returns the scores of a sequence after one step of the clock. None if it was aborted."""
+        state = _Request(request.token_ids[-1:], 0, self._vocabulary)
+        async with self._admitted(request.request_id, state):
+            while not state.over:
+                await self._step(state, 1)
+        if state.aborted:
+            return None
+        ids, given = request.token_ids[request.start :], request.ids
+        logprobs, top_ids, top_logprobs = _ranked(ids, request.top_k, self._vocabulary)
+        if given is not None:
+            ranks = (given.astype(np.int64) - ids[:, None]) % self._vocabulary
+            top_logprobs = np.where(given == NO_ID, -np.inf, _below(logprobs, ranks))
+        return Scores(logprobs, top_ids, top_logprobs, state.spans[-1].policy_version)
+
+    @asynccontextmanager
+    async def _admitted(self, request_id: str, state: _Request) -> AsyncIterator[None]:
+        """Holds a slot for a request, once pauses let it in."""
+        self._requests[request_id] = state
         try:
             while not self._open.is_set() and not state.aborted:
                 await self._open.wait()
-            with self._counted():
+            self._inside += 1  # a pause waits for it
+            self._idle.clear()
+            try:
                 async with self._slots:
-                    while not state.over:
-                        await self._step(state, most)
-                        now_ms = clock.monotonic_ms()
-                        waits = passed and now_ms - sent_ms < request.collect_ms
-                        if waits or state.over or not request.max_chunk_tokens:
-                            continue
-                        for part in state.messages(passed, most):
-                            yield part
-                        passed, sent_ms = state.sampled, now_ms
-                    *parts, last = [*state.messages(passed, most)] or [aborted()]
-                    for part in parts:
-                        yield part
-                    last.finish.CopyFrom(self._finish(state, request))
-                    yield last
+                    yield
+            finally:
+                self._inside -= 1
+                if not self._inside:
+                    self._idle.set()
         finally:
-            del self._requests[request.generate.request_id]
+            del self._requests[request_id]
 
     async def _step(self, state: _Request, most: int) -> None:
         """Waits for the next step of the clock, and samples unless a pause came first."""
@@ -290,18 +333,6 @@ class ScriptedBackend:
             running,
             len(self._requests) - running,
         )
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts a request that a pause waits for."""
-        self._inside += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._idle.set()
 
     def _new_request(self, request: GenerateInput) -> _Request:
         generate, sampling = request.generate, request.generate.sampling

@@ -34,9 +34,12 @@ class EngineService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Returns whether weights can be received through a transfer backend."""
-        found = {server_pb2.CAPABILITY_WEIGHT_TRANSFER} if self._backend.weight_transfer else set()
-        return frozenset(found)
+        """Returns what the backend can do. Of given ids it knows once it has started."""
+        found = {
+            server_pb2.CAPABILITY_WEIGHT_TRANSFER: bool(self._backend.weight_transfer),
+            server_pb2.CAPABILITY_SCORE_GIVEN_IDS: self._backend.limits.scores_given_ids,
+        }
+        return frozenset(capability for capability, has in found.items() if has)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

@@ -56,6 +56,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.GenerationsResponse]:
         return GenerationStream(self.generations).serve(request_iterator)
 
+    def ScoreTokens(
+        self, request: engine_pb2.ScoreTokensRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.ScoreTokensResponse]:
+        return self.generations.score(request)
+
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
     ) -> engine_pb2.GetInfoResponse:

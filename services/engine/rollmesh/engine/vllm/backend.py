@@ -9,19 +9,19 @@ import os
 import tempfile
 import threading
 from argparse import SUPPRESS, ArgumentError
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from vllm import (  # pyright: ignore[reportAttributeAccessIssue]
-    SamplingParams,
-    __version__ as vllm_release,
-    envs as vllm_envs,
+from vllm import (
+    SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
+    __version__ as vllm_release,  # pyright: ignore[reportAttributeAccessIssue]
+    envs as vllm_envs,  # pyright: ignore[reportAttributeAccessIssue]
 )
 from vllm.config import WeightTransferConfig
 from vllm.config.logging import LoggingConfig
@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -45,8 +46,15 @@ from rollmesh.engine.backend import (
     numerics_of,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests import read_generate
-from rollmesh.engine.vllm.chunks import Heartbeat, RunningRequest, messages
+from rollmesh.engine.requests import MAX_TOP_K, read_generate
+from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
+from rollmesh.engine.vllm.chunks import (
+    Heartbeat,
+    RunningRequest,
+    keep_tensors,
+    messages,
+    scores_of,
+)
 from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, written
 from rollmesh.engine.vllm.grammars import Grammars
 from rollmesh.engine.vllm.images import ImagePrompts, takes_images
@@ -89,6 +97,8 @@ _OWNED = {
     "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
     "mm_processor_cache_gb": "the setting image_cache_bytes",
     "logprobs_mode": "the setting logprobs",
+    "max_logprobs": "nothing: a scored position has at most 256 ids",
+    "kv_sharing_fast_prefill": "nothing: it makes the log-probabilities of scored ids wrong",
 }
 """Options that the engine sets itself, and their replacements."""
 _SIMILAR = 3
@@ -203,6 +213,29 @@ def sampling_params(
         ),
         stream_interval=RunningRequest.interval if request.collect_ms else 1,
     )
+
+
+def score_params(request: ScoreInput, *, samples_last: bool) -> SamplingParams:
+    """Returns vLLM's parameters to score a sequence.
+
+    Such a request fills the prefix cache and does not read it, because positions that are not
+    computed have no log-probabilities (vLLM 0.32).
+
+    Args:
+        request: The request.
+        samples_last: Whether the prompt lacks the last id, which is the only one to be sampled.
+    """
+    own: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    if request.ids is not None:
+        given = np.where(request.ids == NO_ID, -1, request.ids.astype(np.int64))
+        ids = np.column_stack((request.token_ids[request.start :], given))
+        own |= {"prompt_logprob_token_ids": ids, "prompt_logprob_start": request.start - 1}
+    else:
+        own |= {"prompt_logprobs": request.top_k, "flat_logprobs": True}
+    if samples_last:
+        last = int(request.token_ids[-1])
+        own |= {"logprobs": request.top_k, "allowed_token_ids": [last]}
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **own)
 
 
 # Finds out why vLLM could not start: the first exception that any of its processes logs.
@@ -364,6 +397,7 @@ def _arguments(
         "logprobs_mode": _LOGPROBS_MODES[config.logprobs],
         "max_num_seqs": config.lease_capacity,
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_logprobs": 1 + MAX_TOP_K,
         "disable_log_stats": True,  # vLLM logs no statistics. Its metrics go to Prometheus
         "worker_extension_cls": "rollmesh.engine.vllm.worker_extension.WeightReceiver",
         "weight_transfer_config": (
@@ -404,6 +438,8 @@ _FINISHES = {
     "abort": sampling_pb2.FINISH_REASON_ABORT,
 }
 _HEALTH_CHECK_S = 0.5
+_READS_PROMPT = "_update_prompt_logprobs"  # vLLM 0.32
+setattr(LogprobsProcessor, _READS_PROMPT, keep_tensors)
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
 
 
@@ -453,6 +489,9 @@ class VllmBackend:
             model.get_vocab_size(),
             model.max_model_len,
             frozenset(eos if isinstance(eos, list) else [eos]),
+            scores_given_ids=self._llm.vllm_config.use_v2_model_runner,
+            # The mask of the last id is part of sampled log-probabilities.
+            scores_whole_context=self._config.logprobs == "raw",
         )
         attention = _first(await self._on_workers("attention_backends"))
         self.numerics = _numerics(self._llm.vllm_config, attention, self._config.logprobs)
@@ -494,20 +533,13 @@ class VllmBackend:
         await self._llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
-        """Yields messages, the last with the finish. Closing the iterator aborts the request.
-
-        Raises:
-            InvalidConstraintError: The constraint cannot be enforced.
-            InvalidFieldError: The model's processor makes other ids of an image, or none.
-            EngineDeadError: vLLM's process died.
-        """
+        """Yields messages, the last with the finish. Closing the iterator aborts the request."""
         generate = request.generate
         request_id = generate.request_id
-        self._running[request_id] = False
         running = RunningRequest(self._llm.output_processor, request_id, request.collect_ms)
         unread: list[Any] = []
         passed = 0
-        try:
+        with self._counted(request_id, lambda: _failure(request)), closing(running):
             tag = await self._structural_tag(generate)
             prompt = await self._images.prompt(request)
             if self._running[request_id]:  # vLLM does not know of it yet
@@ -541,13 +573,35 @@ class VllmBackend:
                         parts[-1].finish.CopyFrom(finish)
                     for part in parts:
                         yield part
+
+    async def score(self, request: ScoreInput) -> Scores | None:
+        """Returns the scores of a sequence. None if it was aborted."""
+        self._images.check_rest((), request.token_ids)
+        samples_last = len(request.token_ids) == self.limits.max_context_tokens
+        ids = request.token_ids[:-1] if samples_last else request.token_ids
+        prompt = {"prompt_token_ids": ids.tolist()}
+        params = score_params(request, samples_last=samples_last)
+        with self._counted(request.request_id, _unexpected):
+            async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
+                async for output in outputs:  # one, at the end
+                    reason = output.outputs[0].finish_reason
+                    if reason == "error":
+                        raise _unexpected()
+                    return None if reason == "abort" else scores_of(output, request)
+        raise EngineDeadError("vLLM ended a request without an output")
+
+    @contextmanager
+    def _counted(self, request_id: str, refused: Callable[[], RollmeshError]) -> Iterator[None]:
+        """Counts a request while it runs. `refused` returns its error if vLLM does not take it."""
+        self._running[request_id] = False
+        try:
+            yield
         except VLLMValidationError as error:
-            raise _failure(request) from error
+            raise refused() from error
         except VllmEngineDeadError as error:
             self.died.set()
             raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
         finally:
-            running.end()
             del self._running[request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -567,32 +621,18 @@ class VllmBackend:
         self._held = False
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer. VLLM samples nothing while it waits.
-
-        Raises:
-            WeightTransferError: Joining the trainer failed.
-            EngineDeadError: The trainer took too long.
-        """
+        """Joins the trainer. VLLM samples nothing while it waits."""
         with self._occupied():
             if problem := _first(await self._transfer_call("init_transfer", init_info)):
                 raise WeightTransferError(problem)
 
     async def check_weights(self, source: Path | Transfer) -> None:
-        """Asks the workers whether they can load the weights.
-
-        Raises:
-            InvalidWeightsError: The weights do not fit the model.
-        """
+        """Asks the workers whether they can load the weights."""
         with self._occupied():
             await self._check(source)
 
     async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
-        """Loads weights that were checked.
-
-        Raises:
-            WeightTransferError: The transfer failed before anything was loaded.
-            EngineDeadError: The weights were loaded only in part, or a transfer took too long.
-        """
+        """Loads weights that were checked."""
         started = clock.monotonic_ms()
         try:
             await self._load(source)
@@ -657,11 +697,7 @@ class VllmBackend:
         return [answer for answers in ranks for answer in answers]
 
     def check_sleep(self) -> None:
-        """Checks that vLLM was started with its sleep mode.
-
-        Raises:
-            InvalidFieldError: It was not.
-        """
+        """Checks that vLLM was started with its sleep mode."""
         if not (current_platform.is_cpu() or self._llm.vllm_config.model_config.enable_sleep_mode):
             raise InvalidFieldError(
                 "level", "the engine cannot sleep; start it with enable_sleep_mode in [engine.vllm]"
@@ -749,10 +785,14 @@ def _numerics(config: Any, attention: str, logprobs: str) -> sampling_pb2.Numeri
 def _failure(request: GenerateInput) -> RollmeshError:
     """Returns the error for a request that vLLM gave up on."""
     if not request.generate.HasField("constraint"):
-        return RollmeshError("vLLM ended the request with an error; see its log")
+        return _unexpected()
     return InvalidConstraintError(
         "constraint.structural_tag_json", "vLLM could not compile or follow it; see its log"
     )
+
+
+def _unexpected() -> RollmeshError:
+    return RollmeshError("vLLM ended the request with an error; see its log")
 
 
 def _check_prompt(output: Any, request: GenerateInput) -> None:

@@ -6,9 +6,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.engine.backend import GenerateInput, message
+from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import clock
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 
 _PATIENT = 2**31
@@ -65,7 +68,7 @@ class RunningRequest:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._collect_s, self._hurry)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the collection."""
         if self._timer is not None:
             self._timer.cancel()
@@ -126,6 +129,44 @@ def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
         ids += row_ids
         logprobs += row_logprobs
     return ids, logprobs
+
+
+def keep_tensors(processor: Any, found: Any) -> None:
+    """Keeps prompt log-probabilities as the tensors that came from the scheduler's process.
+
+    It replaces `LogprobsProcessor._update_prompt_logprobs` of vLLM, which makes Python lists of
+    them row by row: 0.8 s without a token on any stream for 32,768 ids with 20 ids each.
+    """
+    processor.prompt_logprobs = found
+
+
+def scores_of(output: Any, request: ScoreInput) -> Scores:
+    """Returns the scores of a finished request.
+
+    Raises:
+        RollmeshError: The output lacks positions, or does not say which weights made it.
+    """
+    (completion,), width = output.outputs, request.width
+    count = len(request.token_ids) - request.start
+    if request.ids is not None:
+        ids = np.empty((count, 1), np.uint32)
+        logprobs = np.asarray(output.prompt_token_id_logprobs, np.float32)
+    else:
+        found = output.prompt_logprobs
+        last = completion.logprobs
+        last_ids, last_logprobs = _rows(last, 1, width) if last else ((), ())
+        is_flat = hasattr(found, "token_ids")  # nothing came, or not by way of `keep_tensors`
+        prompt_ids, prompt_logprobs = (found.token_ids, found.logprobs) if is_flat else found[:2]
+        ids = _joined((prompt_ids, last_ids), width, np.uint32)[-count:]
+        logprobs = _joined((prompt_logprobs, last_logprobs), width, np.float32)[-count:]
+    if logprobs.shape != (count, width) or not completion.weight_versions:
+        raise RollmeshError("vLLM does not say all of what was scored, or by which weights")
+    version = int(completion.weight_versions[-1].version)
+    return Scores(logprobs[:, 0], ids[:, 1:], logprobs[:, 1:], version)
+
+
+def _joined(parts: Sequence[Any], width: int, dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.asarray(part, dtype).reshape(-1, width) for part in parts])
 
 
 # Notices a model that has stopped stepping although its process lives.

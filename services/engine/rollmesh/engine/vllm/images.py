@@ -92,7 +92,7 @@ class ImagePrompts:
             )
             _check_run(image, token_ids, processed, f"images[{at}]")
             made.append(processed)
-        self._check_rest(images, token_ids)
+        self.check_rest(images, token_ids)
         return mm_input(
             prompt_token_ids=ids,
             mm_kwargs=MultiModalKwargsItems({"image": [one.item for one in made]}),
@@ -125,8 +125,8 @@ class ImagePrompts:
         self._processed.add(sha256, made, made.size)
         return made
 
-    def _check_rest(self, images: Images, token_ids: TokenIds) -> None:
-        """Checks that no other id of the prompt stands for an image.
+    def check_rest(self, images: Images, token_ids: TokenIds) -> None:
+        """Checks that no id stands for an image, other than those of `images`.
 
         Raises:
             InvalidFieldError: One does. Trainers cannot tell such an id from ids of images.
