@@ -24,6 +24,7 @@ from rollmesh.client.rollouts import (
     rollout_groups,
 )
 from rollmesh.client.runners import AgentRunner, register_runner
+from rollmesh.client.scores import ScoreOptions, Scores
 from rollmesh.client.sessions import (
     Delivery,
     Rewards,
@@ -52,6 +53,8 @@ __all__ = [
     "RolloutSettings",
     "RolloutSummary",
     "SampleOutcome",
+    "ScoreOptions",
+    "Scores",
     "Session",
     "SessionResult",
     "SubscribeOptions",

@@ -28,7 +28,13 @@ from rollmesh.runtime.errors import (
     StoreInDoubtError,
     TooManySessionsError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, request_metadata, stub_of, typed_errors
+from rollmesh.runtime.rpc.channels import (
+    SHORT_KEEPALIVE_MS,
+    open_channel,
+    request_metadata,
+    stub_of,
+    typed_errors,
+)
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
 CALL_S = 60.0
@@ -238,5 +244,7 @@ class Connections:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address, identity=self._identity)
+            self._channels[address] = open_channel(
+                address, SHORT_KEEPALIVE_MS, identity=self._identity
+            )
         return self._channels[address]

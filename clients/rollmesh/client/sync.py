@@ -336,6 +336,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     check_temperature = _waiting(AsyncClient.check_temperature)
     forget_weights = _waiting(AsyncClient.forget_weights)
     replicas = _waiting(AsyncClient.replicas)
+    score = _waiting(AsyncClient.score)
 
     pause_engines = _waiting(AsyncClient.pause_engines)
     resume_engines = _waiting(AsyncClient.resume_engines)

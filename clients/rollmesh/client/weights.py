@@ -160,8 +160,10 @@ def _json(value: Any, field: str) -> str:
         raise InvalidFieldError(field, f"cannot be serialised as JSON: {error}") from error
 
 
-def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
-    """Returns the weights of a model. An empty name selects the only model.
+def weights_of(
+    response: router_pb2.ListReplicasResponse, model: str, field: str = "model"
+) -> router_pb2.ModelWeights:
+    """Returns the weights of a model, which `field` names. An empty name selects the only model.
 
     Raises:
         InvalidFieldError: The mesh has no such model, or several and no name was given.
@@ -169,7 +171,7 @@ def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_
     found = [one for one in response.models if model in {"", one.model}]
     if len(found) != 1:
         names = ", ".join(one.model for one in response.models) or "none"
-        raise InvalidFieldError("model", f"is {model!r}; name one of the mesh's ({names})")
+        raise InvalidFieldError(field, f"is {model!r}; name one of the mesh's ({names})")
     return found[0]
 
 
