@@ -24,7 +24,7 @@ from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.docs.test_first_agent import PROGRAM as FIRST_AGENT
-from tests.meshes import Mesh
+from tests.meshes import Mesh, delivered
 from tests.models import make_tokenizer_dir
 from tests.ray.test_joining import SNIPPET as ON_RAY
 from tests.trainers.test_transfer_queue import SNIPPET as WITH_A_QUEUE
@@ -135,6 +135,17 @@ async def trainer_loop(block: Block, mesh: Mesh) -> None:
     assert len(names["advantages"]) == GROUP  # type: ignore[arg-type]
 
 
+async def teacher(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            session.reward = await agent("a", session)
+        deliveries = [await delivered(client, session)]
+    names = {"addresses": mesh.addresses, "deliveries": deliveries, "teacher": "policy"}
+    await run(block, names)
+    # The scripted model scores its own answers as it sampled them.
+    assert names["reverse_kl"] == 0
+
+
 async def verl_runner(block: Block, folder: Path) -> None:
     names: dict[str, Any] = {"AsyncOpenAI": AsyncOpenAI}
     await run(block, names)
@@ -204,13 +215,14 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/getting-started.md python 1": first_session,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,
+    "docs/trainers.md python 2": teacher,
 }
 ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/chat.md python 1": chat,
     "docs/operations.md python 1": scorer,
-    "docs/trainers.md python 2": verl_runner,
-    "docs/trainers.md python 4": trl_trainer,
-    "docs/trainers.md python 5": nccl,
+    "docs/trainers.md python 3": verl_runner,
+    "docs/trainers.md python 5": trl_trainer,
+    "docs/trainers.md python 6": nccl,
 }
 
 

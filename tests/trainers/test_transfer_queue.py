@@ -10,7 +10,7 @@ from tests.docs.pages import blocks
 from tests.trainers.processes import run_script
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
-SNIPPET = "docs/trainers.md python 3"
+SNIPPET = "docs/trainers.md python 4"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
