@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 Control: TypeAlias = engine_pb2.ControlEnginesRequest
 KEEP, ABORT, WAIT = (
@@ -22,6 +22,11 @@ def pause(mode: engine_pb2.PauseMode.ValueType = KEEP, **given: Any) -> Control:
 
 def sleep(level: int | None = None, **given: Any) -> Control:
     return Control(sleep=Control.Sleep(level=level), **given)
+
+
+def unload_adapter(name: str, version: int = 0, **given: Any) -> Control:
+    adapter = sampling_pb2.AdapterRef(name=name, version=version)
+    return Control(unload_adapter=Control.UnloadAdapter(adapter=adapter), **given)
 
 
 def abort(*request_ids: str, **given: Any) -> Control:

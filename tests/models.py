@@ -1,7 +1,7 @@
 """Small models made on the spot: a tokenizer with a ChatML template, and random weights."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,4 +135,39 @@ def torch_logprobs(path: Path, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
     with torch.no_grad():
         logits = load_network(path)(torch.tensor(np.array(ids, np.int64))[None]).logits[0]
     found: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), -1).numpy()
+    return found
+
+
+def make_adapter(
+    path: Path, seed: int, config: Mapping[str, Any], spread: float = 0.15
+) -> dict[str, Any]:
+    """Returns random matrices of a LoRA adapter for a model, by the names that PEFT gives them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Any] = {}
+    for name, module in load_network(path).named_modules():
+        if name.rpartition(".")[2] in config["target_modules"]:
+            outputs, inputs = module.weight.shape
+            for matrix, shape in (("A", (config["r"], inputs)), ("B", (outputs, config["r"]))):
+                values = torch.randn(shape, generator=generator) * spread
+                tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = values
+    return tensors
+
+
+def merged_logprobs(
+    path: Path, ids: npt.ArrayLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> npt.NDArray[np.float64]:
+    """As `torch_logprobs`, of the weights W + alpha/r * B A, computed in float64."""
+    import torch
+
+    network = load_network(path).double()
+    with torch.no_grad():
+        for name, module in network.named_modules():
+            prefix = f"base_model.model.{name}.lora_"
+            if f"{prefix}A.weight" in tensors:
+                a, b = (tensors[f"{prefix}{one}.weight"].double() for one in "AB")
+                module.weight += config["lora_alpha"] / config["r"] * (b @ a)
+        logits = network(torch.tensor(np.array(ids, np.int64))[None]).logits[0]
+    found: npt.NDArray[np.float64] = torch.log_softmax(logits, -1).numpy()
     return found

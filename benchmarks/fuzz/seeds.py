@@ -85,10 +85,23 @@ def _engine(model: str) -> dict[str, Sequence[Message]]:
             engine_pb2.UpdateWeightsRequest(header=header),
             engine_pb2.UpdateWeightsRequest(safetensors_chunk=b"\0" * 4),
         ],
+        "LoadAdapter": [
+            engine_pb2.LoadAdapterRequest(header=_adapter(model)),
+            engine_pb2.LoadAdapterRequest(safetensors_chunk=b"\0" * 8),
+        ],
         "ControlEngines": [
             control(model=model, init_weight_transfer=control.InitWeightTransfer(backend="nccl"))
         ],
     }
+
+
+def _adapter(model: str) -> engine_pb2.AdapterHeader:
+    return engine_pb2.AdapterHeader(
+        model=model,
+        adapter=sampling_pb2.AdapterRef(name="fuzz", version=1),
+        config_json='{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}',
+        safetensors_bytes=8,
+    )
 
 
 def _router(model: str) -> dict[str, Sequence[Message]]:
@@ -118,6 +131,10 @@ def _router(model: str) -> dict[str, Sequence[Message]]:
         "PushWeights": [
             router_pb2.PushWeightsRequest(header=header),
             router_pb2.PushWeightsRequest(safetensors_chunk=b"\0" * 4),
+        ],
+        "PushAdapter": [
+            router_pb2.PushAdapterRequest(header=_adapter(model)),
+            router_pb2.PushAdapterRequest(safetensors_chunk=b"\0" * 8),
         ],
         "PlaceSession": [router_pb2.PlaceSessionRequest(model=model)],
     }

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self) -> None:
         self.header = router_pb2.PushWeightsHeader()
+        self.adapter = engine_pb2.AdapterHeader()
+        self.unloaded = engine_pb2.ControlEnginesRequest.UnloadAdapter()
         self.chunks: list[bytes] = []
         self.init = engine_pb2.ControlEnginesRequest.InitWeightTransfer()
         self.results = [engine_pb2.EngineResult(engine_id="e1")]
@@ -45,7 +48,7 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
     async def ControlEngines(
         self, request: engine_pb2.ControlEnginesRequest, context: Context
     ) -> engine_pb2.ControlEnginesResponse:
-        self.init = request.init_weight_transfer
+        self.init, self.unloaded = request.init_weight_transfer, request.unload_adapter
         return engine_pb2.ControlEnginesResponse(results=self.results)
 
     async def PushWeights(
@@ -65,6 +68,18 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.PushWeightsResponse(
             policy_version=self.header.policy_version, results=self.results
         )
+
+    async def PushAdapter(
+        self,
+        request_iterator: AsyncIterator[router_pb2.PushAdapterRequest],
+        context: Context,
+    ) -> router_pb2.PushAdapterResponse:
+        async for request in request_iterator:
+            if request.HasField("header"):
+                self.adapter = request.header
+            else:
+                self.chunks.append(request.safetensors_chunk)
+        return router_pb2.PushAdapterResponse(results=self.results)
 
 
 def push_router() -> PushRouter:
@@ -237,3 +252,50 @@ async def test_what_cannot_be_pushed_is_named(tensors: Any, options: Any) -> Non
 def test_the_sdk_does_not_import_torch() -> None:
     code = "import sys, rollmesh.client, rollmesh.client.sync; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Kind(StrEnum):
+    """As PEFT's own types are."""
+
+    LORA = "LORA"
+
+
+async def test_an_adapter_arrives_from_tensors_and_from_a_folder(tmp_path: Path) -> None:
+    tensors = {"base_model.model.q_proj.lora_A.weight": np.ones((2, 300_000), np.float32)}
+    config = {"peft_type": Kind.LORA, "r": 2, "target_modules": {"v_proj", "q_proj"}}
+    plain = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"]}
+    router = push_router()
+    async with pushing(router) as client:
+        await client.push_adapter(tensors, "math", 3, config, model="m")
+        sent = b"".join(router.chunks)
+        assert max(map(len, router.chunks)) <= CHUNK_BYTES
+        header = router.adapter
+        assert (header.adapter.name, header.adapter.version, header.model) == ("math", 3, "m")
+        assert json.loads(header.config_json) == plain
+        assert header.safetensors_bytes == len(sent)
+        (tmp_path / "adapter_model.safetensors").write_bytes(sent)
+        (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
+        router.chunks.clear()
+        results = await client.push_adapter(tmp_path, "math", 4)
+        assert b"".join(router.chunks) == sent
+        assert json.loads(router.adapter.config_json) == plain
+        assert [one.engine_id for one in results] == ["e1"]
+        await client.unload_adapter("math", 3)
+        assert router.unloaded.adapter == header.adapter
+
+
+async def test_an_adapter_that_cannot_be_sent_is_refused_by_its_argument(tmp_path: Path) -> None:
+    router = push_router()
+    failed = to_status(InvalidWeightsError("q_proj", "does not fit"))
+    async with pushing(router) as client:
+        for wrong, field in ((tmp_path, "adapter"), ("folder", "adapter"), ({}, "weights")):
+            with pytest.raises(InvalidFieldError) as caught:
+                await client.push_adapter(wrong, "math", 1)  # type: ignore[arg-type]
+            assert caught.value.field == field
+        with pytest.raises(InvalidFieldError, match="version"):
+            await client.push_adapter({"w": np.ones(1)}, "math", "1")  # type: ignore[arg-type]
+        router.results = [engine_pb2.EngineResult(engine_id="e1", status=failed)]
+        with pytest.raises(WeightsPushError):
+            await client.push_adapter({"w": np.ones(1)}, "math", 1, {})
+        results = await client.push_adapter({"w": np.ones(1)}, "math", 1, {}, allow_partial=True)
+        assert [reason_of(one) for one in results] == ["INVALID_WEIGHTS"]

@@ -5,16 +5,16 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_260, 48),
-    "services/runtime/rollmesh/mesh": (3_404, 8),
+    "services/runtime/rollmesh/runtime": (7_319, 48),
+    "services/runtime/rollmesh/mesh": (3_448, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_867, 22),
-    "services/engine/rollmesh/engine": (4_448, 20),
-    "services/router/rollmesh/router": (3_642, 15),
+    "services/engine/rollmesh/engine": (5_004, 22),
+    "services/router/rollmesh/router": (4_177, 17),
     "services/collector/rollmesh/collector": (4_821, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_864, 14),
-    "clients/rollmesh/client": (4_758, 16),
+    "clients/rollmesh/client": (4_872, 16),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_182, 12),
     "clients/rollmesh/launch": (539, 4),

@@ -1,7 +1,8 @@
 """A stub of an engine in a process of its own, and what a generation gives."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,21 @@ from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_error
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests import models
+from tests.controls import unload_adapter
 from tests.processes import ServiceProcess
 from tests.waiting import until
 
 PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
 KEEP = engine_pb2.PAUSE_MODE_KEEP
+CONFIG = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "bias": "none",
+    "task_type": "CAUSAL_LM",
+}
+"""The config of an adapter, as PEFT writes it."""
 LONG = 1900
 """So many tokens that what happens meanwhile happens in the middle, on any machine."""
 
@@ -172,6 +183,42 @@ class Engine:
 
         with typed_errors():
             return await self.stub.UpdateWeights(parts(), timeout=120)
+
+    async def load_adapter(
+        self,
+        name: str,
+        version: int,
+        data: bytes,
+        config: Mapping[str, Any] = CONFIG,
+        **header: Any,
+    ) -> list[tuple[str, int]]:
+        """Loads an adapter revision. Returns the revisions that the engine holds then."""
+        given: dict[str, Any] = {
+            "adapter": sampling_pb2.AdapterRef(name=name, version=version),
+            "config_json": json.dumps(config),
+            "safetensors_bytes": len(data),
+            **header,
+        }
+
+        async def parts() -> AsyncIterator[engine_pb2.LoadAdapterRequest]:
+            yield engine_pb2.LoadAdapterRequest(header=engine_pb2.AdapterHeader(**given))
+            for at in range(0, len(data), 65_536):
+                yield engine_pb2.LoadAdapterRequest(safetensors_chunk=data[at : at + 65_536])
+
+        with typed_errors():
+            response = await self.stub.LoadAdapter(parts(), timeout=120)
+        return revisions(response.adapters)
+
+    async def unload_adapter(self, name: str, version: int = 0) -> list[tuple[str, int]]:
+        """Unloads an adapter revision, or all of a name. Returns the revisions that are left."""
+        with typed_errors():
+            await self.stub.ControlEngines(unload_adapter(name, version))
+        return revisions((await self.info()).adapters)
+
+
+def revisions(loaded: Iterable[engine_pb2.LoadedAdapter]) -> list[tuple[str, int]]:
+    """Names and versions of loaded adapters."""
+    return [(one.adapter.name, one.adapter.version) for one in loaded]
 
 
 def _table(values: np.ndarray, rows: int) -> np.ndarray:

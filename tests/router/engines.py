@@ -16,7 +16,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.statuses import from_status, to_status
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, sampling_pb2
 
 Answers: TypeAlias = AsyncIterator[engine_pb2.TokenChunk]
 
@@ -35,6 +35,8 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         self.load = router_pb2.ReplicaLoad()
         self.taken: list[tuple[int, bytes]] = []
         """Versions and files of the updates that it took, oldest first."""
+        self.files: dict[tuple[str, int], bytes] = {}
+        """The file of each adapter revision that it took last."""
         self.calls = 0
         """Updates that were begun."""
         self.changed = asyncio.Event()
@@ -81,6 +83,9 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
             case "abort" | "pause" | "init_weight_transfer":
                 await self._controlled(action, request)
                 return engine_pb2.ControlEnginesResponse(results=[engine_pb2.EngineResult()])
+            case "unload_adapter":
+                self._drop(request.unload_adapter.adapter)
+                return engine_pb2.ControlEnginesResponse(results=[engine_pb2.EngineResult()])
         raise InvalidFieldError("action", f"{action} is unknown")
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
@@ -113,6 +118,45 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         self.load.push_id = header.push_id
         self.changed.set()
         return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
+
+    async def LoadAdapter(self, request_iterator: Any, context: Any) -> Any:
+        header, data = None, b""
+        async for request in request_iterator:
+            if request.HasField("header"):
+                header = request.header
+            data += request.safetensors_chunk
+        assert header is not None
+        await self.hangs.wait()
+        if self.refuses:
+            raise InvalidWeightsError("q_proj.lora_A", "does not fit")
+        for one in (*header.replaces, header.adapter):
+            self._drop(one)
+        self.load.adapters.add(adapter=header.adapter, push_id=header.push_id)
+        self.files[header.adapter.name, header.adapter.version] = data
+        self.changed.set()
+        return engine_pb2.LoadAdapterResponse(adapters=self.load.adapters)
+
+    def _drop(self, adapter: sampling_pb2.AdapterRef) -> None:
+        left = [
+            one
+            for one in self.load.adapters
+            if one.adapter.name != adapter.name or adapter.version not in {0, one.adapter.version}
+        ]
+        del self.load.adapters[:]
+        self.load.adapters.extend(left)
+        self.changed.set()
+
+    @property
+    def adapters(self) -> list[tuple[str, int]]:
+        """The adapter revisions that it holds."""
+        return sorted((one.adapter.name, one.adapter.version) for one in self.load.adapters)
+
+    async def until_holding(self, *adapters: tuple[str, int]) -> None:
+        """Waits until it holds these adapter revisions and no others."""
+        async with asyncio.timeout(120):
+            while self.adapters != sorted(adapters):
+                self.changed.clear()
+                await self.changed.wait()
 
     async def until_registered(self) -> None:
         """Waits until the router knows it."""

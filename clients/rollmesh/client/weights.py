@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -116,6 +116,7 @@ def _data(tensor: Any) -> memoryview:
 
 
 _TIMEOUT_S = 600.0
+_Request = TypeVar("_Request", router_pb2.PushWeightsRequest, router_pb2.PushAdapterRequest)
 
 
 class WeightsPushError(EngineControlError):
@@ -138,13 +139,19 @@ class Transfer:
 
 
 async def _requests(
-    header: router_pb2.PushWeightsHeader, chunks: Iterator[bytes]
-) -> AsyncIterator[router_pb2.PushWeightsRequest]:
+    kind: type[_Request], header: Any, chunks: Iterator[bytes]
+) -> AsyncIterator[_Request]:
     """Yields the header, then the file, of which only a chunk is in memory at a time."""
-    yield router_pb2.PushWeightsRequest(header=header)
+    yield kind(header=header)
     # Copying from an accelerator takes time: a thread does it, not the event loop.
     while chunk := await asyncio.to_thread(next, chunks, b""):
-        yield router_pb2.PushWeightsRequest(safetensors_chunk=chunk)
+        yield kind(safetensors_chunk=chunk)
+
+
+def _chunks_of(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            yield chunk
 
 
 def _checked(results: list[engine_pb2.EngineResult]) -> list[engine_pb2.EngineResult]:
@@ -158,6 +165,28 @@ def _json(value: Any, field: str) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise InvalidFieldError(field, f"cannot be serialised as JSON: {error}") from error
+
+
+def _saved(folder: Path, file: Path) -> tuple[int, str]:
+    """Returns the size of an adapter's file and the text of its config.
+
+    Raises:
+        InvalidFieldError: The folder has no adapter.
+    """
+    try:
+        return file.stat().st_size, (folder / "adapter_config.json").read_text()
+    except OSError as error:
+        raise InvalidFieldError(
+            "adapter", f"{error}; give a folder that PEFT's save_pretrained wrote"
+        ) from error
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config without Python's own types: PEFT has sets and enums in it."""
+    return {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for key, value in config.items()
+    }
 
 
 def weights_of(
@@ -234,7 +263,8 @@ class WeightCalls(Connections):
             router: "router_pb2_grpc.RouterServiceAsyncStub",
         ) -> router_pb2.PushWeightsResponse:
             chunks = file_of(weights)[1] if isinstance(weights, Mapping) else iter(())
-            return await router.PushWeights(_requests(header, chunks), timeout=_TIMEOUT_S)
+            requests = _requests(router_pb2.PushWeightsRequest, header, chunks)
+            return await router.PushWeights(requests, timeout=_TIMEOUT_S)
 
         if isinstance(weights, Transfer):  # the trainer sends it once, by other means
             with typed_errors():
@@ -243,6 +273,90 @@ class WeightCalls(Connections):
             response = await self._routers.repeat(push)
         results = list(response.results)
         return results if allow_partial else _checked(results)
+
+    async def push_adapter(
+        self,
+        adapter: Mapping[str, Any] | Path,
+        name: str,
+        version: int,
+        config: Mapping[str, Any] | None = None,
+        *,
+        allow_partial: bool = False,
+        model: str = "",
+    ) -> list[engine_pb2.EngineResult]:
+        """Pushes a revision of a LoRA adapter to all engines of a model that take adapters.
+
+        Running generations go on. If the router dies in the middle, the push is repeated as that of
+        weights.
+
+        Args:
+            adapter: A folder that PEFT's `save_pretrained` wrote. Or torch tensors or NumPy arrays
+                by the names of PEFT's `get_peft_model_state_dict`.
+            name: Name of the adapter, 1 to 64 printable characters.
+            version: Must be higher than the last one of the name.
+            config: Fields of PEFT's adapter_config.json, such as `LoraConfig.to_dict()`. None reads
+                them from the folder.
+            allow_partial: Whether a failed engine is only reported in its result.
+            model: Name of the model. May be empty if the mesh has only one.
+
+        Returns:
+            One result for each engine that takes adapters.
+
+        Raises:
+            WeightsPushError: An engine did not load it.
+        """
+        header = filled(
+            engine_pb2.AdapterHeader,
+            adapter=filled(sampling_pb2.AdapterRef, name=name, version=version),
+            model=model,
+            request_id=uuid.uuid4().hex,
+        )
+        match adapter:
+            case Path():
+                file = adapter / "adapter_model.safetensors"
+                header.safetensors_bytes, text = await asyncio.to_thread(_saved, adapter, file)
+            case Mapping():
+                file, text = Path(), ""
+                header.safetensors_bytes, _ = file_of(adapter)
+            case _:
+                raise InvalidFieldError(
+                    "adapter", f"is a {type(adapter).__name__}; give tensors or a Path"
+                )
+        header.config_json = text if config is None else _json(_plain(config), "config")
+
+        async def push(
+            router: "router_pb2_grpc.RouterServiceAsyncStub",
+        ) -> router_pb2.PushAdapterResponse:
+            chunks = file_of(adapter)[1] if isinstance(adapter, Mapping) else _chunks_of(file)
+            requests = _requests(router_pb2.PushAdapterRequest, header, chunks)
+            return await router.PushAdapter(requests, timeout=_TIMEOUT_S)
+
+        results = list((await self._routers.repeat(push)).results)
+        return results if allow_partial else _checked(results)
+
+    async def unload_adapter(
+        self, name: str, version: int = 0, *, model: str = ""
+    ) -> list[engine_pb2.EngineResult]:
+        """Unloads an adapter from all engines of a model. The routers forget it.
+
+        Args:
+            name: Name of the adapter.
+            version: The revision. 0 means all revisions of the name.
+            model: Name of the model. May be empty if the mesh has only one.
+
+        Raises:
+            WeightsPushError: An engine did not unload it.
+        """
+        unload = engine_pb2.ControlEnginesRequest.UnloadAdapter(
+            adapter=filled(sampling_pb2.AdapterRef, name=name, version=version)
+        )
+        request = engine_pb2.ControlEnginesRequest(
+            model=model, unload_adapter=unload, request_id=uuid.uuid4().hex
+        )
+        response = await self._routers.repeat(
+            lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
+        )
+        return _checked(list(response.results))
 
     async def policy_version(self, model: str = "") -> int:
         """Returns the highest policy version pushed so far. 0 before the first push."""

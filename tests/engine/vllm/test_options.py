@@ -60,6 +60,8 @@ def test_an_option_is_what_vllm_makes_of_it(option: str, value: Any, read: Any) 
         ("logprobs_mode", "processed_logprobs", "the setting logprobs"),
         ("max_logprobs", 20, "at most 256 ids"),
         ("kv_sharing_fast_prefill", True, "scored ids wrong"),
+        ("max_loras", 2, "max_adapters"),
+        ("max_lora_rank", 8, "max_adapter_rank"),
     ],
 )
 def test_what_vllm_does_not_take_is_named(option: str, value: Any, says: str) -> None:

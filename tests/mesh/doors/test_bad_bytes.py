@@ -17,8 +17,15 @@ from rollmesh.internal.v1 import leases_pb2, members_pb2
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, engine_pb2, router_pb2
+from rollmesh.v1 import (
+    collector_pb2,
+    collector_pb2_grpc,
+    engine_pb2,
+    router_pb2,
+    sampling_pb2,
+)
 from tests.collector.collectors import SESSION, create_or_update
+from tests.engine.engines import CONFIG
 from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.served import SERVED
@@ -38,6 +45,12 @@ _PUSH = router_pb2.PushWeightsHeader(
     safetensors_bytes=8,
     model="policy",
 )
+_ADAPTER = engine_pb2.AdapterHeader(
+    adapter=sampling_pb2.AdapterRef(name="stranger", version=7),
+    config_json=json.dumps(CONFIG),
+    safetensors_bytes=8,
+    model="policy",
+)
 FIRST: dict[str, Message] = {
     "Register": members_pb2.RegisterRequest(
         hello=router_pb2.ReplicaHello(
@@ -49,6 +62,8 @@ FIRST: dict[str, Message] = {
     ),
     "Dispatch": leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello(gateway_id="stranger")),
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
+    "PushAdapter": router_pb2.PushAdapterRequest(header=_ADAPTER),
+    "LoadAdapter": engine_pb2.LoadAdapterRequest(header=_ADAPTER),
     "Generations": engine_pb2.GenerationsRequest(abort=[1]),
     "UpdateWeights": engine_pb2.UpdateWeightsRequest(header=_HEADER),
     "Subscribe": collector_pb2.SubscribeRequest(
@@ -60,7 +75,7 @@ FIRST: dict[str, Message] = {
 
 @pytest.fixture
 async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
+    async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=2) as running:
         yield running
 
 

@@ -65,6 +65,7 @@ class GenerateRequest(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
@@ -104,6 +105,12 @@ class GenerateRequest(_message.Message):
         `sampling.bad_sequences`, because no constraint needs these ids.
         """
 
+    @_builtins.property
+    def adapter(self) -> _sampling_pb2.AdapterRef:
+        """The adapter revision that samples every token. FAILED_PRECONDITION (ADAPTER_UNKNOWN) if the engine
+        has not loaded it. Not set means the base model.
+        """
+
     def __init__(
         self,
         *,
@@ -117,10 +124,11 @@ class GenerateRequest(_message.Message):
         sampled_tokens: _builtins.int = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _sampling_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "adapter", b"adapter", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "images", b"images", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "adapter", b"adapter", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "images", b"images", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -430,6 +438,7 @@ class TokenChunk(_message.Message):
     TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
     """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message."""
     logprobs_f32le: _builtins.bytes
@@ -450,6 +459,10 @@ class TokenChunk(_message.Message):
     """CRC-32 (IEEE) of the prompt ids as the engine received them, as little-endian bytes. Set in the
     first message.
     """
+    adapter: _builtins.str
+    """Name of the adapter that sampled these tokens, whose version is `policy_version`. Empty if the base
+    model did.
+    """
     @_builtins.property
     def finish(self) -> Global___GenerateFinish:
         """How the generation ended. Set in the last message only."""
@@ -464,10 +477,11 @@ class TokenChunk(_message.Message):
         top_logprobs_f32le: _builtins.bytes = ...,
         policy_version: _builtins.int | None = ...,
         prompt_crc32: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "finish", b"finish", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "adapter", b"adapter", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
@@ -669,6 +683,8 @@ class GetInfoResponse(_message.Message):
     HOLDS_REQUEST_FIELD_NUMBER: _builtins.int
     STUCK_MS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, unique in the mesh."""
     model: _builtins.str
@@ -697,9 +713,15 @@ class GetInfoResponse(_message.Message):
     """Time for which the model has not finished a step although generations need one, milliseconds. 0
     while it works, is paused, asleep, taking new weights, or has nothing to do.
     """
+    max_adapters: _builtins.int
+    """Number of adapter revisions for which the engine has room. 0 if it was started without adapters."""
     @_builtins.property
     def numerics(self) -> _sampling_pb2.Numerics:
         """Its numerics."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]:
+        """Revisions that generations may use."""
 
     def __init__(
         self,
@@ -718,14 +740,44 @@ class GetInfoResponse(_message.Message):
         holds_request: _builtins.bool = ...,
         stuck_ms: _builtins.int = ...,
         numerics: _sampling_pb2.Numerics | None = ...,
+        adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "holds_request", b"holds_request", "max_context_tokens", b"max_context_tokens", "model", b"model", "numerics", b"numerics", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "stuck_ms", b"stuck_ms", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "backend", b"backend", "engine_id", b"engine_id", "holds_request", b"holds_request", "max_adapters", b"max_adapters", "max_context_tokens", b"max_context_tokens", "model", b"model", "numerics", b"numerics", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "stuck_ms", b"stuck_ms", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
+
+@_typing.final
+class LoadedAdapter(_message.Message):
+    """An adapter revision that an engine holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
+    push_id: _builtins.str
+    """Id of the push that brought it. Empty if it did not come from a router."""
+    @_builtins.property
+    def adapter(self) -> _sampling_pb2.AdapterRef:
+        """The revision."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _sampling_pb2.AdapterRef | None = ...,
+        push_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "push_id", b"push_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedAdapter: _TypeAlias = LoadedAdapter  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
@@ -866,6 +918,114 @@ class UpdateWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """One message of an adapter for an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SAFETENSORS_CHUNK_FIELD_NUMBER: _builtins.int
+    safetensors_chunk: _builtins.bytes
+    """The next bytes of the safetensors file, at most 1 MiB."""
+    @_builtins.property
+    def header(self) -> Global___AdapterHeader:
+        """The first message."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___AdapterHeader | None = ...,
+        safetensors_chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "safetensors_chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AdapterHeader(_message.Message):
+    """A revision of a LoRA adapter, as PEFT saves it: its config and a safetensors file with matrices A and B
+    of each target module.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    SAFETENSORS_BYTES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh, or the engine's own."""
+    config_json: _builtins.str
+    """PEFT's adapter_config.json, at most 64 KiB."""
+    safetensors_bytes: _builtins.int
+    """Size of the safetensors file that follows in chunks, bytes, at least 1."""
+    request_id: _builtins.str
+    """Makes a push repeatable, see server.proto. The header is its body. Routers keep the id on disk.
+    Engines do not read it.
+    """
+    push_id: _builtins.str
+    """Id of the push, which tells two pushes of one revision apart. Set by routers."""
+    @_builtins.property
+    def adapter(self) -> _sampling_pb2.AdapterRef:
+        """The revision."""
+
+    @_builtins.property
+    def replaces(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """Revisions that the engine unloads once the new one has been checked. Set by routers."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        adapter: _sampling_pb2.AdapterRef | None = ...,
+        config_json: _builtins.str = ...,
+        safetensors_bytes: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        push_id: _builtins.str = ...,
+        replaces: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "config_json", b"config_json", "model", b"model", "push_id", b"push_id", "replaces", b"replaces", "request_id", b"request_id", "safetensors_bytes", b"safetensors_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterHeader: _TypeAlias = AdapterHeader  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """The revision is loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]:
+        """Revisions that generations may use now."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ControlEnginesRequest(_message.Message):
@@ -1054,6 +1214,30 @@ class ControlEnginesRequest(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class UnloadAdapter(_message.Message):
+        """Unloads an adapter. Generations that use it run to their end, and new ones are refused
+        (ADAPTER_UNKNOWN). A router forgets it as well. Does nothing if it is not loaded.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        ADAPTER_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def adapter(self) -> _sampling_pb2.AdapterRef:
+            """The revision. Version 0 means all revisions of the name."""
+
+        def __init__(
+            self,
+            *,
+            adapter: _sampling_pb2.AdapterRef | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
@@ -1063,6 +1247,7 @@ class ControlEnginesRequest(_message.Message):
     RESET_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     INIT_WEIGHT_TRANSFER_FIELD_NUMBER: _builtins.int
+    UNLOAD_ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh, or the engine's own."""
     request_id: _builtins.str
@@ -1095,6 +1280,10 @@ class ControlEnginesRequest(_message.Message):
     def init_weight_transfer(self) -> Global___ControlEnginesRequest.InitWeightTransfer:
         """Joins the trainer for weights over a transfer backend."""
 
+    @_builtins.property
+    def unload_adapter(self) -> Global___ControlEnginesRequest.UnloadAdapter:
+        """Unloads an adapter."""
+
     def __init__(
         self,
         *,
@@ -1107,12 +1296,13 @@ class ControlEnginesRequest(_message.Message):
         reset_prefix_cache: Global___ControlEnginesRequest.ResetPrefixCache | None = ...,
         abort: Global___ControlEnginesRequest.Abort | None = ...,
         init_weight_transfer: Global___ControlEnginesRequest.InitWeightTransfer | None = ...,
+        unload_adapter: Global___ControlEnginesRequest.UnloadAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "pause", b"pause", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "wake_up", b"wake_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "pause", b"pause", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "unload_adapter", b"unload_adapter", "wake_up", b"wake_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "model", b"model", "pause", b"pause", "request_id", b"request_id", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "wake_up", b"wake_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "action", b"action", "init_weight_transfer", b"init_weight_transfer", "model", b"model", "pause", b"pause", "request_id", b"request_id", "reset_prefix_cache", b"reset_prefix_cache", "resume", b"resume", "sleep", b"sleep", "unload_adapter", b"unload_adapter", "wake_up", b"wake_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "abort", "init_weight_transfer"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "abort", "init_weight_transfer", "unload_adapter"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 

@@ -65,6 +65,11 @@ class EngineServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.stream_unary(
+                '/rollmesh.v1.EngineService/LoadAdapter',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -76,8 +81,8 @@ class EngineServiceServicer(object):
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
         INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
-        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
-        (ENGINE_DEAD).
+        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN, ADAPTER_UNKNOWN).
+        UNAVAILABLE (ENGINE_DEAD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,10 +138,25 @@ class EngineServiceServicer(object):
         """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-        that a sleep dropped may be replaced by the same version.
+        that a sleep dropped may be replaced by the same version. Adapters belong to the weights that they
+        were loaded for, so an engine with adapters refuses other weights (INVALID_FIELD).
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
         ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request_iterator, context):
+        """Loads a revision of a LoRA adapter, beside the others. Generations go on meanwhile. The first
+        message is the header. The others carry bytes. Everything is checked before anything changes. A
+        revision that the engine holds from the same push is loaded already.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor, or the field of the config.
+        INVALID_ARGUMENT (INVALID_FIELD) names the field: `header.adapter` if more revisions are needed than
+        the engine has room for, with their number. FAILED_PRECONDITION (STALE_VERSION) if the engine holds
+        the revision from another push. FAILED_PRECONDITION (ENGINE_ASLEEP). RESOURCE_EXHAUSTED (OVERLOADED)
+        while generations use the room that it needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,6 +194,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.LoadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -339,6 +364,33 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/UpdateWeights',
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rollmesh.v1.EngineService/LoadAdapter',
+            rollmesh_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

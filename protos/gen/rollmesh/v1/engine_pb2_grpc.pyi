@@ -38,8 +38,8 @@ class EngineServiceStub:
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
     INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
-    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
-    (ENGINE_DEAD).
+    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN, ADAPTER_UNKNOWN).
+    UNAVAILABLE (ENGINE_DEAD).
     """
     Generations: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]
     """Samples as Generate does and streams the tokens while they are sampled: many generations over one
@@ -74,10 +74,21 @@ class EngineServiceStub:
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-    that a sleep dropped may be replaced by the same version.
+    that a sleep dropped may be replaced by the same version. Adapters belong to the weights that they
+    were loaded for, so an engine with adapters refuses other weights (INVALID_FIELD).
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
     ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
+    """
+    LoadAdapter: _grpc.StreamUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]
+    """Loads a revision of a LoRA adapter, beside the others. Generations go on meanwhile. The first
+    message is the header. The others carry bytes. Everything is checked before anything changes. A
+    revision that the engine holds from the same push is loaded already.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor, or the field of the config.
+    INVALID_ARGUMENT (INVALID_FIELD) names the field: `header.adapter` if more revisions are needed than
+    the engine has room for, with their number. FAILED_PRECONDITION (STALE_VERSION) if the engine holds
+    the revision from another push. FAILED_PRECONDITION (ENGINE_ASLEEP). RESOURCE_EXHAUSTED (OVERLOADED)
+    while generations use the room that it needs.
     """
 
 @_typing.type_check_only
@@ -90,8 +101,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     aborts the generation at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
     INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
-    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
-    (ENGINE_DEAD).
+    ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN, ADAPTER_UNKNOWN).
+    UNAVAILABLE (ENGINE_DEAD).
     """
     Generations: _aio.StreamStreamMultiCallable[_engine_pb2.GenerationsRequest, _engine_pb2.GenerationsResponse]  # type: ignore[assignment]
     """Samples as Generate does and streams the tokens while they are sampled: many generations over one
@@ -126,10 +137,21 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Replaces the weights. The first message is the header. The others carry bytes. Every token that
     is sampled after the update has the new version, also in running generations. A failed update
     changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-    that a sleep dropped may be replaced by the same version.
+    that a sleep dropped may be replaced by the same version. Adapters belong to the weights that they
+    were loaded for, so an engine with adapters refuses other weights (INVALID_FIELD).
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
     ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
     anything was loaded).
+    """
+    LoadAdapter: _aio.StreamUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a revision of a LoRA adapter, beside the others. Generations go on meanwhile. The first
+    message is the header. The others carry bytes. Everything is checked before anything changes. A
+    revision that the engine holds from the same push is loaded already.
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor, or the field of the config.
+    INVALID_ARGUMENT (INVALID_FIELD) names the field: `header.adapter` if more revisions are needed than
+    the engine has room for, with their number. FAILED_PRECONDITION (STALE_VERSION) if the engine holds
+    the revision from another push. FAILED_PRECONDITION (ENGINE_ASLEEP). RESOURCE_EXHAUSTED (OVERLOADED)
+    while generations use the room that it needs.
     """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -145,8 +167,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
         INVALID_SAMPLING, INVALID_CONSTRAINT, INVALID_IMAGE, MODEL_MISMATCH) names the field.
-        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN). UNAVAILABLE
-        (ENGINE_DEAD).
+        ALREADY_EXISTS (REQUEST_ID_IN_USE). FAILED_PRECONDITION (IMAGE_UNKNOWN, ADAPTER_UNKNOWN).
+        UNAVAILABLE (ENGINE_DEAD).
         """
 
     @_abc_1.abstractmethod
@@ -211,10 +233,27 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the weights. The first message is the header. The others carry bytes. Every token that
         is sampled after the update has the new version, also in running generations. A failed update
         changes nothing. An update with a `push_id` that the engine already holds returns at once. Weights
-        that a sleep dropped may be replaced by the same version.
+        that a sleep dropped may be replaced by the same version. Adapters belong to the weights that they
+        were loaded for, so an engine with adapters refuses other weights (INVALID_FIELD).
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor. FAILED_PRECONDITION (STALE_VERSION,
         ENGINE_ASLEEP until it wakes up, or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before
         anything was loaded).
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.LoadAdapterRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LoadAdapterResponse, _abc.Awaitable[_engine_pb2.LoadAdapterResponse]]:
+        """Loads a revision of a LoRA adapter, beside the others. Generations go on meanwhile. The first
+        message is the header. The others carry bytes. Everything is checked before anything changes. A
+        revision that the engine holds from the same push is loaded already.
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor, or the field of the config.
+        INVALID_ARGUMENT (INVALID_FIELD) names the field: `header.adapter` if more revisions are needed than
+        the engine has room for, with their number. FAILED_PRECONDITION (STALE_VERSION) if the engine holds
+        the revision from another push. FAILED_PRECONDITION (ENGINE_ASLEEP). RESOURCE_EXHAUSTED (OVERLOADED)
+        while generations use the room that it needs.
         """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

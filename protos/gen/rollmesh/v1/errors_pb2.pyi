@@ -397,6 +397,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Wake the engine up and push weights. A router pushes those that it keeps by itself. Those that came
     over a transfer backend have to be pushed again.
     """
+    ERROR_REASON_ADAPTER_UNKNOWN: _ErrorReason.ValueType  # 67
+    """FAILED_PRECONDITION. The engine has not loaded the adapter revision of a generation, or the router
+    does not retain the revision of a lease.
+
+    Try another engine. If routers answer this, push a later revision, or name one that ListReplicas
+    shows.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -770,6 +777,13 @@ ERROR_REASON_WEIGHTS_DROPPED: ErrorReason.ValueType  # 66
 
 Wake the engine up and push weights. A router pushes those that it keeps by itself. Those that came
 over a transfer backend have to be pushed again.
+"""
+ERROR_REASON_ADAPTER_UNKNOWN: ErrorReason.ValueType  # 67
+"""FAILED_PRECONDITION. The engine has not loaded the adapter revision of a generation, or the router
+does not retain the revision of a lease.
+
+Try another engine. If routers answer this, push a later revision, or name one that ListReplicas
+shows.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -153,6 +153,7 @@ class ReplicaHello(_message.Message):
     HTTPS_FIELD_NUMBER: _builtins.int
     PATH_PREFIX_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -185,6 +186,8 @@ class ReplicaHello(_message.Message):
     """Whether agents reach it by HTTPS. Sidecars only."""
     path_prefix: _builtins.str
     """The prefix of its URLs' paths, such as "/rollmesh". Empty means nothing. Sidecars only."""
+    max_adapters: _builtins.int
+    """Number of adapter revisions for which it has room. 0 if it takes none. Engines only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -213,10 +216,11 @@ class ReplicaHello(_message.Message):
         https: _builtins.bool = ...,
         path_prefix: _builtins.str = ...,
         numerics: _sampling_pb2.Numerics | None = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "https", b"https", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "numerics", b"numerics", "path_prefix", b"path_prefix", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "https", b"https", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "max_adapters", b"max_adapters", "model", b"model", "numerics", b"numerics", "path_prefix", b"path_prefix", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,6 +270,7 @@ class ReplicaLoad(_message.Message):
     SLEEPING_FIELD_NUMBER: _builtins.int
     JOURNALS_FIELD_NUMBER: _builtins.int
     WEIGHTS_DROPPED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -296,6 +301,10 @@ class ReplicaLoad(_message.Message):
     def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
         """The journals that it serves. If none is given, only the one in its hello. Gateways only."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LoadedAdapter]:
+        """Adapter revisions that generations may use. Engines only."""
+
     def __init__(
         self,
         *,
@@ -309,10 +318,11 @@ class ReplicaLoad(_message.Message):
         sleeping: _builtins.bool = ...,
         journals: _abc.Iterable[Global___ServedJournal] | None = ...,
         weights_dropped: _builtins.bool = ...,
+        adapters: _abc.Iterable[_engine_pb2.LoadedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,6 +530,7 @@ class ModelWeights(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TARGET_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     LAST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     target_policy_version: _builtins.int
@@ -528,16 +539,21 @@ class ModelWeights(_message.Message):
     """Highest version that engines may hold: the target, or the version of a push whose outcome is not
     known yet. The next push must be above it.
     """
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """Adapter revisions that are retained, by name and version."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         target_policy_version: _builtins.int = ...,
         last_policy_version: _builtins.int = ...,
+        adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_policy_version", b"last_policy_version", "model", b"model", "target_policy_version", b"target_policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "last_policy_version", b"last_policy_version", "model", b"model", "target_policy_version", b"target_policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,6 +738,60 @@ class PushWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushWeightsResponse: _TypeAlias = PushWeightsResponse  # noqa: Y015
+
+@_typing.final
+class PushAdapterRequest(_message.Message):
+    """One message of a push of an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SAFETENSORS_CHUNK_FIELD_NUMBER: _builtins.int
+    safetensors_chunk: _builtins.bytes
+    """The next bytes of the safetensors file, at most 1 MiB."""
+    @_builtins.property
+    def header(self) -> _engine_pb2.AdapterHeader:
+        """The first message."""
+
+    def __init__(
+        self,
+        *,
+        header: _engine_pb2.AdapterHeader | None = ...,
+        safetensors_chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "safetensors_chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PushAdapterRequest: _TypeAlias = PushAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PushAdapterResponse(_message.Message):
+    """Results of a push of an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.EngineResult]:
+        """One result for each engine that takes adapters."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[_engine_pb2.EngineResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushAdapterResponse: _TypeAlias = PushAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ForgetWeightsRequest(_message.Message):

@@ -69,6 +69,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
                 _registered_method=True)
+        self.PushAdapter = channel.stream_unary(
+                '/rollmesh.v1.RouterService/PushAdapter',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.PushAdapterRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.PushAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -139,6 +144,23 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushAdapter(self, request_iterator, context):
+        """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
+        Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
+        router keeps it on disk and brings it to late and failed engines. Only engines that hold a revision
+        are leased for it. The newest revisions of a name are retained, as many as the router's
+        `adapter_revisions` says. Older ones are unloaded everywhere. If every engine refuses it, it is
+        dropped and its version may be used again. Adapters belong to the weights that they were pushed
+        for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
+        Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
+        above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+        too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
+        has no room. DEADLINE_EXCEEDED if the stream fell silent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +193,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ForgetWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.SerializeToString,
+            ),
+            'PushAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.PushAdapter,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.PushAdapterRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.PushAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -339,6 +366,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/ForgetWeights',
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rollmesh.v1.RouterService/PushAdapter',
+            rollmesh_dot_v1_dot_router__pb2.PushAdapterRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.PushAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

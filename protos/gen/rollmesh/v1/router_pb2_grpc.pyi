@@ -78,6 +78,19 @@ class RouterServiceStub:
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
     """
+    PushAdapter: _grpc.StreamUnaryMultiCallable[_router_pb2.PushAdapterRequest, _router_pb2.PushAdapterResponse]
+    """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
+    Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
+    router keeps it on disk and brings it to late and failed engines. Only engines that hold a revision
+    are leased for it. The newest revisions of a name are retained, as many as the router's
+    `adapter_revisions` says. Older ones are unloaded everywhere. If every engine refuses it, it is
+    dropped and its version may be used again. Adapters belong to the weights that they were pushed
+    for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
+    Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
+    above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+    too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
+    has no room. DEADLINE_EXCEEDED if the stream fell silent.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -124,6 +137,19 @@ class RouterServiceAsyncStub(RouterServiceStub):
     weights they hold, and the next push may have any version. For operators, after a push with a
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
+    """
+    PushAdapter: _aio.StreamUnaryMultiCallable[_router_pb2.PushAdapterRequest, _router_pb2.PushAdapterResponse]  # type: ignore[assignment]
+    """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
+    Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
+    router keeps it on disk and brings it to late and failed engines. Only engines that hold a revision
+    are leased for it. The newest revisions of a name are retained, as many as the router's
+    `adapter_revisions` says. Older ones are unloaded everywhere. If every engine refuses it, it is
+    dropped and its version may be used again. Adapters belong to the weights that they were pushed
+    for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
+    Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
+    above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+    too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
+    has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -204,6 +230,25 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         weights they hold, and the next push may have any version. For operators, after a push with a
         wrong version.
         Errors: INVALID_ARGUMENT names the model.
+        """
+
+    @_abc_1.abstractmethod
+    def PushAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_router_pb2.PushAdapterRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.PushAdapterResponse, _abc.Awaitable[_router_pb2.PushAdapterResponse]]:
+        """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
+        Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
+        router keeps it on disk and brings it to late and failed engines. Only engines that hold a revision
+        are leased for it. The newest revisions of a name are retained, as many as the router's
+        `adapter_revisions` says. Older ones are unloaded everywhere. If every engine refuses it, it is
+        dropped and its version may be used again. Adapters belong to the weights that they were pushed
+        for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
+        Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
+        above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+        too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
+        has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -380,6 +380,32 @@ class Numerics(_message.Message):
 Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
+class AdapterRef(_message.Message):
+    """A revision of a LoRA adapter. A policy is a base model, or a base model with such a revision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the adapter, 1 to 64 printable characters."""
+    version: _builtins.int
+    """Version that the trainer pushed it with, at least 1. Later revisions of a name have higher versions."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterRef: _TypeAlias = AdapterRef  # noqa: Y015
+
+@_typing.final
 class VersionSpan(_message.Message):
     """A run of tokens sampled by one policy version on one engine."""
 
@@ -390,9 +416,10 @@ class VersionSpan(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights, at least 0: the number that the trainer pushed them with, or 0 for those
-    that the engine started with.
+    that the engine started with. If `adapter` is set, the version of that adapter.
     """
     start: _builtins.int
     """Index of the first token."""
@@ -404,6 +431,8 @@ class VersionSpan(_message.Message):
     """Id of the engine's numerics, which `numerics` of the session has. Empty in an engine's own
     messages.
     """
+    adapter: _builtins.str
+    """Name of the adapter that sampled the tokens. Empty if the base model did."""
     def __init__(
         self,
         *,
@@ -412,10 +441,11 @@ class VersionSpan(_message.Message):
         end: _builtins.int = ...,
         engine_id: _builtins.str = ...,
         numerics_id: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine_id", b"engine_id", "numerics_id", b"numerics_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "end", b"end", "engine_id", b"engine_id", "numerics_id", b"numerics_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,32 @@ PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 _ID_DIGITS = 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A revision of a LoRA adapter, in a folder as PEFT writes it."""
+
+    ref: sampling_pb2.AdapterRef
+    push_id: str
+    number: int
+    """Number of the load, at least 1. No two loads of a process have the same."""
+    folder: Path
+    """A folder of its own. It is there until the revision is unloaded."""
+    config: Mapping[str, Any]
+    """The fields of its config, checked as far as possible without the model."""
+
+    @property
+    def file(self) -> Path:
+        """The file of its matrices."""
+        return self.folder / "adapter_model.safetensors"
+
+    def sign(self, message: engine_pb2.TokenChunk) -> None:
+        """Says in a message that this revision sampled its tokens."""
+        if message.HasField("policy_version"):
+            message.policy_version, message.adapter = self.ref.version, self.ref.name
+        for span in message.finish.version_spans:
+            span.policy_version, span.adapter = self.ref.version, self.ref.name
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
     """A checked generation request."""
@@ -33,6 +59,8 @@ class GenerateInput:
     milliseconds."""
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes of its images by hash."""
+    adapter: Adapter | None = None
+    """The adapter that samples. None if the base model does."""
 
 
 def message(
@@ -91,6 +119,8 @@ class ModelLimits:
     """Whether given ids can be scored."""
     scores_whole_context: bool = False
     """Whether a sequence without given ids may fill the context. Otherwise one id less fits."""
+    max_adapter_bytes: int = 0
+    """Size of the largest file that an adapter of the model may have, bytes."""
 
 
 def numerics_of(backend: str, logprobs: str, **values: Any) -> sampling_pb2.Numerics:
@@ -207,6 +237,26 @@ class Backend(Protocol):
             WeightTransferError: The transfer failed before anything was loaded.
             EngineDeadError: The weights were loaded only in part, or a transfer took too long.
         """
+        ...
+
+    async def check_adapter(self, adapter: Adapter) -> None:
+        """Checks the matrices of an adapter. The model samples meanwhile.
+
+        Raises:
+            InvalidWeightsError: They do not fit the model.
+        """
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Loads a revision that was checked, beside the others. Sampling is not paused.
+
+        Raises:
+            InvalidWeightsError: The model refuses it.
+        """
+        ...
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """Unloads a revision that no generation uses."""
         ...
 
     def check_sleep(self) -> None:

@@ -52,6 +52,10 @@ class EngineConfig(ServerConfig):
     image_cache_bytes: Annotated[int, Bounds(0)] = 1024 * 1024 * 1024
     """Images that the engine holds, so that each is sent to it once, bytes. vLLM's inputs that were
     made of them may take as much again."""
+    max_adapters: Annotated[int, Bounds(0)] = 0
+    """Number of LoRA adapter revisions for which the engine has room. 0 takes none."""
+    max_adapter_rank: Annotated[int, Bounds(1, 512)] = 16
+    """Highest rank of an adapter."""
     weight_transfer: str = ""
     """Weight transfer backend, such as nccl or ipc. Empty accepts weights only by RPC (vllm)."""
     weight_transfer_timeout_ms: Annotated[int, Bounds(1)] = 300_000

@@ -21,6 +21,7 @@ from rollmesh.engine.requests import read_transfer
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineAsleepError,
+    InvalidFieldError,
     InvalidWeightsError,
     StaleVersionError,
     StoreFullError,
@@ -68,6 +69,8 @@ class ControlState:
     asleep: bool = False
     has_weights: bool = True
     """A sleep of level 2 drops them. Only an update brings them back."""
+    adapters: int = 0
+    """Number of adapter revisions that the model holds. They belong to the weights in use."""
 
     def next(self) -> Action | None:
         """Returns the next action toward the requested state. None if there is none."""
@@ -132,6 +135,8 @@ class Control:
             SupersededError: A wake-up came first.
         """
         self._backend.check_sleep()  # else an update in progress would fail of it
+        if level == _DROPS_WEIGHTS:
+            self._check_no_adapters("sleep.level")
         async with self._asked("sleep_level", level):
             await self._settle()
             if not self.state.asleep:
@@ -142,15 +147,10 @@ class Control:
         async with self._asked("sleep_level", 0):
             await self._settle()
 
-    async def join(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer through the transfer backend. Other calls wait.
-
-        Raises:
-            WeightTransferError: Joining the trainer failed.
-            EngineDeadError: The trainer took too long.
-        """
+    async def alone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a call to the backend while no other action has the model. Other calls wait."""
         async with self._turn:
-            await to_the_end(self._backend.init_weight_transfer(init_info))
+            await to_the_end(work)
 
     async def update(self, source: Path | Transfer, policy_version: int, mode: PauseMode) -> int:
         """Loads new weights, and samples again unless something else was asked meanwhile.
@@ -163,9 +163,11 @@ class Control:
 
         Raises:
             EngineAsleepError: The engine sleeps, and no wake-up was asked before.
+            InvalidFieldError: The engine holds adapters, which belong to the weights in use.
         """
         async with self._turn:
             self.check_awake()
+            self._check_no_adapters("header")
             if self.state.asleep:
                 await to_the_end(self._act())
             await to_the_end(self._backend.check_weights(source))
@@ -192,6 +194,12 @@ class Control:
         """
         if self.state.asleep and self.state.sleep_level:
             raise EngineAsleepError("the engine sleeps; wake it up and push again")
+
+    def _check_no_adapters(self, field: str) -> None:
+        if held := self.state.adapters:
+            raise InvalidFieldError(
+                field, f"{held} adapters belong to the weights in use; unload them first"
+            )
 
     def check_weights(self) -> None:
         """Checks that there are weights to sample with.
@@ -355,7 +363,8 @@ class WeightUpdates:
                 return await self._load(source, header)
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
-                    path = await _written(Path(folder), header.safetensors_bytes, chunks)
+                    path = Path(folder) / "weights.safetensors"
+                    await receive(path, header.safetensors_bytes, chunks)
                     return await self._load(path, header)
             case "transfer":
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)
@@ -383,19 +392,17 @@ def _folder(path: str) -> Path:
     )
 
 
-async def _written(folder: Path, size: int, chunks: AsyncIterator[bytes]) -> Path:
-    """Writes an upload to a file, and returns its path.
+async def receive(path: Path, size: int, chunks: AsyncIterator[bytes]) -> None:
+    """Writes an upload to a file.
 
     Raises:
         StoreFullError: The disk has too little free space, or became full.
     """
-    path = folder / "weights.safetensors"
     try:
-        await asyncio.to_thread(check_room, folder, size)
+        await asyncio.to_thread(check_room, path.parent, size)
         with path.open("xb") as file:
             await write_chunks(file, size, chunks, _SILENCE_MS, "the engine's limit")
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
-        raise StoreFullError(f"the disk of {folder} is full; make room on it") from error
-    return path
+        raise StoreFullError(f"the disk of {path.parent} is full; make room on it") from error

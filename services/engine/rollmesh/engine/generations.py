@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
 from rollmesh.engine import metrics
-from rollmesh.engine.backend import Backend, aborted
+from rollmesh.engine.adapters import Adapters
+from rollmesh.engine.backend import Adapter, Backend, aborted
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
@@ -38,10 +39,13 @@ _RETRY_MS = 1_000
 class Generations:
     """Checks requests to generate and to score, and runs them on a backend."""
 
-    def __init__(self, backend: Backend, control: Control, config: EngineConfig) -> None:
-        """Takes the backend, its control, and the settings of the engine."""
+    def __init__(
+        self, backend: Backend, control: Control, adapters: Adapters, config: EngineConfig
+    ) -> None:
+        """Takes the backend, its control and adapters, and the settings of the engine."""
         self._backend = backend
         self._control = control
+        self._adapters = adapters
         self._model = config.model
         self._running: dict[str, bool] = {}  # whether each request was aborted
         self._scores = BytesInFlight(config.max_bytes_in_flight)
@@ -67,7 +71,7 @@ class Generations:
             RollmeshError: As Generate says.
         """
         generate, limits = request.generate, self._backend.limits
-        with self._held(generate):
+        with self._held(generate) as adapter:
             crc32: int | None = zlib.crc32(generate.token_ids_u32le)
             if generate.HasField("constraint"):
                 checked = await asyncio.to_thread(read_generate, request, limits)
@@ -75,9 +79,9 @@ class Generations:
                 checked = read_generate(request, limits)
             self.check_usable()
             await faults.reach("engine-before-first-token")
-            if generate.images:
+            if generate.images or adapter:
                 images = await self.images.read(generate.images, len(checked.token_ids))
-                checked = dataclasses.replace(checked, images=images)
+                checked = dataclasses.replace(checked, images=images, adapter=adapter)
             self._control.check_weights()  # a sleep may have dropped them while images were read
             was_aborted = self._running[generate.request_id]  # the backend did not know of it
             messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
@@ -88,6 +92,8 @@ class Generations:
                         message.finish.prompt_tokens = len(checked.token_ids)
                         message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
                         metrics.finished(message.finish)
+                    if adapter is not None:
+                        adapter.sign(message)
                     if crc32 is not None:
                         message.prompt_crc32, crc32 = crc32, None
                     yield message
@@ -130,8 +136,8 @@ class Generations:
     @contextmanager
     def _held(
         self, request: engine_pb2.GenerateRequest | engine_pb2.ScoreTokensRequest
-    ) -> Iterator[None]:
-        """Counts a request as running.
+    ) -> Iterator[Adapter | None]:
+        """Counts a request as running. Yields the adapter that it uses, if it uses one.
 
         Raises:
             ModelMismatchError: It names another model.
@@ -142,11 +148,15 @@ class Generations:
             raise RequestIdInUseError(
                 f"request_id: {request.request_id!r} is running; give each attempt its own id"
             )
+        adapter: Adapter | None = None
+        if isinstance(request, engine_pb2.GenerateRequest):
+            adapter = self._adapters.take(request)
         self._running[request.request_id] = False
         try:
-            yield
+            yield adapter
         finally:
             del self._running[request.request_id]
+            self._adapters.give_back(adapter)
 
     async def abort(self, request_ids: set[str] | None) -> list[str]:
         """Aborts generations. Each ends with the tokens sampled so far.

@@ -24,6 +24,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from rollmesh.engine.backend import (
+    Adapter,
     GenerateInput,
     Load,
     ModelLimits,
@@ -43,6 +44,7 @@ from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _LEAST_VOCABULARY = 3
+_ADAPTER_BYTES = 1024 * 1024 * 1024
 _CONTEXT_TOKENS = 131_072
 """Context length where the settings give none."""
 
@@ -158,7 +160,12 @@ class ScriptedBackend:
         self._vocabulary, self._eos_id = _model_ids(config)
         ends = frozenset({self._eos_id})
         self.limits = ModelLimits(
-            self._vocabulary, context_tokens, ends, scores_given_ids=True, scores_whole_context=True
+            self._vocabulary,
+            context_tokens,
+            ends,
+            scores_given_ids=True,
+            scores_whole_context=True,
+            max_adapter_bytes=_ADAPTER_BYTES,
         )
         self.numerics = numerics_of(self.name, config.logprobs)
         self.weight_transfer = config.weight_transfer
@@ -310,6 +317,16 @@ class ScriptedBackend:
         """Adopts the version."""
         self._policy_version = policy_version
 
+    async def check_adapter(self, adapter: Adapter) -> None:
+        """Reads the tensor names, as a model would."""
+        await asyncio.to_thread(_read_names, adapter.file)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Does nothing: replies are made of the name and version of an adapter."""
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """Does nothing."""
+
     def check_sleep(self) -> None:
         """Returns: it can always sleep."""
 
@@ -336,8 +353,10 @@ class ScriptedBackend:
 
     def _new_request(self, request: GenerateInput) -> _Request:
         generate, sampling = request.generate, request.generate.sampling
-        hashes = "".join(image.sha256 for image in generate.images)
-        reply = self._rest(request.token_ids, generate.sampled_tokens, hashes)
+        more = "".join(image.sha256 for image in generate.images)
+        if request.adapter is not None:
+            more += f" {request.adapter.ref.name} {request.adapter.ref.version}"
+        reply = self._rest(request.token_ids, generate.sampled_tokens, more)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.add(self._eos_id)
@@ -349,23 +368,24 @@ class ScriptedBackend:
         reply = reply[: min(sampling.max_tokens, room)]
         return _Request(reply, generate.top_logprobs, self._vocabulary)
 
-    def _rest(self, prompt: TokenIds, sampled: int, image_hashes: str) -> TokenIds:
+    def _rest(self, prompt: TokenIds, sampled: int, more: str) -> TokenIds:
         """Returns the reply to a prompt, or its rest if the prompt ends with a part of it."""
         start = len(prompt) - sampled
-        reply = self._continuation(prompt[:start], image_hashes)
+        reply = self._continuation(prompt[:start], more)
         if sampled < len(reply) and np.array_equal(reply[:sampled], prompt[start:]):
             return reply[sampled:]
-        return self._continuation(prompt, image_hashes)
+        return self._continuation(prompt, more)
 
-    def _continuation(self, prompt: TokenIds, image_hashes: str) -> TokenIds:
+    def _continuation(self, prompt: TokenIds, more: str) -> TokenIds:
         for after, reply in self._rules:
             if len(after) <= len(prompt) and np.array_equal(
                 prompt[len(prompt) - len(after) :], after
             ):
                 return reply
-        # Images are in the prompt as their ids. Their hashes make the reply that of these images.
+        # Images are in the prompt as their ids. Their hashes make the reply that of these images,
+        # and the name and version of an adapter make it that of the revision.
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
-        seed = zlib.crc32(image_hashes.encode(), seed)
+        seed = zlib.crc32(more.encode(), seed)
         # Ids start at 2: 0 is padding and 1 is the end token.
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
         ids = words % np.uint64(self._vocabulary - 2) + np.uint64(2)

@@ -53,6 +53,7 @@ class EngineService:
             await self._backend.start()
             self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
             stack.push_async_callback(self._servicer.generations.images.close)
+            stack.push_async_callback(self._servicer.adapters.close)
             if self._config.router:
                 self._membership = Membership(self._config.router, self._hello(address), self._load)
                 membership = await stack.enter_async_context(self._membership)
@@ -105,6 +106,7 @@ class EngineService:
             tokenizer_sha256=self._tokenizer_sha256,
             vocabulary_tokens=self._backend.limits.vocabulary_tokens,
             numerics=self._backend.numerics,
+            max_adapters=self._config.max_adapters,
         )
 
     def _load(self) -> router_pb2.ReplicaLoad:
@@ -119,6 +121,7 @@ class EngineService:
             # Once it is awake, the router brings the weights of the push again.
             push_id="" if dropped and not state.asleep else self._servicer.weights.push_id,
             weights_dropped=dropped,
+            adapters=self._servicer.adapters.loaded(),
         )
 
 

@@ -4,16 +4,23 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from rollmesh.engine import metrics
+from rollmesh.engine.adapters import Adapters
 from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control, WeightUpdates
 from rollmesh.engine.generations import Generations, GenerationStream
 from rollmesh.engine.requests import read_init
-from rollmesh.runtime.errors import InvalidFieldError, PrefixCacheInUseError
+from rollmesh.runtime.errors import PrefixCacheInUseError
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import check_action, check_update, chunks_of
+from rollmesh.runtime.rpc.uploads import (
+    check_action,
+    check_adapter_header,
+    check_update,
+    chunks_of,
+    header_of,
+)
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 
@@ -31,7 +38,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Pauses, sleep and updates of the backend."""
         self.weights = WeightUpdates(backend, self.control)
         """Weight updates of the backend."""
-        self.generations = Generations(backend, self.control, config)
+        self.adapters = Adapters(backend, self.control, config, self.weights.changed)
+        """Adapter revisions of the backend."""
+        self.generations = Generations(backend, self.control, self.adapters, config)
         """Generations on the backend."""
 
     async def Generate(
@@ -81,6 +90,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             holds_request=request.request_id in self.generations,
             stuck_ms=load.stuck_ms,
             numerics=self._backend.numerics,
+            adapters=self.adapters.loaded(),
+            max_adapters=self.adapters.most,
         )
 
     async def ControlEngines(
@@ -113,20 +124,30 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "init_weight_transfer":
                 init = request.init_weight_transfer
                 info = read_init(init, self._engine_id, self._backend.weight_transfer)
-                await self.control.join(info)
+                await self.control.alone(self._backend.init_weight_transfer(info))
+            case "unload_adapter":
+                await self.adapters.unload(request.unload_adapter.adapter)
         return []
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest], context: Context
     ) -> engine_pb2.UpdateWeightsResponse:
         async with drained_on_refusal(request_iterator):
-            first = await anext(request_iterator, None)
-            if first is None or not first.HasField("header"):
-                raise InvalidFieldError("header", "is missing; send it in the first message")
-            header = first.header
+            header = await header_of(request_iterator)
             self.generations.check_model(header.model, "header.model")
             check_update(header)
+            await self.adapters.sweep()
             paused_ms = await self.weights.update(header, chunks_of(request_iterator))
         return engine_pb2.UpdateWeightsResponse(
             policy_version=header.policy_version, paused_ms=paused_ms
         )
+
+    async def LoadAdapter(
+        self, request_iterator: AsyncIterator[engine_pb2.LoadAdapterRequest], context: Context
+    ) -> engine_pb2.LoadAdapterResponse:
+        async with drained_on_refusal(request_iterator):
+            header = await header_of(request_iterator)
+            self.generations.check_model(header.model, "header.model")
+            check_adapter_header(header)
+            await self.adapters.load(header, chunks_of(request_iterator))
+        return engine_pb2.LoadAdapterResponse(adapters=self.adapters.loaded())

@@ -6,12 +6,14 @@ Modules, each of which imports only those below it:
     service | commands    the process. `forget-weights`
     servicer              RPCs, and control calls to all engines of a model
     dispatch | weights    streams of leases. Pushes, and updates of late engines
+    adapters              pushes of adapters, and their retained revisions
     peers                 weights held equal between routers
     models                the models, their engines and kept weights
     metrics | kept        kept weights on disk
     config
     leases                streams, sessions, the queue: every step of a lease
     engines | membership  which engine a turn gets. Members, and which gateway a session gets
+    circuits              whether turns reach an engine
 
 Read first: `leases`, `engines`.
 

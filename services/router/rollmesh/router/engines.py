@@ -6,11 +6,13 @@ Plain state and synchronous steps, without I/O.
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rollmesh.internal.v1 import leases_pb2
+from rollmesh.router.circuits import Circuit
+from rollmesh.runtime.errors import AdapterUnknownError
 from rollmesh.v1 import router_pb2, sampling_pb2
 
 _Item = TypeVar("_Item")
@@ -75,97 +77,8 @@ class Ranking(Generic[_Item, _Key]):
         return found
 
 
-# The circuit of an engine: whether turns reach it, as gateways see it.
-#
-# The router itself hears from an engine over its `Register` stream. A gateway may still be unable
-# to reach it, or may lose every generation on it.
-
-_MOST_DOUBLINGS = 30
-
-
-class CircuitLimits(NamedTuple):
-    """When a circuit opens, and for how long."""
-
-    losses: int = 3
-    """Turns lost in a row that open it."""
-    first_ms: int = 1_000
-    """Time for which it stays open, milliseconds. Doubles each time a probe is lost ..."""
-    longest_ms: int = 60_000
-    """... up to this."""
-
-
-class Circuit:
-    """Opens after turns lost in a row, and closes when a probe is answered.
-
-    Backpressure, cancelled turns and client errors change nothing. Each opening begins an epoch.
-    The outcome of a lease counts only in the epoch in which the lease was granted, so 200
-    generations that die together open the circuit once.
-    """
-
-    __slots__ = ("_losses", "_openings", "_probing", "epoch", "state", "until_ms")
-
-    def __init__(self) -> None:
-        """Starts closed."""
-        self.state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
-        self.until_ms = 0
-        """Time at which an open circuit half-opens, on the monotonic clock."""
-        self.epoch = 0
-        """Number of times that it opened."""
-        self._losses = 0
-        self._openings = 0  # since it was last closed
-        self._probing = False
-
-    @property
-    def admits(self) -> bool:
-        """Whether a lease may be granted now."""
-        if self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN:
-            return not self._probing
-        return self.state == router_pb2.CIRCUIT_STATE_CLOSED
-
-    def grant(self) -> int:
-        """Records a granted lease and returns the epoch to give to `end`."""
-        self._probing = self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN
-        return self.epoch
-
-    def end(
-        self,
-        epoch: int,
-        outcome: leases_pb2.LeaseOutcome.ValueType,
-        now_ms: int,
-        limits: CircuitLimits,
-    ) -> bool:
-        """Records the outcome of a lease. Returns whether the state changed.
-
-        Args:
-            epoch: Result of `grant`.
-            outcome: Effect of the turn on the engine's circuit.
-            now_ms: The time, monotonic milliseconds.
-            limits: When to open, and for how long.
-        """
-        if epoch != self.epoch:
-            return False
-        self._probing = False
-        before = self.state
-        if outcome == leases_pb2.LEASE_OUTCOME_LOST:
-            self._losses += 1
-            if before == router_pb2.CIRCUIT_STATE_HALF_OPEN or self._losses >= limits.losses:
-                self._open(now_ms, limits)
-        elif outcome == leases_pb2.LEASE_OUTCOME_ANSWERED:
-            self._losses = self._openings = 0
-            self.state = router_pb2.CIRCUIT_STATE_CLOSED
-        return self.state != before
-
-    def half_open(self) -> None:
-        """Admits a probe. Call it at `until_ms`."""
-        self.state = router_pb2.CIRCUIT_STATE_HALF_OPEN
-
-    def _open(self, now_ms: int, limits: CircuitLimits) -> None:
-        doublings = min(self._openings, _MOST_DOUBLINGS)
-        self.until_ms = now_ms + min(limits.first_ms << doublings, limits.longest_ms)
-        self.state = router_pb2.CIRCUIT_STATE_OPEN
-        self.epoch += 1
-        self._openings += 1
-        self._losses = 0
+Revision: TypeAlias = tuple[str, int]
+"""Name and version of an adapter."""
 
 
 class Target(NamedTuple):
@@ -208,6 +121,10 @@ class Engine:
     """Empty if it has no tokenizer. Such an engine is compatible with any gateway."""
     vocabulary_tokens: int = 0
     numerics: sampling_pb2.Numerics = field(default_factory=sampling_pb2.Numerics)
+    max_adapters: int = 0
+    """Number of adapter revisions for which it has room."""
+    adapters: dict[Revision, str] = field(default_factory=dict)
+    """The adapter revisions that it holds, with the ids of their pushes."""
     fault: str = ""
     """The impossible answer that took it out of service. Cleared when it registers again."""
     reports: dict[str, str] = field(default_factory=dict)
@@ -264,8 +181,12 @@ class Engine:
         self.most_held = len(self.held)
 
 
-def misfit(engine: Engine, gateway: leases_pb2.DispatchHello) -> str:
+def misfit(
+    engine: Engine, gateway: leases_pb2.DispatchHello, adapter: Revision | None = None
+) -> str:
     """Returns why an engine cannot serve a gateway of its model, empty if it can."""
+    if adapter is not None and adapter not in engine.adapters:
+        return f"it has not loaded version {adapter[1]} of adapter {adapter[0]!r}"
     if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
         return ""
     if engine.tokenizer_sha256 != gateway.tokenizer_sha256:
@@ -279,9 +200,11 @@ def misfit(engine: Engine, gateway: leases_pb2.DispatchHello) -> str:
     return ""
 
 
-def fits(engine: Engine, gateway: leases_pb2.DispatchHello) -> bool:
+def fits(
+    engine: Engine, gateway: leases_pb2.DispatchHello, adapter: Revision | None = None
+) -> bool:
     """Returns whether an engine has the model, tokenizer and vocabulary of a gateway."""
-    return gateway.model in {"", engine.model} and not misfit(engine, gateway)
+    return gateway.model in {"", engine.model} and not misfit(engine, gateway, adapter)
 
 
 # The engines that gateways of one kind can lease, kept ready for picking.
@@ -303,10 +226,12 @@ class Pool:
     Engines are ranked again when the first of them is asked for, not when they change.
     """
 
-    def __init__(self, gateway: leases_pb2.DispatchHello) -> None:
+    def __init__(self, gateway: leases_pb2.DispatchHello, adapter: Revision | None = None) -> None:
         """Starts without engines, for gateways of the same kind."""
         self.gateway = gateway
         """A gateway of the kind."""
+        self.adapter = adapter
+        """The adapter revision that its engines hold. None if the base model samples."""
         self.users = 0
         """Number of streams of such gateways."""
         self.engines: set[Engine] = set()
@@ -318,7 +243,8 @@ class Pool:
 
     def admit(self, engine: Engine, *, in_service: bool) -> None:
         """Adds an engine that fits and is in service, and removes any other."""
-        wanted, there = in_service and fits(engine, self.gateway), engine in self.engines
+        wanted = in_service and fits(engine, self.gateway, self.adapter)
+        there = engine in self.engines
         if wanted and not there:
             self.engines.add(engine)
             self.sessions += len(engine.sessions)
@@ -452,7 +378,8 @@ class Fleet:
         """Called with a model after the weights changed that its engines may hold."""
         self._weights: dict[str, tuple[Target | None, Target | None]] = {}  # target and offer
         self._models: dict[str, dict[Engine, None]] = {}
-        self._pools: dict[_Kind, Pool] = {}
+        self._pools: dict[tuple[_Kind, Revision | None], Pool] = {}
+        self._retained: dict[str, frozenset[Revision]] = {}  # adapters by model
         self._opened: set[Engine] = set()
         self._added = itertools.count(1)
 
@@ -552,19 +479,38 @@ class Fleet:
 
     def join(self, gateway: leases_pb2.DispatchHello) -> Pool:
         """Returns the pool of a gateway that has connected."""
-        pool = self._pools.get(_kind(gateway))
-        if pool is None:
-            pool = self._pools[_kind(gateway)] = Pool(gateway)
-            for engine in self.engines.values():
-                pool.admit(engine, in_service=self._unfit(engine) is None)
+        pool = self._pool(gateway, None)
         pool.users += 1
         return pool
+
+    def holding(self, pool: Pool, adapter: Revision) -> Pool:
+        """Returns the engines of a pool that hold an adapter revision, as a pool.
+
+        Raises:
+            AdapterUnknownError: The revision is not retained.
+        """
+        if not self._is_retained(adapter, pool.gateway.model):
+            raise AdapterUnknownError(
+                f"adapter: version {adapter[1]} of {adapter[0]!r} is not retained; push a later "
+                "one, or name one that ListReplicas shows"
+            )
+        return self._pool(pool.gateway, adapter)
+
+    def retain(self, model: str, adapters: Iterable[Revision]) -> None:
+        """Sets the adapter revisions of a model for which engines are leased."""
+        self._retained[model] = frozenset(adapters)
+        for key, pool in tuple(self._pools.items()):
+            if pool.adapter and not self._is_retained(pool.adapter, pool.gateway.model):
+                for engine in tuple(pool.engines):  # for requests that wait
+                    pool.admit(engine, in_service=False)
+                del self._pools[key]
 
     def leave(self, pool: Pool) -> None:
         """Drops the pool of a gateway that has left, unless others use it."""
         pool.users -= 1
-        if not pool.users:
-            del self._pools[_kind(pool.gateway)]
+        for key in tuple(self._pools) if not pool.users else ():
+            if key[0] == _kind(pool.gateway):
+                del self._pools[key]
 
     def touch(self, engine: Engine, sessions: int = 0) -> None:
         """Records a change of an engine's leases, and by how many its sessions changed."""
@@ -600,6 +546,7 @@ class Fleet:
                 engine.sleeping
                 or engine.weights_dropped
                 or (self.fenced(engine) and not engine.update_error)
+                or (pool.adapter is not None and engine.max_adapters > len(engine.adapters))
             )
             and fits(engine, pool.gateway)
             for engine in self.of_model(pool.gateway.model)
@@ -619,13 +566,14 @@ class Fleet:
             return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
         return None
 
-    def why_none(self, gateway: leases_pb2.DispatchHello) -> str:
+    def why_none(self, gateway: leases_pb2.DispatchHello, adapter: Revision | None) -> str:
         """Returns why no engine can serve a turn of a gateway, for people."""
 
         def why(engine: Engine) -> str:
             if unfit := self._unfit(engine):
                 return unfit.explanation
-            own = misfit(engine, gateway) or _why_distrusted(engine, gateway.gateway_id)
+            own = misfit(engine, gateway, adapter)
+            own = own or _why_distrusted(engine, gateway.gateway_id)
             return own or "it failed this turn"
 
         engines = self.of_model(gateway.model)
@@ -633,6 +581,18 @@ class Fleet:
         return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
             f"{one.engine_id}: {why(one)}" for one in engines[:_MOST_EXPLAINED]
         )
+
+    def _pool(self, gateway: leases_pb2.DispatchHello, adapter: Revision | None) -> Pool:
+        pool = self._pools.get((_kind(gateway), adapter))
+        if pool is None:
+            pool = self._pools[_kind(gateway), adapter] = Pool(gateway, adapter)
+            for engine in self.engines.values():
+                pool.admit(engine, in_service=self._unfit(engine) is None)
+        return pool
+
+    def _is_retained(self, adapter: Revision, model: str) -> bool:
+        models = [model] if model else self._retained
+        return any(adapter in self._retained.get(one, ()) for one in models)
 
     def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
         """Returns why no gateway can lease an engine, or None if it can be leased."""

@@ -3,8 +3,9 @@
 Each model has a folder:
 
     kept                         a `KeptWeights` message: the header of the weights that its engines
-                                 must hold, and the header of an offered push
-    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes
+                                 must hold, the header of an offered push, and the headers of
+                                 adapter revisions
+    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes, or an adapter
     *.part                       a push that is being received
 
 Headers name their files and are replaced by one rename, so version and bytes change together.
@@ -16,20 +17,22 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from rollmesh.internal.v1 import peers_pb2
+from rollmesh.router.engines import Revision
 from rollmesh.runtime.errors import InvalidFieldError, StoreError, StoreFullError
 from rollmesh.runtime.rpc.uploads import check_room
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
+Header: TypeAlias = engine_pb2.UpdateWeightsHeader | engine_pb2.AdapterHeader
 _PUSH_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -64,6 +67,11 @@ class KeptWeights:
         return self.state.offered if self.state.HasField("offered") else None
 
     @property
+    def retained(self) -> list[sampling_pb2.AdapterRef]:
+        """The adapter revisions that are accepted, by name and version."""
+        return [one.header.adapter for one in self.state.adapters if one.accepted]
+
+    @property
     def target_version(self) -> int:
         """Version that engines must hold. 0 until the first push is accepted."""
         return self.current.policy_version if self.current is not None else 0
@@ -74,20 +82,21 @@ class KeptWeights:
         offered = self.offered.policy_version if self.offered is not None else 0
         return max(self.target_version, offered)
 
-    def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
-        """Returns the weights file of a push, or None if it was not pushed as bytes."""
-        if not header.HasField("safetensors_bytes"):
-            return None
-        return self.folder / f"{header.policy_version}-{header.push_id}{_FILE}"
+    def file_of(self, header: Header) -> Path | None:
+        """Returns the file of a push, or None if it was not pushed as bytes."""
+        match header:
+            case engine_pb2.UpdateWeightsHeader() if not header.HasField("safetensors_bytes"):
+                return None
+        return self.folder / f"{_name(header)}{_FILE}"
 
     def file_of_push(self, push_id: str) -> Path | None:
-        """Returns the weights file of a kept push, or None if there is none."""
-        for header in (self.current, self.offered):
-            if header is not None and push_id and header.push_id == push_id:
+        """Returns the file of a kept push, or None if there is none."""
+        for header in _headers(self.state):
+            if push_id and header.push_id == push_id:
                 return self.file_of(header)
         return None
 
-    def open_part(self, header: engine_pb2.UpdateWeightsHeader, claimed: int) -> IO[bytes]:
+    def open_part(self, header: Header, claimed: int) -> IO[bytes]:
         """Opens the file for a push that is being received.
 
         Args:
@@ -103,7 +112,7 @@ class KeptWeights:
             check_room(self.folder, header.safetensors_bytes, claimed)
             return self._part(header).open("wb")
 
-    def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+    def discard_part(self, header: Header) -> None:
         """Removes the partially received file of a push."""
         with suppress(OSError):
             self._part(header).unlink()
@@ -141,17 +150,81 @@ class KeptWeights:
         repeated = request_id and request_id == self.state.request_id
         return last if last and repeated and last.policy_version == policy_version else None
 
+    def adapters_of(self, name: str) -> list[peers_pb2.KeptAdapter]:
+        """Returns the revisions of an adapter."""
+        return [one for one in self.state.adapters if one.header.adapter.name == name]
+
+    def has_adapter(self, header: engine_pb2.AdapterHeader) -> bool:
+        """Returns whether the adapter of a push is kept."""
+        return any(one.header.push_id == header.push_id for one in self.state.adapters)
+
+    def stored_adapter(self, header: engine_pb2.AdapterHeader) -> engine_pb2.AdapterHeader | None:
+        """Returns the header of the push that a request repeats. None if it repeats none."""
+        for one in self.state.adapters if header.request_id else ():
+            if one.header.request_id == header.request_id and one.header.adapter == header.adapter:
+                return one.header
+        return None
+
+    def with_adapter(
+        self, header: engine_pb2.AdapterHeader, most: int
+    ) -> list[peers_pb2.KeptAdapter]:
+        """Returns the revisions that remain once one is accepted.
+
+        Args:
+            header: Its header.
+            most: Maximum number of accepted revisions of its name. The newest remain.
+        """
+        mine = peers_pb2.KeptAdapter(header=header, accepted=True)
+        all_ = [mine, *(one for one in self.state.adapters if one.header.push_id != header.push_id)]
+        all_.sort(key=_order)
+        of_name = [one for one in all_ if one.header.adapter.name == header.adapter.name]
+        remaining = [one for one in of_name if one.accepted][-most:]
+        remaining += [one for one in of_name if not one.accepted and _order(one) > _order(mine)]
+        return [one for one in all_ if one not in of_name or one in remaining]
+
+    def offer_adapter(self, header: engine_pb2.AdapterHeader) -> None:
+        """Stores a received adapter until it is accepted or withdrawn."""
+        self.keep_part(header)
+        offered = peers_pb2.KeptAdapter(header=header)
+        self._store_adapters(sorted([*self.state.adapters, offered], key=_order))
+
+    def accept_adapter(self, header: engine_pb2.AdapterHeader, most: int) -> bool:
+        """Makes an offered adapter retained, as `with_adapter`. Returns whether it was not."""
+        for one in self.state.adapters:
+            if one.header.push_id == header.push_id and not one.accepted:
+                self._store_adapters(self.with_adapter(header, most))
+                return True
+        return False
+
+    def withdraw_adapter(self, header: engine_pb2.AdapterHeader) -> None:
+        """Drops an offered adapter, which no engine has loaded."""
+        kept = self.state.adapters
+        self._store_adapters(
+            [one for one in kept if one.accepted or one.header.push_id != header.push_id]
+        )
+
+    def forget_adapter(self, adapter: sampling_pb2.AdapterRef) -> None:
+        """Drops a revision, or with version 0 all of its name."""
+        self._store_adapters(
+            [
+                one
+                for one in self.state.adapters
+                if one.header.adapter.name != adapter.name
+                or adapter.version not in {0, one.header.adapter.version}
+            ]
+        )
+
     def is_behind(self, state: peers_pb2.KeptWeights) -> bool:
         """Returns whether the state of a peer is later."""
         return _position(state) > _position(self.state)
 
-    def missing(self, state: peers_pb2.KeptWeights) -> list[engine_pb2.UpdateWeightsHeader]:
+    def missing(self, state: peers_pb2.KeptWeights) -> list[Header]:
         """Returns the headers of a peer's state whose files are not here.
 
         Raises:
             InvalidFieldError: A push id is malformed, and would name a file elsewhere.
         """
-        headers = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
+        headers = _headers(state)
         for header in headers:
             if not _PUSH_ID.fullmatch(header.push_id):
                 raise InvalidFieldError(
@@ -160,7 +233,7 @@ class KeptWeights:
         files = [(header, self.file_of(header)) for header in headers]
         return [header for header, file in files if file is not None and not file.exists()]
 
-    def keep_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+    def keep_part(self, header: Header) -> None:
         """Gives a completely received file its name."""
         file = self.file_of(header)
         if file is not None:
@@ -194,8 +267,19 @@ class KeptWeights:
                     current=current,
                     offered=offered,
                     request_id=request_id,
+                    adapters=self.state.adapters,
                 )
             )
+
+    def _store_adapters(self, adapters: Sequence[peers_pb2.KeptAdapter]) -> None:
+        state = peers_pb2.KeptWeights()
+        state.CopyFrom(self.state)
+        state.revision += 1
+        del state.adapters[:]
+        state.adapters.extend(adapters)
+        with typed_errors(self.folder):
+            self._make_folder()
+            self._write(state)
 
     def _make_folder(self) -> None:
         if not self.folder.exists():
@@ -203,8 +287,8 @@ class KeptWeights:
             for parent in list(self.folder.parents)[:2]:
                 _sync_folder(parent)
 
-    def _part(self, header: engine_pb2.UpdateWeightsHeader) -> Path:
-        return self.folder / f"{header.policy_version}-{header.push_id}{_PART}"
+    def _part(self, header: Header) -> Path:
+        return self.folder / f"{_name(header)}{_PART}"
 
     def _write(self, state: peers_pb2.KeptWeights) -> None:
         written = self.folder / f"{_KEPT}.new"
@@ -220,7 +304,7 @@ class KeptWeights:
         """Removes files that no header references, except pushes that are being received."""
         if not self.folder.exists():
             return
-        named = {self.file_of(one) for one in (self.current, self.offered) if one is not None}
+        named = {self.file_of(one) for one in _headers(self.state)}
         for path in self.folder.glob(f"*{_FILE}"):
             if path not in named:
                 path.unlink(missing_ok=True)
@@ -277,9 +361,31 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _position(state: peers_pb2.KeptWeights) -> tuple[int, str]:
+def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
+    """Returns the key of an adapter revision."""
+    return adapter.name, adapter.version
+
+
+def _order(adapter: peers_pb2.KeptAdapter) -> Revision:
+    return revision_of(adapter.header.adapter)
+
+
+def _headers(state: peers_pb2.KeptWeights) -> list[Header]:
+    """Returns the headers of all that a state keeps."""
+    weights = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
+    return [*weights, *(one.header for one in state.adapters)]
+
+
+def _name(header: Header) -> str:
+    if isinstance(header, engine_pb2.UpdateWeightsHeader):
+        return f"{header.policy_version}-{header.push_id}"
+    return f"{header.adapter.version}-{header.push_id}"
+
+
+def _position(state: peers_pb2.KeptWeights) -> tuple[int, str, list[str]]:
     """Returns the sort key that orders two states by recency."""
-    return state.revision, state.offered.push_id or state.current.push_id
+    adapters = [one.header.push_id for one in state.adapters]
+    return state.revision, state.offered.push_id or state.current.push_id, adapters
 
 
 def _read(path: Path) -> peers_pb2.KeptWeights | None:

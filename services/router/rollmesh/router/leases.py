@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from rollmesh.internal.v1 import leases_pb2
+from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.engines import (
     IMBALANCE_MARGIN,
     NO_ENGINES,
     Choice,
-    CircuitLimits,
     Engine,
     Fleet,
     Lease,
@@ -464,6 +464,7 @@ class LeaseTable:
         Raises:
             InvalidLeaseError: An id or the model is missing, an id is in use, or a list too long.
             NoEngineError: No engine can serve the turn, and the request does not wait.
+            AdapterUnknownError: The adapter revision is not retained.
             EnginesBusyError: All fitting engines, or the queue, are full.
         """
         stream, lease_id, session_id = self.streams[stream_id], asked.lease_id, asked.session_id
@@ -477,6 +478,9 @@ class LeaseTable:
             raise InvalidLeaseError(
                 "acquire", f"excluded_engine_ids: give at most {_MOST_EXCLUDED}, those of this turn"
             )
+        pool = stream.pool
+        if asked.HasField("adapter"):
+            pool = self.fleet.holding(pool, (asked.adapter.name, asked.adapter.version))
         left_out = frozenset(self.engines[one] for one in excluded if one in self.engines)
         request = Request(
             number=next(self._asked),
@@ -486,7 +490,7 @@ class LeaseTable:
             deadline_ms=now_ms + wait_ms,
             stream=stream,
             lease_id=lease_id,
-            choice=Choice(stream.pool, left_out, stream.distrusted),
+            choice=Choice(pool, left_out, stream.distrusted),
             last_ms=now_ms + max(wait_ms, asked.suspended_wait_ms),
         )
         self.fleet.half_open(now_ms)
@@ -501,7 +505,7 @@ class LeaseTable:
         if self.waiting >= self._queue_limit:
             raise EnginesBusyError(
                 f"{self.waiting} requests wait for an engine already",
-                retry_delay_ms=self._delay_ms(stream.pool, now_ms),
+                retry_delay_ms=self._delay_ms(pool, now_ms),
             )
         self._queue.add(request)
         stream.waiting[lease_id] = request
@@ -659,7 +663,7 @@ class LeaseTable:
             request = self._queue.overdue(now_ms)
             if request is None or request.last_ms <= now_ms:
                 return request
-            pool = request.stream.pool
+            pool = request.choice.pool
             if pool not in suspended:
                 suspended[pool] = self.fleet.is_suspended(pool)
             if not suspended[pool]:
@@ -671,14 +675,14 @@ class LeaseTable:
 
     def _readmit(self, request: Request) -> None:
         """Lets a request return to the engines that failed its turn."""
-        stream = request.stream
-        self._queue.change(request, Choice(stream.pool, distrusted=stream.distrusted))
+        pool, distrusted = request.choice.pool, request.stream.distrusted
+        self._queue.change(request, Choice(pool, distrusted=distrusted))
 
     def _refusal(self, request: Request, now_ms: int) -> RollmeshError:
         """Returns why a request got no slot."""
-        fitting, pool = request.choice.fitting, request.stream.pool
+        fitting, pool = request.choice.fitting, request.choice.pool
         if not fitting:
-            why = self.fleet.why_none(request.stream.hello)
+            why = self.fleet.why_none(request.stream.hello, pool.adapter)
             return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
         return EnginesBusyError(
             f"all {fitting} engines are full", retry_delay_ms=self._delay_ms(pool, now_ms)
@@ -694,7 +698,7 @@ class LeaseTable:
             return
         stream.distrusted = distrusted
         for request in stream.waiting.values():
-            choice = Choice(stream.pool, request.choice.excluded, distrusted)
+            choice = Choice(request.choice.pool, request.choice.excluded, distrusted)
             if request.awaited is None:
                 self._queue.change(request, choice)
             else:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine, Fleet, Target
-from rollmesh.router.kept import KeptWeights, restored
+from rollmesh.router.engines import Engine, Fleet, Revision, Target
+from rollmesh.router.kept import KeptWeights, restored, revision_of
 from rollmesh.router.membership import Members
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
@@ -68,7 +68,8 @@ class Models:
 
     def names(self) -> set[str]:
         """Returns the models of engines and gateways, and those with kept weights."""
-        return self._members.models() | {name for name, kept in self._kept.items() if kept.current}
+        kept = {name for name, one in self._kept.items() if one.current or one.state.adapters}
+        return self._members.models() | kept
 
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
@@ -77,6 +78,7 @@ class Models:
                 model=name,
                 target_policy_version=self.kept(name).target_version,
                 last_policy_version=self.kept(name).last_version,
+                adapters=self.kept(name).retained,
             )
             for name in sorted(self.names())
         ]
@@ -121,7 +123,7 @@ class Models:
         The revision of weights that were forgotten remains, for peers that do not know of it.
         """
         kept = self._kept.get(model)
-        if kept is None or kept.current or kept.offered or model in self.names():
+        if kept is None or kept.offered or kept.state.adapters or model in self.names():
             return
         if (lock := self._locks.get(model)) is None or not lock.locked():
             with suppress(KeyError):
@@ -141,12 +143,22 @@ class Models:
     def show(self, kept: KeptWeights) -> None:
         """Tells the fleet which weights of a model are current and which are offered."""
         self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
+        self._fleet.retain(kept.model, map(revision_of, kept.retained))
         metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
 
     def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
         """Records that an engine has loaded an update."""
         engine.policy_version, engine.push_id = header.policy_version, header.push_id
         engine.weights_dropped = False
+        self._fleet.changed(engine)
+
+    def is_current(self, engine: Engine) -> bool:
+        """Returns whether an engine holds the weights of its model."""
+        return not self._fleet.fenced(engine)
+
+    def hold(self, engine: Engine, adapters: dict[Revision, str]) -> None:
+        """Records the adapters that an engine holds, with the ids of their pushes."""
+        engine.adapters = adapters
         self._fleet.changed(engine)
 
 

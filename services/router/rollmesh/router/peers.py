@@ -16,7 +16,7 @@ from contextlib import aclosing
 
 from rollmesh.internal.v1 import peers_pb2, peers_pb2_grpc
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.kept import KeptWeights, sync, typed_errors
+from rollmesh.router.kept import Header, KeptWeights, sync, typed_errors
 from rollmesh.router.models import Models
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors as typed_rpc
@@ -24,7 +24,6 @@ from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.uploads import write_chunks
 from rollmesh.runtime.tasks import contained
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import engine_pb2
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
@@ -135,7 +134,7 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
         self,
         stub: "peers_pb2_grpc.PeerServiceAsyncStub",
         kept: KeptWeights,
-        header: engine_pb2.UpdateWeightsHeader,
+        header: Header,
     ) -> None:
         request = peers_pb2.FetchWeightsRequest(model=kept.model, push_id=header.push_id)
         call = stub.FetchWeights(request, timeout=self._config.control_timeout_ms / 1000)
@@ -146,7 +145,7 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
 
 async def receive(
     kept: KeptWeights,
-    header: engine_pb2.UpdateWeightsHeader,
+    header: Header,
     chunks: AsyncIterator[bytes],
     claimed: int,
     silence_ms: int,
@@ -155,7 +154,7 @@ async def receive(
 
     Args:
         kept: The kept weights of the model, which do not change.
-        header: Header of the weights.
+        header: Header of the weights or the adapter.
         chunks: The file.
         claimed: Bytes that other files are about to take on the disk.
         silence_ms: Longest wait for a chunk, milliseconds.

@@ -8,8 +8,8 @@ import grpc
 
 from rollmesh.internal.v1 import leases_pb2_grpc, members_pb2_grpc, peers_pb2_grpc
 from rollmesh.router import metrics
+from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import CircuitLimits
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.v1 import router_pb2_grpc, server_pb2

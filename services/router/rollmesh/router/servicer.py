@@ -10,6 +10,7 @@ from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc, members_pb2, membe
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
 from rollmesh.router.engines import Engine
+from rollmesh.router.kept import revision_of
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.membership import Members
 from rollmesh.router.models import Models, call_engine
@@ -24,7 +25,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import check_address, drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import check_action, chunks_of
+from rollmesh.runtime.rpc.uploads import check_action, chunks_of, header_of
 from rollmesh.runtime.telemetry.metrics import count_refused
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -179,6 +180,8 @@ class RouterServicer(
             ) -> engine_pb2.EngineResult:
                 return (await stub.ControlEngines(sent, timeout=self._timeout_s)).results[0]
 
+            if request.HasField("unload_adapter"):
+                await self._pushes.adapters.forget(sent.model, request.unload_adapter.adapter)
             engines = self._models.engines(sent.model)
             own = request.init_weight_transfer.init_json_by_engine
             if missing := own.keys() - {one.engine_id for one in engines}:
@@ -196,18 +199,30 @@ class RouterServicer(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
     ) -> router_pb2.PushWeightsResponse:
         async with drained_on_refusal(request_iterator):
-            first = await anext(request_iterator, None)
-            if first is None or not first.HasField("header"):
-                raise InvalidFieldError("header", "is missing; send it in the first message")
+            given = await header_of(request_iterator)
 
             async def push() -> router_pb2.PushWeightsResponse:
-                header = _update_header(first.header)
+                header = _update_header(given)
                 version, results = await self._pushes.push(
-                    header, chunks_of(request_iterator), first.header.request_id
+                    header, chunks_of(request_iterator), given.request_id
                 )
                 return router_pb2.PushWeightsResponse(policy_version=version, results=results)
 
-            return await self._write(first.header, push)
+            return await self._write(given, push)
+
+    async def PushAdapter(
+        self, request_iterator: AsyncIterator[router_pb2.PushAdapterRequest], context: Context
+    ) -> router_pb2.PushAdapterResponse:
+        async with drained_on_refusal(request_iterator):
+            given = await header_of(request_iterator)
+
+            async def push() -> router_pb2.PushAdapterResponse:
+                header = engine_pb2.AdapterHeader()
+                header.CopyFrom(given)
+                results = await self._pushes.adapters.push(header, chunks_of(request_iterator))
+                return router_pb2.PushAdapterResponse(results=results)
+
+            return await self._write(given, push)
 
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
@@ -243,6 +258,7 @@ class RouterServicer(
             tokenizer_sha256=hello.tokenizer_sha256,
             vocabulary_tokens=hello.vocabulary_tokens,
             numerics=hello.numerics,
+            max_adapters=hello.max_adapters,
         )
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
@@ -274,6 +290,7 @@ def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.policy_version, engine.push_id = load.policy_version, load.push_id
     engine.draining, engine.paused, engine.sleeping = load.draining, load.paused, load.sleeping
     engine.weights_dropped = load.weights_dropped
+    engine.adapters = {revision_of(one.adapter): one.push_id for one in load.adapters}
     engine.report(load.running + load.waiting)
 
 

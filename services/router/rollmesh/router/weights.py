@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rollmesh.router.adapters import AdapterPushes
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine
 from rollmesh.router.kept import KeptWeights
@@ -59,6 +60,8 @@ class Pushes:
         self._ended = False
         self.peers = Peers(models, config, self._adopted)
         """The other routers."""
+        self.adapters = AdapterPushes(models, self.peers, config)
+        """The pushes of adapters."""
         self._tasks: asyncio.TaskGroup
 
     @asynccontextmanager
@@ -69,7 +72,7 @@ class Pushes:
             StoreError: The folder cannot be read or written.
         """
         await self._models.restore()
-        async with asyncio.TaskGroup() as self._tasks:
+        async with self.adapters.running(), asyncio.TaskGroup() as self._tasks:
             await contained(self.peers.sync, "comparing kept weights failed")
             comparing = self._tasks.create_task(self.peers.keep_equal())
             try:
@@ -161,6 +164,7 @@ class Pushes:
         if kept.offered is not None and _holds(engine, kept.offered):
             begun(self._tasks, self._accept(engine, kept))
         self._bring(engine)
+        self.adapters.heed(engine)
 
     def gone(self, engine: Engine) -> None:
         """Cancels the update of an engine that left.
@@ -173,10 +177,15 @@ class Pushes:
                 "weight update given up: the engine left", extra=fields(engine=engine.engine_id)
             )
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, update.cancel)
+        self.adapters.gone(engine)
         self._models.left(engine.model)
 
     def _check_version(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
         last, step = kept.last_version, self._config.max_version_step
+        if adapters := len(kept.state.adapters):
+            raise InvalidFieldError(
+                "header", f"{adapters} adapters belong to the weights in use; unload them first"
+            )
         if header.policy_version <= last:
             raise StaleVersionError(
                 f"policy_version {header.policy_version} is not above {last}; count up",

@@ -14,10 +14,11 @@ from weakref import WeakValueDictionary
 from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.engines import Answer, EngineClients
 from rollmesh.mesh.generation import Generation, Sampled, ended, newest_version, why_not_continued
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.leases import LeaseClient, Offered
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
+    AdapterUnknownError,
     EngineDeadError,
     EngineFaultError,
     EngineLostError,
@@ -338,12 +339,14 @@ class Failover:
             PoisonRequestError: Engines die of the request.
             GenerationAbortedError: An operator aborted it, and it cannot continue.
             EnginesBusyError: Every engine was busy until the limit.
+            AdapterUnknownError: The router does not retain the adapter, or engines do not have it.
             RollmeshError: No engine can be leased, or one refused the request.
         """
         lost: list[str] = []  # engines, since the last token that is kept
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         while True:
             generation, held = order.generation, order.generation.taken
+            attempt: _Attempt | None = None
             try:
                 async with AsyncExitStack() as stack:
                     attempt = await self._begin(order, lost, stack)
@@ -361,6 +364,12 @@ class Failover:
                 if delay_ms >= order.left_ms:
                     raise _busy(order, refusal, delay_ms) from refusal
                 await asyncio.sleep(delay_ms / 1000)
+                continue
+            except AdapterUnknownError:
+                if attempt is None or len(lost) >= _ATTEMPTS - 1:  # the router refused, or too many
+                    raise
+                lost.append(generation.engine_id)
+                await asyncio.sleep(backoff.next_s())
                 continue
             except PoisonRequestError as refusal:
                 if refusal.__cause__ is not None:  # else no engine was asked
@@ -381,7 +390,7 @@ class Failover:
             if order.generation.taken > held:
                 lost.clear()
                 backoff.reset()
-            elif was_lost and len(lost) == _ATTEMPTS - 1:
+            elif was_lost and len(lost) >= _ATTEMPTS - 1:
                 raise error from error.__cause__
             else:
                 await asyncio.sleep(backoff.next_s())
@@ -407,6 +416,7 @@ class Failover:
                         session_id=order.session_id,
                         group_id=order.group_id,
                         excluded=lost,
+                        adapter=generation.adapter,
                         deadline_ms=order.lease_timeout_ms,
                         suspended_ms=order.left_ms,
                     )
@@ -487,7 +497,7 @@ class Failover:
     async def _take(self, generation: Generation, response: engine_pb2.TokenChunk) -> Sampled:
         """Takes a message of an engine. News of a push may come after the first of its tokens."""
         versions, model = self._leases.offered, generation.request.model
-        offered = versions.of(model)
+        offered = Offered() if generation.adapter else versions.of(model)
         if offered.newest is not None and (newest := newest_version(response)) > offered.newest:
             offered = await versions.until(model, newest)
         return generation.take(response, offered)

@@ -91,6 +91,13 @@ class Expected:
     """Number of most likely ids at each position."""
     vocabulary_tokens: int = 0
     """Exclusive upper bound of the ids. 0 if it is unknown."""
+    adapter: sampling_pb2.AdapterRef | None = None
+    """The adapter revision that samples. None if the base model does."""
+
+    @property
+    def adapter_name(self) -> str:
+        """Name of the adapter. Empty if the base model samples."""
+        return "" if self.adapter is None else self.adapter.name
 
 
 class AnswerCheck:
@@ -128,7 +135,7 @@ class AnswerCheck:
             self._check_prompt(response.prompt_crc32)
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
-            self._check_version(version, offered, self._last_version)
+            self._check_version(version, response.adapter, offered, self._last_version)
         runs, last_id = _added(self._runs, version, len(run)), self._last_id
         if len(run):
             last_id = int(run.token_ids[-1])
@@ -213,18 +220,31 @@ class AnswerCheck:
         last = 0
         for span in finish.version_spans:
             if span.end > span.start:  # vLLM sends an empty one if no token followed an update
-                self._check_version(span.policy_version, offered, last)
+                self._check_version(span.policy_version, span.adapter, offered, last)
                 last = span.policy_version
                 spans = _added(spans, last, span.end - span.start)
         if runs is not None and runs != spans:
             raise EngineFaultError("the engine's version spans are not those of its messages")
 
-    def _check_version(self, version: int, offered: Offered, last: int) -> None:
+    def _check_version(self, version: int, adapter: str, offered: Offered, last: int) -> None:
         """Checks the policy version of tokens that follow those of version `last`.
 
         Versions may only grow, until the router has forgotten weights: an engine may then return
-        to a lower version in the middle of an answer.
+        to a lower version in the middle of an answer. An adapter has one version in all of it.
         """
+        wanted = self._expected.adapter
+        if adapter != self._expected.adapter_name:
+            raise EngineFaultError(
+                f"the engine sampled with adapter {adapter!r:.80}, not "
+                f"{self._expected.adapter_name!r}"
+            )
+        if wanted is not None:
+            if version != wanted.version:
+                raise EngineFaultError(
+                    f"the engine sampled with version {version} of adapter {adapter!r}, not "
+                    f"{wanted.version}"
+                )
+            return
         if version < 0:
             raise EngineFaultError("the engine gave a negative policy version")
         if offered.epoch != self._epoch:
@@ -375,6 +395,11 @@ class Generation:
         self._prompt_tokens = len(self.request.token_ids_u32le) // _BYTES
 
     @property
+    def adapter(self) -> sampling_pb2.AdapterRef | None:
+        """The adapter revision that samples. None if the base model does."""
+        return self.request.adapter if self.request.HasField("adapter") else None
+
+    @property
     def migrated(self) -> bool:
         """Whether an engine continued what another one, or an earlier attempt, had sampled."""
         return self._start > 0
@@ -435,6 +460,7 @@ class Generation:
                 max_tokens=rest.sampling.max_tokens or _ANY,
                 top_logprobs=rest.top_logprobs,
                 vocabulary_tokens=self.vocabulary_tokens,
+                adapter=self.adapter,
             ),
             offered,
         )
@@ -491,5 +517,6 @@ class Generation:
                 end=start + tokens,
                 engine_id=self.engine_id,
                 numerics_id=self._numerics_id,
+                adapter=self.request.adapter.name,
             )
         )

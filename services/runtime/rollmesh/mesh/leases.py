@@ -36,6 +36,7 @@ from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import sampling_pb2
 
 # The leases and placements of a gateway, to be stated to another router: plain state.
 
@@ -479,6 +480,7 @@ class LeaseClient(Background):
         session_id: str,
         group_id: str = "",
         excluded: Sequence[str] = (),
+        adapter: sampling_pb2.AdapterRef | None = None,
         deadline_ms: int,
         suspended_ms: int = 0,
     ) -> AsyncIterator[leases_pb2.LeaseGrant]:
@@ -492,6 +494,7 @@ class LeaseClient(Background):
             session_id: Id of the session.
             group_id: Id of its group. May be empty.
             excluded: Ids of engines that have failed this turn.
+            adapter: Adapter revision that the engine must hold. None if the base model samples.
             deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
             suspended_ms: Longest wait while engines are there and each is paused, asleep or being
                 updated, milliseconds. `deadline_ms` applies otherwise.
@@ -501,9 +504,13 @@ class LeaseClient(Background):
             EnginesBusyError: Every engine was at capacity until the deadline, or the router's queue
                 is full.
             NoEngineError: No engine, or no router, was available until the deadline.
+            AdapterUnknownError: The router does not retain the adapter revision.
         """
         request = leases_pb2.AcquireLease(
-            session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
+            session_id=session_id,
+            group_id=group_id,
+            excluded_engine_ids=excluded,
+            adapter=adapter,
         )
         lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
         release = leases_pb2.ReleaseLease(lease_id=lease_id)

@@ -182,6 +182,10 @@ class WeightsDroppedError(RollmeshError, code="UNAVAILABLE", reason="WEIGHTS_DRO
     """A sleep dropped the engine's weights, and none were pushed since."""
 
 
+class AdapterUnknownError(RollmeshError, code="FAILED_PRECONDITION", reason="ADAPTER_UNKNOWN"):
+    """The engine has not loaded an adapter revision, or the router does not retain it."""
+
+
 class PrefixCacheInUseError(
     RollmeshError, code="FAILED_PRECONDITION", reason="PREFIX_CACHE_IN_USE"
 ):

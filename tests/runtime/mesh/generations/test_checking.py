@@ -1,5 +1,6 @@
 """What an engine says is checked before anybody sees it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from rollmesh.mesh.generation import AnswerCheck, Expected, newest_version
 from rollmesh.mesh.leases import Offered
 from rollmesh.runtime.errors import EngineFaultError
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import CRC, message
 
 NAN, INF = float("nan"), float("inf")
@@ -165,3 +166,24 @@ def test_the_newest_version_of_a_message_is_looked_for_everywhere() -> None:
     assert newest_version(engine_pb2.TokenChunk()) == 0
     assert newest_version(message(spans=None, version=4)) == 4
     assert newest_version(message(spans=((2, 0, 1), (5, 1, 2)), version=4)) == 5
+
+
+def signed(adapter: str, version: int) -> engine_pb2.TokenChunk:
+    """A message whose tokens an adapter sampled."""
+    response = message(spans=((version, 0, 2),), version=version)
+    response.adapter = response.finish.version_spans[0].adapter = adapter
+    return response
+
+
+def test_only_the_adapter_revision_that_was_asked_for_is_right() -> None:
+    adapter = sampling_pb2.AdapterRef(name="math", version=3)
+
+    def asked() -> AnswerCheck:
+        return AnswerCheck(replace(expected(), adapter=adapter), Offered(newest=1))
+
+    assert len(asked().take(signed("math", 3), Offered(newest=1))) == 2
+    for name, version in (("math", 2), ("math", 4), ("", 3), ("", 1), ("code", 3)):
+        with pytest.raises(EngineFaultError, match="sampled with"):
+            asked().take(signed(name, version), Offered(newest=1))
+    with pytest.raises(EngineFaultError, match="sampled with"):
+        check().take(signed("math", 0), Offered())

@@ -16,6 +16,7 @@ from rollmesh.mesh.images import SentImages
 from rollmesh.mesh.leases import OfferedVersions
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    AdapterUnknownError,
     EngineDeadError,
     EngineFaultError,
     EngineLostError,
@@ -45,6 +46,7 @@ class Fleet:
         self.sent = SentImages()
         self.suspended_ms: list[int] = []
         self.excluded: list[list[str]] = []
+        self.adapters: list[sampling_pb2.AdapterRef | None] = []
         self.outcomes: list[str] = []
         self.aborted: list[str] = []
         self.losses = self.migrations = 0
@@ -65,8 +67,9 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(
-        self, *, session_id: str, excluded: Sequence[str], suspended_ms: int, **_: Any
+        self, *, session_id: str, excluded: Sequence[str], suspended_ms: int, **more: Any
     ) -> AsyncIterator[leases_pb2.LeaseGrant]:
+        self.adapters.append(more["adapter"])
         if session_id in self.gates:
             self.waiting.add(session_id)
             await self.gates[session_id].wait()
@@ -105,10 +108,14 @@ class Fleet:
                 sent = engine_pb2.TokenChunk()
                 sent.CopyFrom(step)
                 tokens += len(step.token_ids_u32le) // 4
+                name, version = given.adapter.name, given.adapter.version or 1
+                if name and sent.HasField("policy_version"):
+                    sent.policy_version, sent.adapter = version, name
                 if sent.HasField("finish"):
                     sent.finish.prompt_crc32 = prompt_crc32(given)
                     if tokens:
-                        sent.finish.version_spans.add(policy_version=1, end=tokens)
+                        spans = sent.finish.version_spans
+                        spans.add(policy_version=version, end=tokens, adapter=name)
             answer.put(sent)
         yield answer
 
@@ -252,6 +259,51 @@ async def test_images_that_nobody_has_are_the_callers() -> None:
     order.generation.request.images.add(sha256="x", length=1)
     with pytest.raises(ImageUnknownError):
         await run(Fleet([ImageUnknownError.of(["x"], 1)]), order)
+
+
+def with_adapter() -> Order:
+    order = order_of()
+    order.generation.request.adapter.CopyFrom(sampling_pb2.AdapterRef(name="math", version=7))
+    return order
+
+
+async def test_a_generation_continues_with_the_same_adapter_revision() -> None:
+    fleet, order = Fleet([some(3), DEAD], [last(4)]), with_adapter()
+    assert await run(fleet, order) == ([[3], [4]], [3, 4])
+    adapter = order.generation.request.adapter
+    assert [one.adapter for one in fleet.requests] == fleet.adapters == [adapter] * 2
+    spans = [(s.adapter, s.policy_version, s.engine_id) for s in order.generation.spans]
+    assert spans == [("math", 7, "e0"), ("math", 7, "e1")]
+
+
+async def test_an_engine_without_the_adapter_is_left_for_another_and_is_no_loss() -> None:
+    unknown = AdapterUnknownError("not loaded")
+    fleet, order = Fleet([unknown], [last(4)]), with_adapter()
+    assert await run(fleet, order) == ([[4]], [4])
+    assert (fleet.excluded, fleet.losses) == ([[], ["e0"]], 0)
+    assert fleet.outcomes == ["ADAPTER_UNKNOWN", "answered"]
+
+
+async def test_an_adapter_that_no_engine_has_is_the_callers() -> None:
+    fleet, order = Fleet(*[[AdapterUnknownError("not loaded")]] * 9), with_adapter()
+    with pytest.raises(AdapterUnknownError):
+        await run(fleet, order)
+    assert len(fleet.requests) == 8
+
+
+async def test_a_router_that_does_not_retain_the_adapter_ends_the_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet()
+
+    @asynccontextmanager
+    async def refused(**_: Any) -> AsyncIterator[leases_pb2.LeaseGrant]:
+        raise AdapterUnknownError("not retained")
+        yield
+
+    monkeypatch.setattr(fleet, "lease", refused)
+    with pytest.raises(AdapterUnknownError, match="not retained"):
+        await run(fleet, with_adapter())
 
 
 async def test_engines_that_rest_are_waited_for_until_a_second_before_the_limit(

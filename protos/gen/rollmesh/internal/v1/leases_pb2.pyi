@@ -270,6 +270,7 @@ class AcquireLease(_message.Message):
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SUSPENDED_WAIT_MS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -292,6 +293,10 @@ class AcquireLease(_message.Message):
         no other engine fits when it has waited 200 ms, or at its deadline.
         """
 
+    @_builtins.property
+    def adapter(self) -> _sampling_pb2.AdapterRef:
+        """Adapter revision that the engine must hold. Not set if the base model samples."""
+
     def __init__(
         self,
         *,
@@ -301,10 +306,11 @@ class AcquireLease(_message.Message):
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         wait_ms: _builtins.int = ...,
         suspended_wait_ms: _builtins.int = ...,
+        adapter: _sampling_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,7 +396,7 @@ class DispatchResponse(_message.Message):
     def refusal(self) -> _status_pb2.Status:
         """It was refused, at once or at its deadline: NO_ENGINE, or ENGINES_BUSY if every engine is full
         or too many requests wait, with a retry delay that is estimated from the queue, or
-        INVALID_LEASE.
+        INVALID_LEASE, or ADAPTER_UNKNOWN if the router does not retain the adapter revision.
         """
 
     @_builtins.property

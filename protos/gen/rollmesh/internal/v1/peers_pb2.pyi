@@ -35,10 +35,11 @@ class KeptWeights(_message.Message):
     CURRENT_FIELD_NUMBER: _builtins.int
     OFFERED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     revision: _builtins.int
-    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting."""
+    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting, of weights and adapters."""
     request_id: _builtins.str
     """The request_id of the last push, so that a repeat at another router is recognised. May be empty."""
     @_builtins.property
@@ -49,6 +50,10 @@ class KeptWeights(_message.Message):
     def offered(self) -> _engine_pb2.UpdateWeightsHeader:
         """A push whose outcome is not known yet."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptAdapter]:
+        """The adapter revisions, by name and version."""
+
     def __init__(
         self,
         *,
@@ -57,14 +62,45 @@ class KeptWeights(_message.Message):
         current: _engine_pb2.UpdateWeightsHeader | None = ...,
         offered: _engine_pb2.UpdateWeightsHeader | None = ...,
         request_id: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___KeptAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeptWeights: _TypeAlias = KeptWeights  # noqa: Y015
+
+@_typing.final
+class KeptAdapter(_message.Message):
+    """An adapter revision that a router keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """Whether an engine has loaded it, so that it is retained. Otherwise the outcome of its push is not
+    known yet.
+    """
+    @_builtins.property
+    def header(self) -> _engine_pb2.AdapterHeader:
+        """Its header, without `replaces`."""
+
+    def __init__(
+        self,
+        *,
+        header: _engine_pb2.AdapterHeader | None = ...,
+        accepted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptAdapter: _TypeAlias = KeptAdapter  # noqa: Y015
 
 @_typing.final
 class ListKeptWeightsRequest(_message.Message):

@@ -15,7 +15,7 @@ from contextlib import aclosing, closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 from vllm import (
@@ -25,8 +25,10 @@ from vllm import (
 )
 from vllm.config import WeightTransferConfig
 from vllm.config.logging import LoggingConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -37,6 +39,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from rollmesh.engine.backend import (
+    Adapter,
     GenerateInput,
     Load,
     ModelLimits,
@@ -48,6 +51,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import MAX_TOP_K, read_generate
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
+from rollmesh.engine.vllm.adapters import AdapterChecks
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
     RunningRequest,
@@ -99,6 +103,12 @@ _OWNED = {
     "logprobs_mode": "the setting logprobs",
     "max_logprobs": "nothing: a scored position has at most 256 ids",
     "kv_sharing_fast_prefill": "nothing: it makes the log-probabilities of scored ids wrong",
+    "enable_lora": "the setting max_adapters",
+    "max_loras": "the setting max_adapters",
+    "max_cpu_loras": "the setting max_adapters",
+    "max_lora_rank": "the setting max_adapter_rank",
+    "default_mm_loras": "nothing: each request names its adapter",
+    "lora_modules": "nothing: adapters are pushed",
 }
 """Options that the engine sets itself, and their replacements."""
 _SIMILAR = 3
@@ -404,6 +414,12 @@ def _arguments(
             WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
         ),
     }
+    if config.max_adapters:
+        ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.max_adapter_rank]
+        # A revision is loaded before the one that it replaces is unloaded. On CPUs, vLLM 0.32 takes
+        # the last slot for requests of the base model beside others (vllm#48421): it stays empty.
+        slots = config.max_adapters + (2 if current_platform.is_cpu() else 1)
+        own |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": min(ranks)}
     # Each request carries its processed images: see `images`.
     images = {"mm_processor_cache_gb": 0} if takes_images(config.model_path) else {}
     return {**_cpu_arguments(options), **own, **images, **options}
@@ -461,6 +477,7 @@ class VllmBackend:
         self._llm: Any = None
         self._loading: Loading | None = None
         self._images: Any = None
+        self._adapters: Any = None
         self._held = False
         self._busy = False
         self._takes_constraints = has_tokenizer(config.model_path)
@@ -485,6 +502,11 @@ class VllmBackend:
         self._images = ImagePrompts(self._llm, self._config.image_cache_bytes, limits)
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
+        if self._config.max_adapters:
+            (names, *_) = await self._on_workers("adapted_modules")
+            self._adapters = await asyncio.to_thread(
+                AdapterChecks, self._config.model_path, names, self._llm.vllm_config.lora_config
+            )
         self.limits = ModelLimits(
             model.get_vocab_size(),
             model.max_model_len,
@@ -492,6 +514,7 @@ class VllmBackend:
             scores_given_ids=self._llm.vllm_config.use_v2_model_runner,
             # The mask of the last id is part of sampled log-probabilities.
             scores_whole_context=self._config.logprobs == "raw",
+            max_adapter_bytes=self._adapters.most_bytes if self._adapters else 0,
         )
         attention = _first(await self._on_workers("attention_backends"))
         self.numerics = _numerics(self._llm.vllm_config, attention, self._config.logprobs)
@@ -545,12 +568,18 @@ class VllmBackend:
             if self._running[request_id]:  # vLLM does not know of it yet
                 yield aborted()
                 return
+            lora = None if request.adapter is None else _lora(request.adapter)
             stream = self._llm.generate(
-                prompt, sampling_params(request, tag, self.limits.stop_ids), request_id
+                prompt,
+                sampling_params(request, tag, self.limits.stop_ids),
+                request_id,
+                lora_request=lora,
             )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    if output.lora_request != lora:
+                        raise RollmeshError("vLLM sampled with another adapter than it was told")
                     if generate.images and not passed and not unread:
                         _check_prompt(output, request)
                     if completion.finish_reason == "error":
@@ -690,11 +719,38 @@ class VllmBackend:
                 retry_delay_ms=5000,
             ) from error
 
-    async def _on_workers(self, method: str, *arguments: object) -> list[str]:
+    async def _on_workers(self, method: str, *arguments: object) -> list[Any]:
         """Calls every worker of every data-parallel rank. VLLM's own call returns only one rank."""
         core = self._llm.engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, arguments, {})
         return [answer for answers in ranks for answer in answers]
+
+    async def check_adapter(self, adapter: Adapter) -> None:
+        """Checks the matrices of an adapter in a thread.
+
+        Raises:
+            InvalidFieldError: The model does not fit its config.
+            InvalidWeightsError: A tensor does not fit the model.
+        """
+        await asyncio.to_thread(self._adapters.check, adapter)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Has the workers read an adapter between two steps.
+
+        Raises:
+            InvalidWeightsError: VLLM refuses it.
+        """
+        try:
+            await self._llm.add_lora(_lora(adapter))
+        except VllmEngineDeadError as error:
+            self.died.set()
+            raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
+        except Exception as error:  # the workers may raise anything
+            raise InvalidWeightsError("header.adapter", f"vLLM refuses it: {error}") from error
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """Has the workers drop an adapter."""
+        await self._llm.remove_lora(adapter.number)
 
     def check_sleep(self) -> None:
         """Checks that vLLM was started with its sleep mode."""
@@ -748,6 +804,12 @@ class VllmBackend:
 def _name_of(mode: PauseMode) -> str:
     """Returns vLLM's name for a pause mode."""
     return name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
+
+
+def _lora(adapter: Adapter) -> LoRARequest:
+    """Returns vLLM's request for an adapter. VLLM keeps the KV cache by its name and path."""
+    name = f"{adapter.ref.name}@{adapter.ref.version}#{adapter.number}"
+    return LoRARequest(name, adapter.number, str(adapter.folder))
 
 
 def _first(answers: list[str]) -> str:

@@ -125,6 +125,8 @@ class _UniqueIds(pickle.Unpickler):
 
 
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDINGS = {"embed_tokens", "lm_head", "logits_processor"}
+"""Modules whose adapters have other matrices than those of a linear layer."""
 _CONVERTIBLE = {"F32", "F16", "BF16"}
 _HEADER_NAMES: Mapping[str, str] = {
     "float32": "F32",
@@ -162,6 +164,19 @@ class WeightReceiver:
         """Returns the names of the attention backends in use, separated by commas."""
         groups = (group for groups in self.model_runner.attn_groups for group in groups)
         return ",".join(sorted({group.backend.get_name() for group in groups}))
+
+    def adapted_modules(self) -> list[str]:
+        """Returns the last names of the modules that take adapters, as checkpoints name them."""
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        model = self.model_runner.get_model()
+        packed = getattr(model, "packed_modules_mapping", {})
+        names = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, BaseLayerWithLoRA)
+        }
+        return sorted({part for name in names - _EMBEDDINGS for part in packed.get(name, [name])})
 
     def init_transfer(self, init_info: dict[str, Any]) -> str:
         """Joins the trainer. Returns why that failed, or an empty string."""

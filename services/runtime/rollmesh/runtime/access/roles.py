@@ -55,6 +55,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "ListReplicas": _OPERATES | {_R.GATEWAY},
         "ControlEngines": _OPERATES,
         "PushWeights": _OPERATES,
+        "PushAdapter": _OPERATES,
         "ForgetWeights": _OPERATES,
     },
     "rollmesh.internal.v1.MembershipService": {"Register": _SERVICES},
@@ -69,6 +70,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "GetInfo": _GENERATES | {_R.OPERATOR},
         "ControlEngines": _CONTROLS,
         "UpdateWeights": _CONTROLS,
+        "LoadAdapter": _CONTROLS,
     },
     "rollmesh.v1.GatewayService": {
         "CreateSession": _TRAINS,

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -13,11 +13,18 @@ from rollmesh.runtime.errors import (
     InvalidWeightsError,
     StoreFullError,
 )
-from rollmesh.v1 import engine_pb2, router_pb2
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _LEAST_BYTES_PER_MS = 256
 """Lowest rate of an upload. A slower sender would hold up others for days."""
-UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
+_MOST_NAME_CHARS = 64
+_MOST_CONFIG_BYTES = 64 * 1024
+_UploadRequest: TypeAlias = (
+    router_pb2.PushWeightsRequest
+    | router_pb2.PushAdapterRequest
+    | engine_pb2.UpdateWeightsRequest
+    | engine_pb2.LoadAdapterRequest
+)
 
 
 def check_update(header: engine_pb2.UpdateWeightsHeader) -> None:
@@ -29,6 +36,38 @@ def check_update(header: engine_pb2.UpdateWeightsHeader) -> None:
     check_pause_mode(header.pause_mode, "header.pause_mode")
     if header.WhichOneof("source") is None:
         raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+
+def check_adapter(adapter: sampling_pb2.AdapterRef, field: str, least_version: int = 1) -> None:
+    """Checks the name and the version of an adapter revision.
+
+    Raises:
+        InvalidFieldError: One of them is malformed. The error names `field`.
+    """
+    name = adapter.name
+    if not (0 < len(name) <= _MOST_NAME_CHARS and name.isprintable()):
+        raise InvalidFieldError(
+            f"{field}.name", f"give 1 to {_MOST_NAME_CHARS} printable characters"
+        )
+    if adapter.version < least_version:
+        raise InvalidFieldError(
+            f"{field}.version", f"is {adapter.version}; give at least {least_version}"
+        )
+
+
+def check_adapter_header(header: engine_pb2.AdapterHeader) -> None:
+    """Checks the fields of an adapter that every receiver needs.
+
+    Raises:
+        InvalidFieldError: One of them is missing or malformed.
+    """
+    check_adapter(header.adapter, "header.adapter")
+    if not 0 < len(header.config_json.encode()) <= _MOST_CONFIG_BYTES:
+        raise InvalidFieldError(
+            "header.config_json", f"give PEFT's config, at most {_MOST_CONFIG_BYTES} bytes"
+        )
+    if not header.safetensors_bytes:
+        raise InvalidFieldError("header.safetensors_bytes", "is 0; announce the size of the file")
 
 
 def check_pause_mode(mode: engine_pb2.PauseMode.ValueType, field: str) -> None:
@@ -52,9 +91,23 @@ def check_action(request: engine_pb2.ControlEnginesRequest) -> None:
             raise InvalidFieldError("sleep.level", f"is {request.sleep.level}; give 1 or 2")
         case "abort" if not (request.abort.all or request.abort.request_ids):
             raise InvalidFieldError("abort.request_ids", "is empty; name generations or give `all`")
+        case "unload_adapter":
+            check_adapter(request.unload_adapter.adapter, "unload_adapter.adapter", 0)
 
 
-async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[bytes]:
+async def header_of(requests: AsyncIterator[Any]) -> Any:
+    """Returns the header of an upload.
+
+    Raises:
+        InvalidFieldError: The first message has none.
+    """
+    first = await anext(requests, None)
+    if first is None or not first.HasField("header"):
+        raise InvalidFieldError("header", "is missing; send it in the first message")
+    return first.header
+
+
+async def chunks_of(requests: AsyncIterator[_UploadRequest]) -> AsyncIterator[bytes]:
     """Yields the chunks that follow the header.
 
     Raises:

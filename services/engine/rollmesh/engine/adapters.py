@@ -1,0 +1,255 @@
+"""The adapter revisions of an engine: received, loaded beside the others, and unloaded after use.
+
+A revision that is unloaded takes no new generations. It keeps its room until the last generation
+that uses it has ended, because the model may read its folder again until then.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rollmesh.engine.backend import Adapter, Backend
+from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.control import Control, receive, to_the_end
+from rollmesh.runtime.errors import (
+    AdapterUnknownError,
+    InvalidFieldError,
+    OverloadedError,
+    StaleVersionError,
+)
+from rollmesh.runtime.rpc.uploads import check_adapter
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import engine_pb2, sampling_pb2
+
+_log = logging.getLogger(__name__)
+_CONFIG = "header.config_json"
+_RETRY_MS = 1_000
+_UNSUPPORTED = ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "lora_bias")
+"""Fields of PEFT's config that change the meaning of the matrices, and must be empty or false."""
+Revision: TypeAlias = tuple[str, int]
+"""Name and version."""
+
+
+def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
+    """Returns the key of an adapter revision."""
+    return adapter.name, adapter.version
+
+
+def read_config(text: str, max_rank: int) -> dict[str, Any]:
+    """Returns the fields of PEFT's adapter_config.json.
+
+    Args:
+        text: The JSON.
+        max_rank: Highest rank that the engine takes.
+
+    Raises:
+        InvalidFieldError: It is no config of a plain LoRA adapter, or its rank is too high.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError(_CONFIG, f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidFieldError(_CONFIG, "is not an object; give PEFT's adapter_config.json")
+    rank, targets = config.get("r"), config.get("target_modules")
+    alpha: Any = config.get("lora_alpha")
+    if config.get("peft_type") != "LORA":
+        raise InvalidFieldError(_CONFIG, f"peft_type: is {config.get('peft_type')!r}; give 'LORA'")
+    if type(rank) is not int or not 0 < rank <= max_rank:
+        raise InvalidFieldError(
+            _CONFIG,
+            f"r: is {rank!r}; give 1 to {max_rank}, or start the engine with a higher "
+            "max_adapter_rank",
+        )
+    if type(alpha) not in {int, float} or not math.isfinite(alpha):
+        raise InvalidFieldError(_CONFIG, f"lora_alpha: is {alpha!r}; give a number")
+    if config.get("bias", "none") != "none":
+        raise InvalidFieldError(_CONFIG, f"bias: is {config['bias']!r}; give 'none'")
+    names = isinstance(targets, list) and all(isinstance(one, str) and one for one in targets)
+    if not targets or not (names or isinstance(targets, str)):
+        raise InvalidFieldError(_CONFIG, f"target_modules: is {targets!r}; give names of modules")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise InvalidFieldError(_CONFIG, f"{name}: is not supported; leave it out")
+    return config
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A revision that the model holds."""
+
+    adapter: Adapter
+    users: int = 0
+    """Number of generations that use it."""
+    leaves: bool = False
+    """Whether it takes no new generations."""
+
+
+class Adapters:
+    """The adapter revisions of one backend. They are loaded one at a time."""
+
+    def __init__(
+        self, backend: Backend, control: Control, config: EngineConfig, changed: asyncio.Event
+    ) -> None:
+        """Takes the backend, its control, the settings, and an event that is set by changes."""
+        self._backend = backend
+        self._control = control
+        self.most = config.max_adapters
+        """Number of revisions for which there is room."""
+        self._max_rank = config.max_adapter_rank
+        self._changed = changed
+        self._lock = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._held: dict[Revision, _Held] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def loaded(self) -> list[engine_pb2.LoadedAdapter]:
+        """Returns the revisions that generations may use, by name and version."""
+        return [
+            engine_pb2.LoadedAdapter(adapter=one.adapter.ref, push_id=one.adapter.push_id)
+            for _, one in sorted(self._held.items(), key=lambda pair: pair[0])
+            if not one.leaves
+        ]
+
+    def take(self, request: engine_pb2.GenerateRequest) -> Adapter | None:
+        """Returns the adapter of a generation, None if it has none. It is used until `give_back`.
+
+        Raises:
+            InvalidFieldError: Its name or version is malformed.
+            AdapterUnknownError: It is not loaded.
+        """
+        if not request.HasField("adapter"):
+            return None
+        check_adapter(request.adapter, "adapter")
+        held = self._held.get(revision_of(request.adapter))
+        if held is None or held.leaves:
+            raise AdapterUnknownError(
+                f"adapter: {request.adapter.name!r} version {request.adapter.version} is not "
+                "loaded; ask another engine, or push it"
+            )
+        held.users += 1
+        return held.adapter
+
+    def give_back(self, adapter: Adapter | None) -> None:
+        """Ends the use of an adapter by one generation."""
+        if adapter is not None:
+            self._held[revision_of(adapter.ref)].users -= 1
+
+    async def load(self, header: engine_pb2.AdapterHeader, chunks: AsyncIterator[bytes]) -> None:
+        """Loads a revision, and unloads those that it replaces. All is checked before.
+
+        Args:
+            header: The revision and its config. Its fields are set.
+            chunks: The safetensors file.
+
+        Raises:
+            InvalidFieldError: The config or a tensor does not fit the model, or there is no room.
+            StaleVersionError: The engine holds the revision from another push.
+            OverloadedError: Generations use the room that it needs.
+            EngineAsleepError: There is no memory.
+            StoreFullError: The disk has no room for the upload.
+        """
+        async with self._lock:
+            key, replaced = revision_of(header.adapter), set(map(revision_of, header.replaces))
+            config = read_config(header.config_json, self._max_rank) if self.most else {}
+            await self._leave(())
+            if (held := self._held.get(key)) is not None:
+                if held.adapter.push_id != header.push_id:
+                    raise StaleVersionError(
+                        f"header.adapter: version {header.adapter.version} of "
+                        f"{header.adapter.name!r} was loaded by another push; count up",
+                        policy_version=header.adapter.version,
+                    )
+                held.leaves = False
+                self._changed.set()
+                return
+            self._check_room(replaced)
+            if header.safetensors_bytes > self._backend.limits.max_adapter_bytes:
+                raise InvalidFieldError(
+                    "header.safetensors_bytes",
+                    f"is {header.safetensors_bytes}; adapters of the model have at most "
+                    f"{self._backend.limits.max_adapter_bytes}",
+                )
+            self._control.check_awake()
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-adapters-")
+            number = next(self._numbers)
+            folder = Path(self._folder.name) / str(number)
+            adapter = Adapter(header.adapter, header.push_id, number, folder, config)
+            try:
+                folder.mkdir()
+                (folder / "adapter_config.json").write_text(header.config_json)
+                await receive(adapter.file, header.safetensors_bytes, chunks)
+                await self._backend.check_adapter(adapter)
+                await to_the_end(self._add(adapter, replaced - {key}))
+            finally:
+                if key not in self._held:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def unload(self, adapter: sampling_pb2.AdapterRef) -> None:
+        """Unloads a revision, or with version 0 all of its name. Running generations keep it."""
+        async with self._lock:
+            of_name = [one for one in self._held if one[0] == adapter.name]
+            await self._leave(one for one in of_name if adapter.version in {0, one[1]})
+
+    async def sweep(self) -> None:
+        """Frees the room of unloaded revisions whose last generation has ended."""
+        async with self._lock:
+            await self._leave(())
+
+    async def close(self) -> None:
+        """Removes the files."""
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.cleanup)
+
+    async def _add(self, adapter: Adapter, replaced: set[Revision]) -> None:
+        """Loads a revision that was checked."""
+        await self._control.alone(self._backend.load_adapter(adapter))
+        self._held[revision_of(adapter.ref)] = _Held(adapter)
+        _log.info("adapter loaded", extra=_what(adapter))
+        await self._leave(replaced)
+
+    def _check_room(self, replaced: set[Revision]) -> None:
+        staying = sum(not one.leaves for key, one in self._held.items() if key not in replaced)
+        used = sum(
+            bool(one.users) for key, one in self._held.items() if one.leaves or key in replaced
+        )
+        if staying + 1 > self.most:
+            raise InvalidFieldError(
+                "header.adapter",
+                f"{staying + 1} revisions are needed, and the engine has room for {self.most}; "
+                f"start it with max_adapters={staying + 1}, or unload others",
+                needed=staying + 1,
+            )
+        if staying + used + 1 > self.most:
+            raise OverloadedError(
+                f"header.adapter: generations use {used} revisions that are unloaded, so "
+                f"{staying + used + 1} are needed, and the engine has room for {self.most}; wait, "
+                "or start it with more max_adapters",
+                retry_delay_ms=_RETRY_MS,
+            )
+
+    async def _leave(self, revisions: Iterable[Revision]) -> None:
+        """Unloads revisions, and those that left before, unless generations use them."""
+        for key in self._held.keys() & set(revisions):
+            self._held[key].leaves = True
+        for key, one in tuple(self._held.items()):
+            if one.leaves and not one.users:
+                del self._held[key]
+                await self._control.alone(self._backend.unload_adapter(one.adapter))
+                await asyncio.to_thread(shutil.rmtree, one.adapter.folder)
+                _log.info("adapter unloaded", extra=_what(one.adapter))
+        self._control.state.adapters = len(self._held)
+        self._changed.set()
+
+
+def _what(adapter: Adapter) -> dict[str, dict[str, object]]:
+    return fields(adapter=adapter.ref.name, version=adapter.ref.version)

@@ -1,0 +1,109 @@
+"""Checks the matrices of LoRA adapters against the model, before vLLM's worker reads them.
+
+A failure inside vLLM would come in the middle of a step, and vLLM accepts adapters that it then
+applies in part. So shapes, types and values are checked here, while the model samples.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from vllm.lora.peft_helper import PEFTHelper
+
+from rollmesh.engine.backend import Adapter
+from rollmesh.engine.vllm.worker_extension import read_headers
+from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError
+
+_PREFIX = "base_model.model."
+_A, _B, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+_CONFIG = "header.config_json"
+_MATRIX = 2  # dimensions
+_BYTES = 4  # of a number, at most
+_HEADER_BYTES = 16 * 1024 * 1024
+
+
+class AdapterChecks:
+    """Knows the modules of one model."""
+
+    def __init__(self, model_path: Path, names: Collection[str], config: Any) -> None:
+        """Reads the shapes of the model's modules, which takes a moment.
+
+        Args:
+            model_path: Folder of the model.
+            names: Last names of the modules that vLLM adapts.
+            config: VLLM's `LoRAConfig`.
+        """
+        headers = read_headers(model_path)
+        weights = {name.removesuffix(_WEIGHT): one.shape for name, one in headers.items()}
+        self._config = config
+        self._modules: Mapping[str, tuple[int, ...]] = {
+            name: shape
+            for name, shape in weights.items()
+            if len(shape) == _MATRIX and name.rpartition(".")[2] in names
+        }
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the largest file that an adapter may have, bytes."""
+        rank: int = self._config.max_lora_rank
+        return _HEADER_BYTES + _BYTES * rank * sum(map(sum, self._modules.values()))
+
+    def check(self, adapter: Adapter) -> None:
+        """Checks an adapter. Reads all of its file.
+
+        Raises:
+            InvalidFieldError: VLLM does not support its config, or a target module is unknown.
+            InvalidWeightsError: A tensor does not fit the model.
+        """
+        try:
+            PEFTHelper.from_dict(dict(adapter.config)).validate_legal(self._config)
+        except (ValueError, TypeError) as error:
+            raise InvalidFieldError(_CONFIG, str(error)) from error
+        targets = adapter.config["target_modules"]
+        for target in targets if isinstance(targets, list) else ():
+            if not any(_is_of(name, target) for name in self._modules):
+                raise InvalidFieldError(
+                    _CONFIG, f"target_modules: the model has no module {target!r:.80} to adapt"
+                )
+        try:
+            with safetensors.safe_open(adapter.file, framework="pt") as file:
+                self._check_tensors(file, targets, adapter.config["r"])
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InvalidWeightsError("safetensors_chunk", f"cannot be read: {error}") from error
+
+    def _check_tensors(self, file: Any, targets: Any, rank: int) -> None:
+        names = set(file.keys())
+        if not names:
+            raise InvalidWeightsError("safetensors_chunk", "has no tensors")
+        for name in sorted(names):
+            module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+            shape = self._modules.get(module)
+            if shape is None or name not in {f"{_PREFIX}{module}{one}" for one in (_A, _B)}:
+                raise InvalidWeightsError(name, "is no matrix A or B of a module of the model")
+            if isinstance(targets, list) and not any(_is_of(module, one) for one in targets):
+                raise InvalidWeightsError(name, "is of no module in target_modules")
+            is_a = name.endswith(_A)
+            other = f"{_PREFIX}{module}{_B if is_a else _A}"
+            if other not in names:
+                raise InvalidWeightsError(other, "is missing")
+            wanted = [rank, shape[1]] if is_a else [shape[0], rank]
+            tensor = file.get_tensor(name)
+            if list(tensor.shape) != wanted:
+                raise InvalidWeightsError(
+                    name, f"has shape {list(tensor.shape)}, the model needs {wanted}"
+                )
+            if tensor.dtype not in {torch.float32, torch.float16, torch.bfloat16}:
+                raise InvalidWeightsError(
+                    name, f"has dtype {tensor.dtype}; give float32, float16 or bfloat16"
+                )
+            if not torch.isfinite(tensor.to(self._config.lora_dtype)).all():
+                raise InvalidWeightsError(
+                    name, f"has a NaN or an infinite value in {self._config.lora_dtype}"
+                )
+
+
+def _is_of(module: str, target: str) -> bool:
+    """Returns whether a target of PEFT's config is a module, or the last names of one."""
+    return module == target or module.endswith(f".{target}")

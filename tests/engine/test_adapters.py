@@ -1,0 +1,192 @@
+"""Adapter revisions of an engine, without a model: checked, loaded, used and unloaded."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from rollmesh.engine.adapters import read_config
+from rollmesh.runtime.errors import (
+    AdapterUnknownError,
+    EngineAsleepError,
+    InvalidFieldError,
+    InvalidWeightsError,
+    OverloadedError,
+    RollmeshError,
+    StaleVersionError,
+)
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
+from tests.controls import WAKE_UP, sleep
+from tests.engine.engines import CONFIG, Engine, Result, revisions
+from tests.processes import running
+
+DATA = save({"w": np.zeros(4, np.float32)})
+REPLY = 200
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    """A scripted engine with room for two revisions."""
+    flags = {"max_adapters": 2, "reply_tokens": REPLY, "tokens_per_second": 500}
+    async with (
+        running("engine", tmp_path, backend="scripted", **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), tmp_path)
+
+
+def of(name: str, version: int) -> dict[str, Any]:
+    """The adapter of a request."""
+    return {"adapter": sampling_pb2.AdapterRef(name=name, version=version)}
+
+
+async def generate(engine: Engine, count: int, **fields: Any) -> Result:
+    return await engine.generate(engine.request(count, 0, **fields))
+
+
+async def test_every_token_tells_the_name_and_version_of_its_adapter(engine: Engine) -> None:
+    assert await engine.load_adapter("math", 1, DATA) == [("math", 1)]
+    assert await engine.load_adapter("math", 2, DATA) == [("math", 1), ("math", 2)]
+    base, first, second = [
+        await generate(engine, 20, **given) for given in ({}, of("math", 1), of("math", 2))
+    ]
+    assert len({tuple(one.ids) for one in (base, first, second)}) == 3
+    assert [(s.adapter, s.policy_version) for s in base.finish.version_spans] == [("", 0)]
+    assert [(s.adapter, s.policy_version) for s in second.finish.version_spans] == [("math", 2)]
+    async with aclosing(engine.stream(engine.request(20, 4, **of("math", 1)))) as chunks:
+        told = [(one.adapter, one.policy_version) async for one in chunks if one.token_ids_u32le]
+    assert set(told) == {("math", 1)}
+    assert len(told) > 1
+
+
+async def test_an_adapter_that_is_not_loaded_is_a_refusal_with_its_reason(engine: Engine) -> None:
+    await engine.load_adapter("math", 2, DATA)
+    for name, version in (("math", 1), ("code", 2)):
+        with pytest.raises(AdapterUnknownError, match="is not loaded"):
+            await generate(engine, 5, **of(name, version))
+    for wrong in (of("", 1), of("a" * 65, 1), of("a\n", 1), of("math", 0)):
+        with pytest.raises(InvalidFieldError, match=r"adapter\.(name|version)"):
+            await generate(engine, 5, **wrong)
+
+
+async def test_a_revision_that_is_unloaded_serves_its_generations_to_their_end(
+    engine: Engine,
+) -> None:
+    await engine.load_adapter("math", 1, DATA)
+    await engine.load_adapter("math", 2, DATA)
+    result = Result()
+    async with aclosing(engine.stream(engine.request(REPLY, 1, **of("math", 1)))) as chunks:
+        async for one in chunks:
+            result.take(one)
+            if result.messages == 3:
+                assert await engine.unload_adapter("math", 1) == [("math", 2)]
+                with pytest.raises(AdapterUnknownError):
+                    await generate(engine, 5, **of("math", 1))
+                with pytest.raises(OverloadedError, match="3 are needed"):  # its room is in use
+                    await engine.load_adapter("math", 3, DATA)
+    assert len(result.ids) == REPLY
+    assert await engine.load_adapter("math", 3, DATA) == [("math", 2), ("math", 3)]
+    assert await engine.unload_adapter("math") == []
+    assert await engine.unload_adapter("math") == []
+
+
+async def test_too_many_revisions_are_refused_with_the_number_needed(engine: Engine) -> None:
+    await engine.load_adapter("math", 1, DATA)
+    await engine.load_adapter("code", 1, DATA)
+    with pytest.raises(InvalidFieldError, match="3 revisions are needed") as caught:
+        await engine.load_adapter("math", 2, DATA)
+    assert caught.value.metadata["needed"] == "3"
+    former = [sampling_pb2.AdapterRef(name="math", version=1)]
+    with pytest.raises(InvalidWeightsError):
+        await engine.load_adapter("math", 2, b"x", replaces=former)
+    assert revisions((await engine.info()).adapters) == [("code", 1), ("math", 1)]
+    held = await engine.load_adapter("math", 2, DATA, replaces=former)
+    assert held == [("code", 1), ("math", 2)]
+
+
+async def test_a_push_is_loaded_once_and_another_of_its_version_is_refused(engine: Engine) -> None:
+    for _ in range(2):
+        assert await engine.load_adapter("math", 1, DATA, push_id="a") == [("math", 1)]
+    with pytest.raises(StaleVersionError, match="another push"):
+        await engine.load_adapter("math", 1, DATA, push_id="b")
+    assert [one.push_id for one in (await engine.info()).adapters] == ["a"]
+
+
+async def test_adapters_belong_to_the_weights_in_use(engine: Engine) -> None:
+    await engine.update(1, DATA)
+    await engine.load_adapter("math", 1, DATA)
+    with pytest.raises(InvalidFieldError, match="unload them first"):
+        await engine.update(2, DATA)
+    with pytest.raises(RollmeshError, match="unload them first"), typed_errors():
+        await engine.stub.ControlEngines(sleep(2))
+    with typed_errors():
+        await engine.stub.ControlEngines(sleep(1))
+    with pytest.raises(EngineAsleepError):
+        await engine.load_adapter("math", 2, DATA)
+    assert await engine.unload_adapter("math") == []
+    with typed_errors():
+        await engine.stub.ControlEngines(WAKE_UP)
+    await engine.update(2, DATA)
+
+
+async def test_an_upload_that_breaks_off_or_is_too_large_changes_nothing(engine: Engine) -> None:
+    with pytest.raises(InvalidWeightsError, match="were announced"):
+        await engine.load_adapter("math", 1, DATA, safetensors_bytes=len(DATA) + 1)
+    with pytest.raises(InvalidFieldError, match="at most"):
+        await engine.load_adapter("math", 1, DATA, safetensors_bytes=2**40)
+    with pytest.raises(InvalidFieldError, match="safetensors_bytes"):
+        await engine.load_adapter("math", 1, b"")
+    with pytest.raises(InvalidFieldError, match="config_json"):
+        await engine.load_adapter("math", 1, DATA, config_json="")
+    with pytest.raises(InvalidFieldError, match="model"):
+        await engine.load_adapter("math", 1, DATA, model="other")
+    assert revisions((await engine.info()).adapters) == []
+
+
+async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:
+    async with (
+        running("engine", tmp_path, backend="scripted") as process,
+        open_channel(process.address) as channel,
+    ):
+        engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), tmp_path)
+        with pytest.raises(InvalidFieldError, match="max_adapters=1"):
+            await engine.load_adapter("math", 1, DATA)
+        assert (await engine.info()).max_adapters == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": 17}, "max_adapter_rank"),
+        ({"r": 0}, "r:"),
+        ({"r": True}, "r:"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"bias": "all"}, "bias"),
+        ({"target_modules": []}, "target_modules"),
+        ({"target_modules": [1]}, "target_modules"),
+        ({"use_dora": True}, "use_dora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_a_config_of_another_adapter_is_refused_by_its_field(
+    change: dict[str, Any], said: str
+) -> None:
+    assert read_config(json.dumps(CONFIG), 16)["r"] == 4
+    with pytest.raises(InvalidFieldError, match=said) as caught:
+        read_config(json.dumps({**CONFIG, **change}), 16)
+    assert caught.value.field == "header.config_json"
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "1", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match="config_json"):
+        read_config(text, 16)

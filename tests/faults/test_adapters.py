@@ -1,0 +1,65 @@
+"""Generations with an adapter outlive their engines, and late engines get its revision."""
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.mesh.engines import EngineClients
+from rollmesh.mesh.failover import Failover, Order
+from rollmesh.mesh.generation import Generation
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.engine.engines import CONFIG
+from tests.processes import running
+from tests.router.routers import running_router
+
+REPLY = 400
+ADAPTER = sampling_pb2.AdapterRef(name="math", version=3)
+
+
+def order() -> Order:
+    request = engine_pb2.GenerateRequest(
+        token_ids_u32le=np.array([5, 6, 7], "<u4").tobytes(),
+        sampling=sampling_pb2.SamplingParams(max_tokens=REPLY),
+        adapter=ADAPTER,
+    )
+    return Order(Generation(request), "s", 8, 0, 60_000, 120_000, is_sent=lambda: True)
+
+
+async def test_a_killed_engines_generation_continues_on_a_late_engine_with_the_same_revision(
+    tmp_path: Path,
+) -> None:
+    """The second engine starts after the push, and the first dies in the middle of an answer."""
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router(tmp_path))
+        flags = {"router": router.address, "max_adapters": 2, "backend": "scripted"}
+        flags |= {"reply_tokens": REPLY, "tokens_per_second": 400}
+        first = await stack.enter_async_context(
+            running("engine", tmp_path / "1", engine_id="first", **flags)
+        )
+        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
+        client = await stack.enter_async_context(Client(addresses))
+        matrices = {"w": np.zeros(4, np.float32)}
+        await client.push_adapter(matrices, "math", 3, CONFIG)
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+        engines = EngineClients(5_000)
+        stack.push_async_callback(engines.close)
+        failover = Failover(leases, engines, on_loss=lambda: None, on_migration=lambda: None)
+        whole = order()
+        async for _ in failover.run(whole):
+            pass
+        await stack.enter_async_context(
+            running("engine", tmp_path / "2", engine_id="second", **flags)
+        )
+        cut = order()
+        async with asyncio.timeout(60), aclosing(failover.run(cut)) as runs:
+            async for _ in runs:
+                if cut.generation.taken > 20 and cut.generation.engine_id == "first":
+                    await first.kill()
+        spans = [(one.engine_id, one.adapter, one.policy_version) for one in cut.generation.spans]
+        assert spans == [("first", "math", 3), ("second", "math", 3)]
+        assert cut.generation.token_ids().tolist() == whole.generation.token_ids().tolist()
+        assert len(cut.generation.token_ids()) == REPLY

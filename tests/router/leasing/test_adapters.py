@@ -1,0 +1,105 @@
+"""Leases for adapter revisions."""
+
+import pytest
+
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
+from rollmesh.runtime.errors import AdapterUnknownError, NoEngineError
+from rollmesh.v1 import sampling_pb2
+from tests.router.leasing.tables import acquire, change, ended, granted, hello, table
+
+MATH, OTHER = ("math", 1), ("math", 2)
+ASKED = sampling_pb2.AdapterRef(name="math", version=1)
+
+
+def retaining(*names: str, capacity: int = 8) -> LeaseTable:
+    """A table whose first engine holds an adapter revision."""
+    leases = table(*names, capacity=capacity)
+    leases.fleet.retain("m", [MATH])
+    change(leases, names[0], adapters={MATH: "p"})
+    return leases
+
+
+def test_only_engines_with_the_revision_are_leased_and_any_for_the_base_model() -> None:
+    leases = retaining("a", "b")
+    for number in range(4):
+        given = acquire(leases, "g", f"{number}", f"s{number}", adapter=ASKED)
+        assert granted(given) == "a"
+    assert granted(acquire(leases, "g", "5", "t")) == "b"
+    assert granted(acquire(leases, "g", "6", "t", adapter=ASKED)) == "a"  # its session moves
+
+
+def test_a_revision_that_is_not_retained_is_refused_at_once() -> None:
+    leases = retaining("a")
+    change(leases, "a", adapters={MATH: "p", OTHER: "q"})
+    other = sampling_pb2.AdapterRef(name="math", version=2)
+    with pytest.raises(AdapterUnknownError, match="not retained"):
+        acquire(leases, "g", "1", "s", adapter=other, wait_ms=100)
+    with pytest.raises(AdapterUnknownError):
+        acquire(table("a"), "g", "1", "s", adapter=ASKED)
+
+
+def test_a_request_waits_for_an_engine_that_gets_the_revision() -> None:
+    leases = retaining("a", "b")
+    change(leases, "a", adapters={})
+    with pytest.raises(NoEngineError, match="has not loaded version 1 of adapter"):
+        acquire(leases, "g", "1", "s", adapter=ASKED)
+    assert acquire(leases, "g", "1", "s", adapter=ASKED, wait_ms=100) is None
+    assert ended(leases, 50) == {}
+    change(leases, "b", adapters={MATH: "p"})
+    assert ended(leases, 50) == {"1": "b"}
+
+
+def test_a_wait_lasts_while_an_engine_has_room_for_the_revision() -> None:
+    leases = retaining("a")
+    change(leases, "a", adapters={}, max_adapters=1)
+    for lease in ("1", "2"):
+        assert not acquire(
+            leases, "g", lease, lease, adapter=ASKED, wait_ms=100, suspended_wait_ms=300
+        )
+    assert ended(leases, 100) == {}
+    change(leases, "a", max_adapters=0)
+    assert ended(leases, 200) == {"1": "NO_ENGINE", "2": "NO_ENGINE"}
+
+
+def test_a_full_engine_is_waited_for_although_another_without_the_revision_is_free() -> None:
+    leases = retaining("a", "b", capacity=1)
+    granted(acquire(leases, "g", "1", "s", adapter=ASKED))
+    assert acquire(leases, "g", "2", "t", adapter=ASKED, wait_ms=100) is None
+    assert granted(acquire(leases, "g", "3", "u")) == "b"
+    leases.release("g", "1")
+    assert ended(leases, 10) == {"2": "a"}
+
+
+def test_a_revision_that_is_retained_no_longer_ends_waits_at_their_deadline() -> None:
+    leases = retaining("a", capacity=1)
+    granted(acquire(leases, "g", "1", "s", adapter=ASKED))
+    assert acquire(leases, "g", "2", "t", adapter=ASKED, wait_ms=100) is None
+    leases.fleet.retain("m", [])
+    leases.release("g", "1")
+    assert ended(leases, 99) == {}
+    assert ended(leases, 100) == {"2": "NO_ENGINE"}
+
+
+def test_engines_that_come_and_go_are_known_to_every_adapter() -> None:
+    leases = retaining("a")
+    leases.open_stream("h", hello("m", name="h"))
+    for stream in ("g", "h"):
+        assert granted(acquire(leases, stream, "1", f"s{stream}", adapter=ASKED)) == "a"
+    leases.add_engine(Engine("b", "b:1", "m", 8, adapters={MATH: "p"}))
+    leases.remove_engine("a")
+    for stream in ("g", "h"):
+        assert granted(acquire(leases, stream, "2", f"s{stream}", adapter=ASKED)) == "b"
+        leases.close_stream(stream)
+    leases.remove_engine("b")
+    assert leases.is_clear
+
+
+def test_excluded_engines_with_the_revision_are_returned_to() -> None:
+    leases = retaining("a", "b")
+    excluded = ["a"]
+    assert not acquire(
+        leases, "g", "1", "s", adapter=ASKED, excluded_engine_ids=excluded, wait_ms=1000
+    )
+    assert ended(leases, 199) == {}
+    assert ended(leases, 200) == {"1": "a"}
