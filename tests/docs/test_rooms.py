@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_177, 17),
     "services/collector/rollmesh/collector": (4_821, 13),
     "services/collector/rollmesh/scorer": (375, 6),
-    "clients/rollmesh/sidecar": (4_864, 14),
+    "clients/rollmesh/sidecar": (4_513, 13),
     "clients/rollmesh/client": (4_872, 16),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_182, 12),

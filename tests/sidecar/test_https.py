@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.runtime.access import tls
 from rollmesh.runtime.config import ConfigError
-from rollmesh.sidecar import Certificate, SidecarConfig
+from rollmesh.sidecar import SidecarConfig, certificate_of
 from tests.lazily import anthropic
 from tests.sidecar.reading import counted
 from tests.sidecar.scripted_gateway import (
@@ -163,14 +163,14 @@ async def test_a_certificate_that_changes_is_shown_without_a_restart(authority: 
 
 
 def test_a_pair_that_does_not_fit_is_refused_at_the_start(authority: Any) -> None:
-    Certificate(str(authority.certificate), str(authority.key_file))
+    certificate_of(str(authority.certificate), str(authority.key_file))
     authority.key_file.chmod(0o644)
     with pytest.raises(ConfigError, match=r"https_key_file: .* chmod 0600"):
-        Certificate(str(authority.certificate), str(authority.key_file))
+        certificate_of(str(authority.certificate), str(authority.key_file))
     authority.key_file.chmod(0o600)
     authority.certificate.write_bytes(b"")
     with pytest.raises(ConfigError, match="https_certificate_file"):
-        Certificate(str(authority.certificate), str(authority.key_file))
+        certificate_of(str(authority.certificate), str(authority.key_file))
 
 
 async def test_a_handshake_takes_a_place(authority: Any) -> None:

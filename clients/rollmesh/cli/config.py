@@ -284,7 +284,7 @@ def _check_https(config: Any) -> Iterator[str]:
         yield f"sidecar.{missing}: is empty; a certificate and its key go together"
     elif certificate:
         https = import_module("rollmesh.sidecar")
-        yield from _said("sidecar", lambda: https.Certificate(certificate, key))
+        yield from _said("sidecar", lambda: https.certificate_of(certificate, key))
 
 
 def _check_folder(setting: str, folder: Path) -> Iterator[str]:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rollmesh.sidecar.config import SidecarConfig as SidecarConfig
     from rollmesh.sidecar.errors import to_http as to_http
     from rollmesh.sidecar.http import (
-        Certificate as Certificate,
         Places as Places,
         address_of as address_of,
+        certificate_of as certificate_of,
     )
     from rollmesh.sidecar.seals import seal as seal, sealed_answer as sealed_answer
     from rollmesh.sidecar.turn import Head as Head, Protocol as Protocol, read_head as read_head
@@ -40,7 +40,7 @@ _MODULES = {
     "app": "PROTOCOLS ROUTES Opens advertised make_app prefixes protocol_of serving",
     "config": "SidecarConfig",
     "errors": "to_http",
-    "http": "Certificate Places address_of",
+    "http": "Places address_of certificate_of",
     "seals": "seal sealed_answer",
     "turn": "Head Protocol read_head",
 }

@@ -5,10 +5,10 @@ import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -29,13 +29,12 @@ from rollmesh.sidecar.errors import (
     MethodUnknownError,
     ModelUnknownError,
     PathUnknownError,
-    as_response,
     typed,
 )
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.http import HttpServer
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
-from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, StoredResponses
+from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
 from rollmesh.sidecar.turn import Protocol, TurnEndpoint
 from rollmesh.v1 import router_pb2
 
@@ -67,7 +66,7 @@ ROUTES: Mapping[str, Opens] = {
 """What opens a route, by its method and path. `HEAD` counts as `GET`."""
 _IN_SESSION = "/sessions/{session}"
 """May precede each path. It has the session's id or key."""
-_MESSAGES = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/messages(?:[/?]|$)")
+_SPOKEN = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/(messages|responses)(?:[/?]|$)")
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -80,7 +79,8 @@ def prefixes(path_prefix: str) -> Iterator[str]:
 
 def protocol_of(path: str, prefix: str = "") -> Protocol:
     """Returns the protocol in which errors of a path are written, perhaps with its query."""
-    return MESSAGES if _MESSAGES.match(path.removeprefix(prefix)) else CHAT
+    spoken = _SPOKEN.match(path.removeprefix(prefix))
+    return PROTOCOLS["/v1/chat/completions" if spoken is None else f"/v1/{spoken[1]}"]
 
 
 def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
@@ -93,12 +93,12 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     gateways = Gateways(config, directory)
 
     async def models(_request: Request) -> Response:
-        entries = [_entry(name) for name in await gateways.models()]
+        entries = [_entry(name) for name in await directory.models()]
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        served = await gateways.models()
+        served = await directory.models()
         if name not in served:
             listed = ", ".join(served) or "none is served now"
             problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
@@ -109,11 +109,10 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         await gateways.check()
         return JSONResponse({"status": "ok"})
 
-    stored = StoredResponses(gateways)
     endpoints: dict[str, Callable[..., Any]] = {
         **{f"POST {path}": TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()},
-        "GET /v1/responses/{response}": stored.retrieve,
-        "DELETE /v1/responses/{response}": stored.delete,
+        "GET /v1/responses/{response}": partial(retrieve, gateways),
+        "DELETE /v1/responses/{response}": partial(delete, gateways),
         "GET /v1/models": models,
         "GET /v1/models/{model:path}": model,
         "GET /healthz": health,
@@ -123,40 +122,37 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         for prefix in prefixes(config.path_prefix)
         for method, path in (name.split(" ") for name in ROUTES)
     ]
-    refuse = partial(_refuse, config.path_prefix)
-    handlers = {
-        HTTPException: partial(_refuse_path, config.path_prefix),
-        RollmeshError: refuse,
-        Exception: refuse,
-    }
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        """Answers an error in the form of the protocol that the path speaks."""
+        protocol = protocol_of(request.scope["path"], config.path_prefix)
+        request_id = uuid.uuid4().hex
+        http = protocol.error(typed(error), request_id)
+        named = (*http.headers, (protocol.request_id_header, request_id.encode()))
+        headers = {name.decode(): value.decode() for name, value in named}
+        return Response(http.body, http.status, headers)
+
+    async def refuse_path(request: Request, error: Exception) -> Response:
+        """Answers an unknown path or method. The path is not echoed: it may contain a key."""
+        allowed = error.headers if isinstance(error, HTTPException) else None
+        if not allowed:
+            problem = (
+                f"{request.method}: this path is not served; call .../v1/chat/completions, "
+                ".../v1/messages, .../v1/responses or .../v1/models"
+            )
+            return await refuse(request, PathUnknownError(problem))
+        problem = f"{request.method}: this path is served with {', '.join(allowed.values())}"
+        response = await refuse(request, MethodUnknownError(problem))
+        response.headers.update(allowed)
+        return response
+
+    handlers = {HTTPException: refuse_path, RollmeshError: refuse, Exception: refuse}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _entry(name: str) -> dict[str, object]:
     """Returns a model as OpenAI's API lists it."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
-
-
-async def _refuse_path(prefix: str, request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method. The path is not echoed, because it may contain a key."""
-    allowed = error.headers if isinstance(error, HTTPException) else None
-    if not allowed:
-        problem = (
-            f"{request.method}: this path is not served; call .../v1/chat/completions, "
-            ".../v1/messages, .../v1/responses or .../v1/models"
-        )
-        return await _refuse(prefix, request, PathUnknownError(problem))
-    problem = f"{request.method}: this path is served with {', '.join(allowed.values())}"
-    response = await _refuse(prefix, request, MethodUnknownError(problem))
-    response.headers.update(allowed)
-    return response
-
-
-async def _refuse(prefix: str, request: Request, error: Exception) -> Response:
-    """Answers an error in the form of the protocol that the path speaks."""
-    protocol, request_id = protocol_of(request.scope["path"], prefix), uuid.uuid4().hex
-    http = protocol.error(typed(error), request_id)
-    return as_response(http, protocol.request_id_header, request_id)
 
 
 # Serving
@@ -190,7 +186,17 @@ async def serving(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((bind_host(config).strip("[]"), config.port))
         port: int = listener.getsockname()[1]
-        membership = _membership(config, port, identity) if joins else _nothing()
+        membership: AbstractAsyncContextManager[object] = nullcontext()
+        if joins:
+            address, https, path_prefix = advertised(config, port)
+            hello = router_pb2.ReplicaHello(
+                replica_id=f"sidecar-{uuid.uuid4().hex}",
+                kind=router_pb2.REPLICA_KIND_SIDECAR,
+                address=address,
+                https=https,
+                path_prefix=path_prefix,
+            )
+            membership = Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
         async with membership, asyncio.TaskGroup() as group:
             group.create_task(server.serve([listener]))
             listener.listen(1024)
@@ -200,42 +206,17 @@ async def serving(
                 server.should_exit = True
 
 
-@asynccontextmanager
-async def _nothing() -> AsyncIterator[None]:
-    yield
-
-
-def _membership(config: SidecarConfig, port: int, identity: Identity | None) -> Membership:
-    door = advertised(config, port)
-    hello = router_pb2.ReplicaHello(
-        replica_id=f"sidecar-{uuid.uuid4().hex}",
-        kind=router_pb2.REPLICA_KIND_SIDECAR,
-        address=door.address,
-        https=door.https,
-        path_prefix=door.path_prefix,
-    )
-    return Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
-
-
-class Door(NamedTuple):
-    """Where agents reach a sidecar."""
-
-    address: str
-    """`host:port`."""
-    https: bool
-    path_prefix: str
-    """The beginning of paths. May be empty."""
-
-
-def advertised(config: SidecarConfig, port: int) -> Door:
+def advertised(config: SidecarConfig, port: int) -> tuple[str, bool, str]:
     """Returns where agents reach a sidecar that listens on a port.
+
+    That is `host:port`, whether it speaks HTTPS, and the beginning of paths, which may be empty.
 
     Raises:
         ConfigError: `advertise` is a URL, but not one of HTTP without a query.
     """
     given = config.advertise or f"{config.host}:{port}"
     if "://" not in given:
-        return Door(given, bool(config.https_certificate_file), config.path_prefix)
+        return given, bool(config.https_certificate_file), config.path_prefix
     problem = ConfigError(f"advertise: is {given!r}; give https://HOST, https://HOST:PORT/PATH")
     try:
         url = urlsplit(given)
@@ -247,4 +228,4 @@ def advertised(config: SidecarConfig, port: int) -> Door:
     if not (url.hostname and is_plain) or PathPrefix().problem(prefix):
         raise problem
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return Door(f"{host}:{port_of_url}", url.scheme == "https", prefix)
+    return f"{host}:{port_of_url}", url.scheme == "https", prefix

@@ -6,8 +6,7 @@ Every function raises `InvalidFieldError` with the name of the field if a value 
 import math
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -56,25 +55,20 @@ def parse(data: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        body = _parse_replaced(data, error)
+        replaced = _ESCAPED_SURROGATE.sub(
+            lambda found: found[0] if found["pair"] else found["before"] + rb"\ufffd",
+            _ENCODED_SURROGATE.sub(_REPLACEMENT, data),
+        )
+        try:
+            if replaced == data:
+                raise
+            body = orjson.loads(replaced)
+        except orjson.JSONDecodeError as problem:
+            raise InvalidFieldError("body", f"is not JSON: {problem}") from error
+        REPLACED_SURROGATES.inc()
     if not isinstance(body, dict):
         raise InvalidFieldError("body", "is not a JSON object")
     return body
-
-
-def _parse_replaced(data: bytes, error: orjson.JSONDecodeError) -> Any:
-    replaced = _ESCAPED_SURROGATE.sub(
-        lambda found: found[0] if found["pair"] else found["before"] + rb"\ufffd",
-        _ENCODED_SURROGATE.sub(_REPLACEMENT, data),
-    )
-    try:
-        if replaced == data:
-            raise error
-        value = orjson.loads(replaced)
-    except orjson.JSONDecodeError as problem:
-        raise InvalidFieldError("body", f"is not JSON: {problem}") from problem
-    REPLACED_SURROGATES.inc()
-    return value
 
 
 def _has_too_many_parts(data: bytes) -> bool:
@@ -123,22 +117,25 @@ def flag(
     return default if value is None else value
 
 
-def string(value: Any, field: str) -> str:
-    """Returns a text."""
+def string(value: Any, field: str, default: str | None = None) -> str:
+    """Returns a text, or the default if it is absent."""
+    value = default if value is None else value
     if not isinstance(value, str):
         raise InvalidFieldError(field, "must be a string")
     return value
 
 
-def members(value: Any, field: str) -> dict[str, Any]:
-    """Returns an object."""
+def members(value: Any, field: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns an object, or the default if it is absent."""
+    value = default if value is None else value
     if not isinstance(value, dict):
         raise InvalidFieldError(field, "is not an object")
     return value
 
 
 def entries(value: Any, field: str, most: int, what: str) -> list[Any]:
-    """Returns a list that is not longer than a limit, which an error states."""
+    """Returns a list that is not longer than a limit, which an error states. None is empty."""
+    value = [] if value is None else value
     if not isinstance(value, list):
         raise InvalidFieldError(field, "must be a list")
     if len(value) > most:
@@ -159,17 +156,15 @@ def to_json(value: Any, field: str) -> str:
 # Parameters
 
 _MAX_MODEL_CHARACTERS = 256
-_ABSENT = "the engine is not started with what it needs"
+ABSENT = "the engine is not started with what it needs"
 _REFUSED = {
-    "ec_transfer_params": _ABSENT,
-    "kv_transfer_params": _ABSENT,
+    "ec_transfer_params kv_transfer_params": ABSENT,
     "vllm_xargs": "no extension reads them",
 }
 _UNUSED = ("cache_salt", "metadata", "mm_payload", "return_mm_kwargs", "service_tier",
            "watermarking")  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Parameters:
     """The parameters of a protocol: which are served, refused by name, or ignored.
 
@@ -177,30 +172,24 @@ class Parameters:
     and docs/messages.md have the same tables for users, with the reasons.
     """
 
-    served: frozenset[str]
-    """Parameters with the effect that the API or vLLM gives them."""
-    refused: Mapping[str, str]
-    """Parameters that would change the answer, and the remedy."""
-    unused: frozenset[str]
-    """Parameters that change neither tokens nor text of an answer."""
-    nested: frozenset[str] = frozenset()
-    """Names inside messages, tools and options that are counted where they change nothing."""
-    neutral: Mapping[str, Any] = field(default_factory=dict)
-    """Values that request nothing, other than null, false, 0 and empty."""
-
-    @classmethod
-    def of(
-        cls, served: str, refused: Mapping[str, str], unused: str, nested: str = "", **neutral: Any
-    ) -> "Parameters":
-        """Returns a table of names in words, with the parameters that all protocols share."""
-        unused_names = {*unused.split(), *_UNUSED} - set(served.split())
-        return cls(
-            frozenset(served.split()),
-            {**_REFUSED, **refused},
-            frozenset(unused_names),
-            frozenset(nested.split()),
-            neutral,
-        )
+    def __init__(
+        self, served: str, refused: Mapping[str, str], unused: str, nested: str = "", **neutral: Any
+    ) -> None:
+        """Takes the names in words, and adds the parameters that all protocols share."""
+        self.served = frozenset(served.split())
+        """Parameters with the effect that the API or vLLM gives them."""
+        self.refused: Mapping[str, str] = {
+            name: remedy
+            for names, remedy in {**_REFUSED, **refused}.items()
+            for name in names.split()
+        }
+        """Parameters that would change the answer, and the remedy."""
+        self.unused = frozenset([*unused.split(), *_UNUSED]) - self.served
+        """Parameters that change neither tokens nor text of an answer."""
+        self.nested = frozenset(nested.split())
+        """Names inside messages, tools and options that are counted where they change nothing."""
+        self.neutral: Mapping[str, Any] = neutral
+        """Values that request nothing, other than null, false, 0 and empty."""
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Refuses parameters that would change the answer, and counts ignored ones."""
@@ -210,7 +199,8 @@ class Parameters:
             if value is None or value == neutral or (neutral in {None, "none"} and not value):
                 continue
             raise InvalidFieldError(name, f"is not served: {self.refused[name]}; leave it out")
-        self.ignore(body, self.served | self.refused.keys())
+        if others := body.keys() - self.served - self.refused.keys():
+            self.ignore({name: body[name] for name in others})
 
     def ignore(self, given: Mapping[str, Any], known: Collection[str] = ()) -> None:
         """Counts the members of an object that are not known.
@@ -225,8 +215,7 @@ class Parameters:
 
 def read_model(body: Mapping[str, Any]) -> str:
     """Returns the model that a request names. Empty if it names none."""
-    name = body.get("model")
-    name = "" if name is None else string(name, "model")
+    name = string(body.get("model"), "model", "")
     if len(name) > _MAX_MODEL_CHARACTERS:
         raise InvalidFieldError(
             "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
@@ -287,8 +276,9 @@ def read_schema(schema: Any, field: str, *, strict: bool) -> gateway_pb2.JsonFor
 
 _INTEGERS = ("top_k", "min_tokens", "seed")
 _OFF = {"top_k": 0, "seed": None}  # the meaning of -1 in vLLM
-_MAX_ALLOWED, _MAX_BIASES, _MOST_BIAS = 4096, 1024, 100.0
-_MAX_STOP_TOKENS = 64
+_ID_LISTS = (("stop_token_ids", 0, 64), ("allowed_token_ids", 1, 4096))
+"""Lists of token ids, with the fewest and the most of each."""
+_MAX_BIASES, _MOST_BIAS = 1024, 100.0
 _MAX_STOPS = 16
 
 
@@ -314,33 +304,22 @@ def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb
             result.max_tokens = integer(body[name], name, 1)
     if flag(body, "ignore_eos"):
         result.ignore_eos = True
-    result.stop_token_ids.extend(_ids(body, "stop_token_ids", range(_MAX_STOP_TOKENS + 1)))
-    result.allowed_token_ids.extend(_ids(body, "allowed_token_ids", range(1, _MAX_ALLOWED + 1)))
-    for token_id, bias in _biases(body.get("logit_bias")):
-        result.logit_bias[token_id] = bias
-    return result
-
-
-def _ids(body: Mapping[str, Any], name: str, sizes: range) -> list[int]:
-    ids = body.get(name)
-    if ids is None:
-        return []
-    if not isinstance(ids, list) or len(ids) not in sizes:
-        raise InvalidFieldError(name, f"give {sizes[0]} to {sizes[-1]} token ids")
-    return [integer(value, f"{name}[{at}]", 0) for at, value in enumerate(ids)]
-
-
-def _biases(biases: Any) -> Iterator[tuple[int, float]]:
-    """Yields ids and biases, clamped to the range as in vLLM."""
-    if biases is None:
-        return
-    if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
+    for name, least, most in _ID_LISTS:
+        if (ids := body.get(name)) is None:
+            continue
+        if not isinstance(ids, list) or not least <= len(ids) <= most:
+            raise InvalidFieldError(name, f"give {least} to {most} token ids")
+        found = (integer(value, f"{name}[{at}]", 0) for at, value in enumerate(ids))
+        getattr(result, name).extend(found)
+    biases = body.get("logit_bias")
+    if not isinstance(biases, dict | None) or len(biases or ()) > _MAX_BIASES:
         raise InvalidFieldError("logit_bias", f"give an object of at most {_MAX_BIASES} token ids")
-    for key, bias in biases.items():
+    for key, bias in (biases or {}).items():
         if not key.isdecimal() or int(key) >= 2**31:
             raise InvalidFieldError("logit_bias", f"{key!r} is not a token id")
         value = number(bias, f"logit_bias.{key}", -math.inf, math.inf)
-        yield int(key), min(max(value, -_MOST_BIAS), _MOST_BIAS)
+        result.logit_bias[int(key)] = min(max(value, -_MOST_BIAS), _MOST_BIAS)  # as in vLLM
+    return result
 
 
 def read_stop(stop: Any, field: str = "stop") -> list[str]:
@@ -353,7 +332,8 @@ def read_stop(stop: Any, field: str = "stop") -> list[str]:
 
 def read_texts(texts: Any, field: str, alternative: str = "") -> list[str]:
     """Returns a list of non-empty strings. None is empty."""
-    texts = [] if texts is None else texts
+    if texts is None:
+        return []
     if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
         raise InvalidFieldError(field, f"must be {alternative}a list of non-empty strings")
     return texts
@@ -378,7 +358,7 @@ def read_template_options(
         effort_field: Name of its parameter.
         documents: Documents to answer from. May be None.
     """
-    options = {} if options is None else members(options, "chat_template_kwargs")
+    options = members(options, "chat_template_kwargs", {})
     if taken := options.keys() & _TEMPLATE_ARGUMENTS:
         raise InvalidFieldError(
             f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
@@ -398,7 +378,7 @@ def read_template_options(
 
 # Tools
 
-_MAX_TOOLS = 2048
+MAX_TOOLS = 2048
 TOOL_CHOICES: Mapping[str | None, gateway_pb2.ToolChoice.ValueType] = {
     None: gateway_pb2.TOOL_CHOICE_UNSPECIFIED,
     "none": gateway_pb2.TOOL_CHOICE_NONE,
@@ -408,20 +388,15 @@ TOOL_CHOICES: Mapping[str | None, gateway_pb2.ToolChoice.ValueType] = {
 """The values of OpenAI's `tool_choice` that are words."""
 
 
-def read_tools(tools: Any, field: str = "tools") -> list[Any]:
-    """Returns a list of tools. None is empty."""
-    return [] if tools is None else entries(tools, field, _MAX_TOOLS, "tools")
-
-
-def check_tool_count(tools: int) -> None:
-    """Checks the number of tools of a request that gives them in several places."""
-    if tools > _MAX_TOOLS:
-        raise InvalidFieldError("tools", f"has {tools} tools; give at most {_MAX_TOOLS}")
-
-
 # The content of messages
 
 _MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
+ROLES = {
+    "system": chat_pb2.ROLE_SYSTEM,
+    "developer": chat_pb2.ROLE_SYSTEM,
+    "user": chat_pb2.ROLE_USER,
+    "assistant": chat_pb2.ROLE_ASSISTANT,
+}
 _HTTP = re.compile("https?://", re.ASCII | re.IGNORECASE)
 
 
@@ -474,7 +449,9 @@ def image_of_base64(encoded: Any, media_type: str, field: str) -> chat_pb2.Conte
 def joined(parts: Iterable[chat_pb2.ContentPart | None]) -> list[chat_pb2.ContentPart]:
     """Returns parts with neighbouring texts joined, because one text has one form."""
     found: list[chat_pb2.ContentPart] = []
-    given = (part for part in parts if part is not None)
+    given = [part for part in parts if part is not None]
+    if len(given) == 1 and given[0].text:  # the common case
+        return given
     for is_text, run in groupby(given, lambda part: part.HasField("text")):
         neighbours = list(run)
         text = "".join(part.text for part in neighbours) if is_text else ""

@@ -1,28 +1,28 @@
-"""OpenAI's chat completions, with vLLM's extensions."""
+"""OpenAI's chat completions, with vLLM's extensions.
 
+Agents send the complete conversation with every request. A body is recognised by the last one of
+its session: the messages of the last one are taken from its request, and only the rest is parsed.
+"""
+
+import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from rollmesh.runtime import clock
+from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.codec.enums import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
-from rollmesh.sidecar.earlier import Prefixes
 from rollmesh.sidecar.errors import to_http
-from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, unknown_finish
-from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
+from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut
+from rollmesh.v1 import chat_pb2, gateway_pb2
 
-_ABSENT = "the engine is not started with what it needs"
-_GRAMMAR = "give response_format or tool_choice instead"
-_PROMPT = "the session's prompt is exactly what the chat template prints for the messages"
-_TOKENS = "rollmesh takes the conversation, and keeps its tokens itself"
-_BEGINNING = "an answer begins where the template's generation prompt ends"
-_BEAM = "beam search samples no policy"
-PARAMETERS = body.Parameters.of(
+PARAMETERS = body.Parameters(
     served="messages model n stream stream_options tools tool_choice parallel_tool_calls"
     " response_format modalities temperature top_p top_k min_p seed max_tokens"
     " max_completion_tokens min_tokens stop stop_token_ids ignore_eos presence_penalty"
@@ -30,44 +30,35 @@ PARAMETERS = body.Parameters.of(
     " allowed_token_ids bad_words logit_bias include_stop_str_in_output skip_special_tokens"
     " logprobs top_logprobs return_token_ids return_tokens_as_token_ids",
     refused={
-        "add_generation_prompt": _BEGINNING,
-        "add_special_tokens": _PROMPT,
+        "add_generation_prompt continue_final_message": "an answer begins where the template's"
+        " generation prompt ends",
+        "add_special_tokens suffix": "the session's prompt is exactly what the chat template prints"
+        " for the messages",
         "audio": "only text and images are served",
         "best_of": "give n and choose among the answers",
         "chat_template": "a session has one template, that of the gateway's model",
-        "continue_final_message": _BEGINNING,
-        "custom_logit_processor": _ABSENT,
-        "early_stopping": _BEAM,
-        "ebnf": _GRAMMAR,
+        "custom_logit_processor logits_processors return_hidden_states thinking_token_budget": (
+            body.ABSENT
+        ),
+        "early_stopping use_beam_search": "beam search samples no policy",
+        "ebnf guided_choice guided_decoding_backend guided_grammar guided_json guided_regex regex"
+        " structured_outputs": "give response_format or tool_choice instead",
         "echo": "the answer is what was sampled; give return_token_ids to see the prompt",
         "function_call": "give tool_choice",
         "functions": "give tools",
-        "guided_choice": _GRAMMAR,
-        "guided_decoding_backend": _GRAMMAR,
-        "guided_grammar": _GRAMMAR,
-        "guided_json": _GRAMMAR,
-        "guided_regex": _GRAMMAR,
         "include_reasoning": "reasoning is part of the answer; drop its reasoning_content",
-        "input_ids": _TOKENS,
-        "logits_processors": _ABSENT,
+        "input_ids prompt prompt_token_ids": "rollmesh takes the conversation, and keeps its tokens"
+        " itself",
         "logprob_token_ids": "give top_logprobs",
         "lora_path": "a mesh serves one policy",
         "min_new_tokens": "give min_tokens",
-        "prompt": _TOKENS,
         "prompt_logprobs": "prompt tokens are not sampled, and the engine does not score them",
-        "prompt_token_ids": _TOKENS,
-        "regex": _GRAMMAR,
         "repetition_detection": "an answer ends by its tokens, its stop strings or its limit",
-        "return_hidden_states": _ABSENT,
         "return_prompt_text": "give return_token_ids: the prompt is ids, and may have no one text",
         "spaces_between_special_tokens": "special tokens are no text",
         "stop_regex": "give stop",
-        "structured_outputs": _GRAMMAR,
-        "suffix": _PROMPT,
-        "thinking_token_budget": _ABSENT,
         "truncate_prompt_tokens": "nothing of a conversation is cut silently; send less of it",
         "typical_p": "the engine has top_p, top_k and min_p",
-        "use_beam_search": _BEAM,
         "web_search_options": "the model has the tools of the request and no others",
     },
     unused="length_penalty media_io_kwargs mm_processor_kwargs moderation prediction priority"
@@ -83,25 +74,20 @@ PARAMETERS = body.Parameters.of(
 )
 _MAX_TOP_LOGPROBS = 20
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
-_FINISHES = {
-    sampling_pb2.FINISH_REASON_STOP: "stop",
-    sampling_pb2.FINISH_REASON_LENGTH: "length",
-}
 _DONE = b"data: [DONE]\n\n"
 
 # Requests
 
 
-_PREFIXES = Prefixes()
-
-
 def read(data: bytes, head: Head) -> "ChatTurn":
     """Reads the body of a request."""
-    values, before = _PREFIXES.parse(head.session_key, data)
+    rest, before = _new_part(data, head.session_key)
+    values = body.parse(rest)
     PARAMETERS.check(values)
     if values.get("modalities") not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
     choice, tool_name = _tool_choice(values.get("tool_choice"))
+    choices = 1 if values.get("n") is None else values["n"]
     request = gateway_pb2.ChatRequest(
         tools_json=_tools(values.get("tools")),
         tool_choice=choice,
@@ -122,31 +108,33 @@ def read(data: bytes, head: Head) -> "ChatTurn":
         include_stop=flag(values, "include_stop_str_in_output"),
         show_special_tokens=not flag(values, "skip_special_tokens", default=True),
         returns=_returns(values),
-        choices=_choices(values.get("n")),
     )
+    if type(choices) is not int or not 1 <= choices < 2**31:
+        raise InvalidFieldError("n", f"is {excerpt(choices)}; give at least 1")
+    request.choices = choices
     request.messages.MergeFrom(before)
-    request.messages.extend(_messages(values.get("messages"), len(before)))
-    turn = ChatTurn(request, values)
-    _PREFIXES.keep(head.session_key, data, request)
-    return turn
+    for at, one in enumerate(body.list_messages(values.get("messages"), len(before)), len(before)):
+        request.messages.append(_message(one, f"messages[{at}]"))
+    model, streams = body.read_model(values), flag(values, "stream")
+    tokens_as_ids = flag(values, "return_tokens_as_token_ids")
+    options = members(values.get("stream_options"), "stream_options", {})
+    if options and not streams:
+        raise InvalidFieldError("stream_options", "is for streams; give stream: true with it")
+    if options.get("continuous_usage_stats"):
+        raise InvalidFieldError(
+            "stream_options.continuous_usage_stats",
+            "is not served: usage comes in the last chunk; give include_usage",
+        )
+    includes_usage = flag(options, "include_usage", "stream_options.")
+    if _LEAST_BYTES <= len(data) <= _MOST_BYTES:
+        _last.add(head.session_key, (data, request), len(data))
+    return ChatTurn(request, model, streams, tokens_as_ids, includes_usage)
 
 
-_ROLES = {
-    "system": chat_pb2.ROLE_SYSTEM,
-    "developer": chat_pb2.ROLE_SYSTEM,
-    "user": chat_pb2.ROLE_USER,
-    "assistant": chat_pb2.ROLE_ASSISTANT,
-    "tool": chat_pb2.ROLE_TOOL,
-}
+_ROLES = {**body.ROLES, "tool": chat_pb2.ROLE_TOOL}
 _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
 }  # fmt: skip
-
-
-def _messages(messages: Any, before: int) -> list[chat_pb2.ChatMessage]:
-    """Returns the messages of a body, of which as many are known already."""
-    given = body.list_messages(messages, before)
-    return [_message(one, f"messages[{at}]") for at, one in enumerate(given, before)]
 
 
 def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
@@ -161,23 +149,25 @@ def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
     PARAMETERS.ignore(message, _MESSAGE_KEYS)
-    result = chat_pb2.ChatMessage(role=role, content=_content(content, f"{field}.content"))
+    if content is None or isinstance(content, str):
+        parts = body.text_parts(content)
+    elif isinstance(content, list):
+        parts = body.joined(_part(one, f"{field}.content[{at}]") for at, one in enumerate(content))
+    else:
+        raise InvalidFieldError(f"{field}.content", "must be a string, a list of parts, or null")
+    result = chat_pb2.ChatMessage(role=role, content=parts)
     if role == chat_pb2.ROLE_ASSISTANT:
-        result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
+        calls = [] if message.get("tool_calls") is None else message["tool_calls"]
+        if not isinstance(calls, list):
+            raise InvalidFieldError(f"{field}.tool_calls", "must be a list")
+        for at, call in enumerate(calls):
+            result.tool_calls.append(_call(call, f"{field}.tool_calls[{at}]"))
         if reasoning := message.get("reasoning_content") or message.get("reasoning"):
             result.reasoning_content = string(reasoning, f"{field}.reasoning_content")
     for key in ("tool_call_id", "name"):
         if message.get(key):
             setattr(result, key, string(message[key], f"{field}.{key}"))
     return result
-
-
-def _content(content: Any, field: str) -> list[chat_pb2.ContentPart]:
-    if content is None or isinstance(content, str):
-        return body.text_parts(content)
-    if not isinstance(content, list):
-        raise InvalidFieldError(field, "must be a string, a list of parts, or null")
-    return body.joined(_part(part, f"{field}[{at}]") for at, part in enumerate(content))
 
 
 def _part(part: Any, field: str) -> chat_pb2.ContentPart:
@@ -215,14 +205,6 @@ _ALLOWED_TOOLS = (
 )
 
 
-def _calls(calls: Any, field: str) -> list[chat_pb2.ToolCall]:
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
-        raise InvalidFieldError(field, "must be a list")
-    return [_call(call, f"{field}[{at}]") for at, call in enumerate(calls)]
-
-
 def _call(call: Any, field: str) -> chat_pb2.ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(call, dict) and call.get("type") == "custom":
@@ -238,7 +220,7 @@ def _call(call: Any, field: str) -> chat_pb2.ToolCall:
 
 def _tools(tools: Any) -> str:
     """Returns the tools as JSON. Empty if there are none."""
-    tools = body.read_tools(tools)
+    tools = body.entries(tools, "tools", body.MAX_TOOLS, "tools")
     for at, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") == "custom":
             raise InvalidFieldError(f"tools[{at}].type", _CUSTOM_TOOLS)
@@ -268,14 +250,6 @@ def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
     return gateway_pb2.TOOL_CHOICE_NAMED, string(function.get("name"), "tool_choice.function.name")
 
 
-def _choices(n: Any) -> int:
-    if n is None:
-        return 1
-    if type(n) is not int or not 1 <= n < 2**31:
-        raise InvalidFieldError("n", f"is {excerpt(n)}; give at least 1")
-    return n
-
-
 def _returns(values: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
     logprobs, top = flag(values, "logprobs"), values.get("top_logprobs")
     most = 0 if top is None else body.integer(top, "top_logprobs", 0)
@@ -289,24 +263,57 @@ def _returns(values: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
     return gateway_pb2.ReturnOptions(token_ids=token_ids, logprobs=logprobs, top_logprobs=most)
 
 
-def _wants_usage(values: dict[str, Any]) -> bool:
-    """Returns whether a stream ends with a usage chunk."""
-    if values.get("stream_options") is None:
-        return False
-    options = members(values["stream_options"], "stream_options")
-    if options and not values.get("stream"):
-        raise InvalidFieldError("stream_options", "is for streams; give stream: true with it")
-    if options.get("continuous_usage_stats"):
-        raise InvalidFieldError(
-            "stream_options.continuous_usage_stats",
-            "is not served: usage comes in the last chunk; give include_usage",
-        )
-    return bool(flag(options, "include_usage", "stream_options."))
+# The last body of each session
+
+_LEAST_BYTES, _MOST_BYTES = 8 * 1024, 1024 * 1024
+"""Bodies that are kept: a smaller one costs little, a larger one has images."""
+_last: ByteCache[str, tuple[bytes, gateway_pb2.ChatRequest]] = ByteCache(32 * 1024 * 1024)
+"""Bodies and their requests, whose messages do not change any more, by the key of the session."""
+_BEGIN = re.compile(rb'"messages"\s*:\s*\[')
+_NAME = re.compile(rb'"messages"|\\u00[67]')
+"""The name of the list, or an escaped letter, with which it can be written too."""
+
+
+def _new_part(data: bytes, key: str) -> tuple[bytes, Sequence[chat_pb2.ChatMessage]]:
+    """Returns a body without the messages of its session's last body, and these messages.
+
+    The bodies must part where the last one ends its messages. That is so if the last body without
+    all between the beginning of its messages and this place is still an object without messages.
+    """
+    kept = None if len(data) < _LEAST_BYTES else _last.find(key)
+    if kept is None:
+        return data, ()
+    last, request = kept
+    at = _common_bytes(last, data)
+    begin = _BEGIN.search(last, 0, at)
+    if begin is None or last[at : at + 1] != b"]" or data[at : at + 1] != b",":
+        return data, ()
+    head, end = last[: begin.end()], data[at + 1 :]
+    try:
+        emptied = orjson.loads(head + last[at:])
+    except orjson.JSONDecodeError:
+        return data, ()
+    # The last of two equal names would count.
+    is_known = emptied.get("messages") == [] and not _NAME.search(end)
+    return (head + end, request.messages) if is_known else (data, ())
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """Returns the length of the common beginning."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 # Answers
 
 
+@dataclass(eq=False)
 class ChatTurn(Turn):
     """One request for a chat completion.
 
@@ -315,17 +322,18 @@ class ChatTurn(Turn):
     complete answer.
     """
 
-    def __init__(self, chat: gateway_pb2.ChatRequest, values: dict[str, Any]) -> None:
-        """Takes the request to the gateway, and the body for the options of its answer."""
-        super().__init__(chat, body.read_model(values), streams=flag(values, "stream"))
-        self._token_ids = flag(values, "return_token_ids")
-        self._logprobs = flag(values, "logprobs")
-        self._as_ids = flag(values, "return_tokens_as_token_ids")
-        self._include_usage = _wants_usage(values)
-        self._common: dict[str, Any] = {}
-        self._answer_ids: dict[int, str] = {}
-        self._roles: set[int] = set()
-        self._said: set[int] = set()
+    tokens_as_ids: bool
+    """Whether tokens are named by their ids, not by their texts."""
+    includes_usage: bool
+    """Whether a stream ends with the token counts."""
+    _common: dict[str, Any] = field(default_factory=dict, init=False)
+    _first: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    """The first chunk of each choice."""
+    _begun: set[int] = field(default_factory=set, init=False)
+    """Choices whose first chunk was sent."""
+    _said: set[int] = field(default_factory=set, init=False)
+    """Choices of which some content was sent."""
+    _answers: dict[int, gateway_pb2.ChatAnswer] = field(default_factory=dict, init=False)
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the `chat.completion` object."""
@@ -353,8 +361,14 @@ class ChatTurn(Turn):
         )
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Sets the id of a choice's answer. The first delta begins the choice."""
-        self._answer_ids[index] = begun.answer_id
+        """Sets the id of a choice's answer. The prompt or the first delta begins the choice."""
+        self._first[index] = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+            "logprobs": None,
+            "answer_id": begun.answer_id,
+        }
         if index == 0:
             self._common = {
                 "id": begun.answer_id,
@@ -366,11 +380,14 @@ class ChatTurn(Turn):
 
     def prompt(self, packed: bytes) -> bytes:
         """Returns the first chunk of the first choice, with the ids of the prompt."""
-        return self._role(0, {"prompt_token_ids": _unpacked(packed)} if packed else {})
+        self._begun.add(0)
+        ids = {"prompt_token_ids": _unpacked(packed)} if packed else {}
+        return self._chunk([self._first[0]], **ids)
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the chunk for a delta. The first one of a choice follows its role."""
-        role = b"" if index in self._roles else self._role(index, {})
+        first = b"" if index in self._begun else self._chunk([self._first[index]])
+        self._begun.add(index)
         fields: dict[str, Any] = {}
         if delta.content:
             fields["content"] = delta.content
@@ -387,52 +404,48 @@ class ChatTurn(Turn):
             self._said.add(index)
         tokens = delta.tokens
         extra = self._token_fields(tokens) if tokens.token_ids_u32le else {"logprobs": None}
-        return role + self._chunk({"index": index, "delta": fields, "finish_reason": None, **extra})
+        choice = {"index": index, "delta": fields, "finish_reason": None, **extra}
+        return first + self._chunk([choice])
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
         """Returns the last chunk of a choice, after the message if none of it was sent."""
+        self._answers[index] = done
         message = b"" if index in self._said else self.delta(index, as_delta(done))
-        end = {"index": index, "delta": {}, "finish_reason": self._finish_reason(done)}
-        return message + self._chunk({**end, "logprobs": None, "answer_id": done.answer_id})
-
-    def end(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
-        """Returns the end of the stream, after the token counts if they were requested."""
-        if not self._include_usage:
-            return _DONE
-        return _event({**self._common, "choices": [], "usage": _usage(answers)}) + _DONE
-
-    def _role(self, index: int, top: dict[str, Any]) -> bytes:
-        self._roles.add(index)
         choice = {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "finish_reason": None,
+            "delta": {},
+            "finish_reason": self._finish_reason(done),
             "logprobs": None,
-            "answer_id": self._answer_ids[index],
+            "answer_id": done.answer_id,
         }
-        return self._chunk(choice, top)
+        return message + self._chunk([choice])
 
-    def _chunk(self, choice: dict[str, Any], top: dict[str, Any] | None = None) -> bytes:
-        return _event({**self._common, **(top or {}), "choices": [choice]})
+    def end(self) -> bytes:
+        """Returns the end of the stream, after the token counts if they were requested."""
+        if not self.includes_usage:
+            return _DONE
+        answers = [done for _, done in sorted(self._answers.items())]
+        return self._chunk([], usage=_usage(answers)) + _DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> bytes:
+        value = {**self._common, "choices": choices, **others}
+        return b"data: " + orjson.dumps(value) + b"\n\n"
 
     def _finish_reason(self, done: gateway_pb2.ChatAnswer) -> str:
         """Returns the finish reason of an answer. Calls cut by a limit are still `length`.
 
         A call of the tool that the request names ends with `stop`, as in OpenAI's API.
         """
-        reason = _FINISHES.get(done.finish_reason)
-        if reason is None:
-            raise unknown_finish(done)
-        if reason == "stop" and done.message.tool_calls:
-            is_named = self.chat.tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
-            return reason if is_named else "tool_calls"
-        return reason
+        if is_cut(done):
+            return "length"
+        is_named = self.chat.tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
+        return "tool_calls" if done.message.tool_calls and not is_named else "stop"
 
     def _token_fields(self, tokens: gateway_pb2.SampledTokens) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": None}
-        if self._logprobs:
+        if self.chat.returns.logprobs:
             fields["logprobs"] = self._logprobs_of(tokens)
-        if self._token_ids:
+        if self.chat.returns.token_ids:
             fields["token_ids"] = _unpacked(tokens.token_ids_u32le)
         return fields
 
@@ -449,7 +462,7 @@ class ChatTurn(Turn):
         values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
         return [
             {
-                "token": f"token_id:{id_}" if self._as_ids else text.decode(errors="replace"),
+                "token": f"token_id:{id_}" if self.tokens_as_ids else text.decode(errors="replace"),
                 "bytes": list(text),
                 "logprob": max(_LEAST_LOGPROB, value),
             }
@@ -491,10 +504,6 @@ def _usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
 def _unpacked(packed: bytes) -> list[int]:
     """Unpacks ids [N] without NumPy, which a sidecar beside an agent does without."""
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 CHAT = Protocol(

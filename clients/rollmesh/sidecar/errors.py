@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import orjson
-from starlette.responses import Response
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
@@ -175,14 +174,6 @@ def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> Ht
     if status in {409, 501}:  # SDKs would retry, but a closed session stays closed
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
-
-
-def as_response(http: HttpError, id_header: bytes, request_id: str) -> Response:
-    """Returns an answer of the routes, with the request's id in a header."""
-    response = Response(http.body, http.status)
-    for name, value in (*http.headers, (id_header, request_id.encode())):
-        response.headers[name.decode()] = value.decode()
-    return response
 
 
 def shown_text(message: str) -> str:

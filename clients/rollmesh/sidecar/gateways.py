@@ -1,7 +1,7 @@
 """The gateways of a mesh, as the HTTP endpoints call them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -9,7 +9,7 @@ from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
+from rollmesh.runtime.rpc.channels import read_stream, request_metadata, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
 from rollmesh.v1 import gateway_pb2
@@ -33,36 +33,36 @@ class Gateways:
         self._takes_unknown_models = config.unknown_models == "take"
         self._directory = directory
 
-    async def chat(
-        self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> gateway_pb2.ChatResponse:
+    async def chat(self, request: gateway_pb2.ChatRequest) -> gateway_pb2.ChatResponse:
         """Returns the complete answers, one for each choice."""
-        response: gateway_pb2.ChatResponse
-        response = await self._ask(request.session_id, "Chat", request, **self._turn(request_id))
+        response: gateway_pb2.ChatResponse = await self._ask(
+            request.session_id, "Chat", request, self._turn_timeout_s
+        )
         if len(response.answers) != request.choices:
             raise RollmeshError("the gateway's answer ended without its final message")
         return response
 
     async def count_tokens(
-        self, request: gateway_pb2.ChatRequest, request_id: str
+        self, request: gateway_pb2.ChatRequest
     ) -> gateway_pb2.CountTokensResponse:
         """Returns the size of a request's prompt. Nothing is sampled."""
         counted = gateway_pb2.CountTokensRequest(chat=request)
         response: gateway_pb2.CountTokensResponse = await self._ask(
-            request.session_id, "CountTokens", counted, **self._turn(request_id)
+            request.session_id, "CountTokens", counted, self._turn_timeout_s
         )
         return response
 
     async def stream_chat(
-        self, request: gateway_pb2.ChatRequest, request_id: str
+        self, request: gateway_pb2.ChatRequest
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
         """Yields the answers as they are generated. Closing the iterator cancels the call."""
-        takeover = _Takeover(self._takeover_wait_ms)
-        has_begun = False
+        waits, has_begun = self._waits(), False
         while True:
             gateway = await self._directory.of(request.session_id)
             call = gateway.stub.StreamChat(
-                gateway_pb2.StreamChatRequest(chat=request), **self._turn(request_id)
+                gateway_pb2.StreamChatRequest(chat=request),
+                timeout=self._turn_timeout_s,
+                metadata=request_metadata(),
             )
             try:
                 with gateway.watched(call) as peer:
@@ -75,7 +75,7 @@ class Gateways:
                 if has_begun:
                     self._directory.failed(request.session_id, error)
                     raise
-                await self._await_another(request.session_id, error, takeover)
+                await self._await_another(request.session_id, error, waits)
             else:
                 return
 
@@ -89,14 +89,11 @@ class Gateways:
             RollmeshError: The gateway refused the request or failed.
         """
         request = gateway_pb2.GetAnswerRequest(
-            session_id=session_id,
-            session_key=key,
-            answer_id=answer_id,
-            with_messages=with_messages,
+            session_id=session_id, session_key=key, answer_id=answer_id, with_messages=with_messages
         )
-        response: gateway_pb2.GetAnswerResponse
-        response = await self._ask(session_id, "GetAnswer", request, timeout=_STORED_TIMEOUT_S)
-        return response
+        found: gateway_pb2.GetAnswerResponse
+        found = await self._ask(session_id, "GetAnswer", request, _STORED_TIMEOUT_S)
+        return found
 
     async def withdraw(self, session_id: str, key: str, answer_id: str) -> None:
         """Withdraws an answer of a session.
@@ -109,7 +106,7 @@ class Gateways:
         request = gateway_pb2.WithdrawAnswerRequest(
             session_id=session_id, session_key=key, answer_id=answer_id
         )
-        await self._ask(session_id, "WithdrawAnswer", request, timeout=_STORED_TIMEOUT_S)
+        await self._ask(session_id, "WithdrawAnswer", request, _STORED_TIMEOUT_S)
 
     async def check_key(self, session_id: str, key: str) -> None:
         """Checks that a key opens an open session.
@@ -119,11 +116,7 @@ class Gateways:
             RollmeshError: The gateway refused the request or failed.
         """
         request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
-        await self._ask(session_id, "GetAnswer", request, timeout=_CHECK_TIMEOUT_S)
-
-    async def models(self) -> list[str]:
-        """Returns the names of the models of the mesh, sorted."""
-        return await self._directory.models()
+        await self._ask(session_id, "GetAnswer", request, _CHECK_TIMEOUT_S)
 
     async def check(self) -> None:
         """Checks that a gateway answers."""
@@ -170,46 +163,36 @@ class Gateways:
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
 
-    async def _ask(self, session_id: str, method: str, request: Any, **call: Any) -> Any:
+    async def _ask(self, session_id: str, method: str, request: Any, timeout_s: float) -> Any:
         """Returns the response of a session's gateway, or of the gateway that takes over."""
-        takeover = _Takeover(self._takeover_wait_ms)
+        waits = self._waits()
         while True:
             gateway = await self._directory.of(session_id)
-            running = getattr(gateway.stub, method)(request, **call)
+            running = getattr(gateway.stub, method)(
+                request, timeout=timeout_s, metadata=request_metadata()
+            )
             try:
                 with typed_errors(), gateway.watched(running):
                     return await running
             except RollmeshError as error:
-                await self._await_another(session_id, error, takeover)
+                await self._await_another(session_id, error, waits)
 
     async def _await_another(
-        self, session_id: str, error: RollmeshError, takeover: "_Takeover"
+        self, session_id: str, error: RollmeshError, waits: Iterator[float]
     ) -> None:
         """Waits a moment before a session's gateway is looked for and asked again.
 
         Raises:
-            RollmeshError: The error, if the gateway is there or the wait was long enough.
+            RollmeshError: The error, if the gateway is there or the waits are over.
         """
-        if not self._directory.failed(session_id, error) or takeover.is_over():
+        wait_s = next(waits, None) if self._directory.failed(session_id, error) else None
+        if wait_s is None:
             raise error
-        await asyncio.sleep(takeover.backoff.next_s())
+        await asyncio.sleep(wait_s)
 
-    def _turn(self, request_id: str) -> dict[str, Any]:
-        return {"timeout": self._turn_timeout_s, "metadata": (("x-request-id", request_id),)}
-
-
-class _Takeover:
-    """The wait of one request until another gateway serves its session."""
-
-    def __init__(self, wait_ms: int) -> None:
-        """Takes the longest wait, milliseconds from the first failure."""
-        self._wait_ms = wait_ms
-        self._until_ms: int | None = None
-        self.backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-
-    def is_over(self) -> bool:
-        """Returns whether to give up at this failure. The first one starts the clock."""
-        now_ms = clock.monotonic_ms()
-        if self._until_ms is None:
-            self._until_ms = now_ms + self._wait_ms
-        return now_ms >= self._until_ms
+    def _waits(self) -> Iterator[float]:
+        """Yields the waits of one request for another gateway. The first one starts the clock."""
+        until_ms = clock.monotonic_ms() + self._takeover_wait_ms
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while clock.monotonic_ms() < until_ms:
+            yield backoff.next_s()

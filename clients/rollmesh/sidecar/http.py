@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import httptools
 import uvicorn
@@ -46,8 +46,6 @@ from rollmesh.sidecar.errors import (
 )
 from rollmesh.sidecar.turn import HELD_BODY, Protocol
 
-ProtocolOf: TypeAlias = Callable[[str], Protocol]
-"""Returns the protocol in which a path's errors are written."""
 REFUSED = Metric(
     "rollmesh_sidecar_refused_total",
     "Requests refused before they reached an endpoint, by reason.",
@@ -110,25 +108,10 @@ def address_of(peer: object) -> str:
         address = ipaddress.ip_address(str(peer[0]).partition("%")[0])  # type: ignore[index]
     except (ValueError, TypeError, IndexError):
         return ""  # no IP: all such connections together
+    address = getattr(address, "ipv4_mapped", None) or address
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((int(address), _NETWORK_BITS), strict=False))
-
-
-class Limits:
-    """The bounds of a server's connections, and their use by all of them."""
-
-    def __init__(self, config: SidecarConfig, protocol_of: ProtocolOf) -> None:
-        """Starts without connections."""
-        self.bounds = config
-        self.protocol_of = protocol_of
-        self.in_flight = BytesInFlight(config.max_bytes_in_flight)
-        self.admitted = Places(config)
-        self.refused = Places(config)
-        """Places of connections that stay open until their client has read the refusal."""
-        watch_bytes(self.in_flight)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -142,19 +125,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(
         self,
-        limits: Limits,
+        server: "HttpServer",
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Takes the limits of the server, and uvicorn's arguments."""
+        """Takes the server, and uvicorn's arguments."""
         super().__init__(config, server_state, app_state, _loop)
         self.url = b""
         self.leave: Callable[[], None] | None = None
         """Leaves the connection's place. Set before it is made if it has one already."""
-        self._limits = limits
-        self._bounds = limits.bounds
+        self._server = server
+        self._bounds = server.bounds
         self._running: RequestResponseCycle | None = None
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
@@ -173,12 +156,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._address = address = address_of(transport.get_extra_info("peername"))
         problem = ""
-        if self.leave is None and not (problem := self._limits.admitted.take(address)):
-            self.leave = partial(self._limits.admitted.leave, address)
+        if self.leave is None and not (problem := self._server.admitted.take(address)):
+            self.leave = partial(self._server.admitted.leave, address)
         if not problem:
-            self._wait_until(self.loop.time() + self._bounds.head_timeout_ms / 1000)
-        elif not self._limits.refused.take(address):
-            self.leave = partial(self._limits.refused.leave, address)
+            self._set_deadline()
+        elif not self._server.refused.take(address):
+            self.leave = partial(self._server.refused.leave, address)
             again = f"{problem}; try again later"
             self._refuse(TooManyConnectionsError(again, retry_delay_ms=_BUSY_MS))
         else:
@@ -257,9 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         self._field_bytes = self._fields = self._unread_bytes = 0
-        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
-        announced = lengths[0] if lengths else math.inf
-        if lengths and announced > self._bounds.max_body_bytes:
+        length = dict(self.headers).get(b"content-length")
+        if length is not None and int(length) > self._bounds.max_body_bytes:
             self._stop(self._too_much_body())
         waiting = self._bounds.max_pipelined_requests
         if self._answering() and len(self.pipeline) >= waiting:
@@ -271,7 +253,8 @@ class BoundedProtocol(HttpToolsProtocol):
             )
         super().on_headers_complete()
         self._receiving = self.cycle
-        held = HeldRequest(self._limits.in_flight, f"address {self._address}", announced)
+        announced = math.inf if length is None else int(length)
+        held = HeldRequest(self._server.in_flight, f"address {self._address}", announced)
         self._held.append(held)
         self.scope[HELD_BODY] = held  # type: ignore[literal-required]  # of this server alone
         self._begun = self.loop.time()
@@ -348,27 +331,24 @@ class BoundedProtocol(HttpToolsProtocol):
             silence_s = bounds.body_idle_timeout_ms / 1000
             sent_s = silence_s + self._body_bytes / bounds.min_body_bytes_per_s
             whole_s = min(sent_s, bounds.body_timeout_ms / 1000)
-            self._wait_until(min(now + silence_s, self._begun + whole_s))
+            self._deadline = min(now + silence_s, self._begun + whole_s)
         elif self._in_head:
-            self._wait_until(self._begun + bounds.head_timeout_ms / 1000)
+            self._deadline = self._begun + bounds.head_timeout_ms / 1000
         elif self._answering() or self.timeout_keep_alive_task is not None:
             self._deadline = math.inf
-        else:  # bytes that start no request, but stopped uvicorn's own timer
-            self._wait_until(now + bounds.head_timeout_ms / 1000)
-
-    def _wait_until(self, deadline: float) -> None:
-        self._deadline = deadline
-        if self._timer is not None and self._timer.when() > deadline:
+        else:  # no request has begun, and uvicorn's own timer does not run
+            self._deadline = now + bounds.head_timeout_ms / 1000
+        if self._timer is not None and self._timer.when() > self._deadline:
             self._timer.cancel()
             self._timer = None
-        if self._timer is None:
-            self._timer = self.loop.call_at(deadline, self._look_at_deadline)
+        if self._timer is None and self._deadline < math.inf:
+            self._timer = self.loop.call_at(self._deadline, self._look_at_deadline)
 
     def _look_at_deadline(self) -> None:
         self._timer = None
         if self._deadline > self.loop.time():
             if self._deadline < math.inf:
-                self._wait_until(self._deadline)
+                self._timer = self.loop.call_at(self._deadline, self._look_at_deadline)
         elif self._in_head or self._in_body:
             part = "head" if self._in_head else "body"
             self._refuse(RequestTimeoutError(f"the request's {part} took too long"))
@@ -402,7 +382,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if running.response_started:
                 self.transport.abort()
                 return
-        spoken = self._limits.protocol_of(self.url.decode("latin-1"))
+        spoken = self._server.protocol_of(self.url.decode("latin-1"))
         request_id = uuid.uuid4().hex
         http = spoken.error(error, request_id)
         phrase = _UNNAMED.get(http.status) or HTTPStatus(http.status).phrase
@@ -425,24 +405,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
 
-class Certificate:
-    """The certificate that agents are shown. Its files are read again when they change."""
+def certificate_of(certificate_file: str, key_file: str) -> Reloaded[ssl.SSLContext]:
+    """Returns the certificate that agents are shown. Its files are read again when they change.
 
-    def __init__(self, certificate: str, key: str) -> None:
-        """Reads the files.
+    Raises:
+        ConfigError: They cannot be read, do not belong together, or others may read the key.
+    """
+    certificate, key = Path(certificate_file), Path(key_file)
 
-        Raises:
-            ConfigError: They cannot be read, do not belong together, or others may read the key.
-        """
-        self._files = Path(certificate), Path(key)
-        self._context = Reloaded(self._read, lambda: self._files)
-
-    def context(self) -> ssl.SSLContext:
-        """Returns the settings for the next handshake."""
-        return self._context.get()
-
-    def _read(self) -> ssl.SSLContext:
-        certificate, key = self._files
+    def read() -> ssl.SSLContext:
         read_secret("https_key_file", key)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
@@ -453,6 +424,8 @@ class Certificate:
                 f"https_certificate_file: {certificate} with {key}: {error}"
             ) from error
         return context
+
+    return Reloaded(read, lambda: (certificate, key))
 
 
 class Handshake(asyncio.Protocol):
@@ -466,26 +439,24 @@ class Handshake(asyncio.Protocol):
 
     def __init__(
         self,
-        limits: Limits,
-        certificate: Certificate,
-        running: set[asyncio.Task[None]],
+        server: "HttpServer",
+        certificate: Reloaded[ssl.SSLContext],
         **uvicorn_arguments: Any,
     ) -> None:
-        """Takes the limits of the server, its certificate and its running handshakes."""
-        self._limits = limits
+        """Takes the server, its certificate, and uvicorn's arguments."""
+        self._server = server
         self._certificate = certificate
-        self._running = running
-        self._http = partial(BoundedProtocol, limits, **uvicorn_arguments)
+        self._http = partial(BoundedProtocol, server, **uvicorn_arguments)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins the handshake, if there is a place for the connection."""
         address = address_of(transport.get_extra_info("peername"))
-        if self._limits.admitted.take(address):
+        if self._server.admitted.take(address):
             REFUSED.labels("TOO_MANY_CONNECTIONS").inc()
             transport.abort()  # before the handshake there is no way to say why
             return
         place = ExitStack()
-        place.callback(self._limits.admitted.leave, address)
+        place.callback(self._server.admitted.leave, address)
         try:
             own = os.dup(transport.get_extra_info("socket").fileno())
         except OSError as error:
@@ -497,8 +468,8 @@ class Handshake(asyncio.Protocol):
         connection = socket.socket(fileno=own)
         connection.settimeout(0)
         task = asyncio.get_running_loop().create_task(self._shake_hands(connection, place))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._server.handshakes.add(task)
+        task.add_done_callback(self._server.handshakes.discard)
 
     async def _shake_hands(self, connection: socket.socket, place: ExitStack) -> None:
         def make_http() -> BoundedProtocol:
@@ -506,40 +477,49 @@ class Handshake(asyncio.Protocol):
             http.leave = place.close
             return http
 
-        is_done = False
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 make_http,
                 connection,
-                ssl=self._certificate.context(),
-                ssl_handshake_timeout=self._limits.bounds.head_timeout_ms / 1000,
+                ssl=self._certificate.get(),
+                ssl_handshake_timeout=self._server.bounds.head_timeout_ms / 1000,
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
-            is_done = True
-        except Exception as error:  # a client's bytes may fail in any way
+        except BaseException as error:  # a client's bytes may fail in any way
+            place.close()
+            connection.close()
+            if not isinstance(error, Exception):
+                raise
             REFUSED.labels("TLS_HANDSHAKE").inc()
             _log.debug("TLS handshake failed: %s", type(error).__name__)
-        finally:
-            if not is_done:
-                place.close()
-                connection.close()
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket and leaves signals to the process."""
+    """Serves an application on a socket and leaves signals to the process.
 
-    def __init__(self, app: ASGIApp, config: SidecarConfig, protocol_of: ProtocolOf) -> None:
-        """Takes the application, the settings of its connections, and the form of their errors.
+    It has the bounds of its connections, and their use by all of them.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: SidecarConfig, protocol_of: Callable[[str], Protocol]
+    ) -> None:
+        """Takes the application, its settings, and the protocol of the errors of each path.
 
         Raises:
             ConfigError: The certificate or its key cannot be read.
         """
-        self._handshakes: set[asyncio.Task[None]] = set()
-        limits = Limits(config, protocol_of)
-        connection: Any = partial(BoundedProtocol, limits)
+        self.bounds = config
+        self.protocol_of = protocol_of
+        self.in_flight = BytesInFlight(config.max_bytes_in_flight)
+        self.admitted = Places(config)
+        self.refused = Places(config)
+        """Places of connections that stay open until their client has read the refusal."""
+        self.handshakes: set[asyncio.Task[None]] = set()
+        watch_bytes(self.in_flight)
+        connection: Any = partial(BoundedProtocol, self)
         if config.https_certificate_file:
-            certificate = Certificate(config.https_certificate_file, config.https_key_file)
-            connection = partial(Handshake, limits, certificate, self._handshakes)
+            certificate = certificate_of(config.https_certificate_file, config.https_key_file)
+            connection = partial(Handshake, self, certificate)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -556,7 +536,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets running requests finish within the grace, and ends the others with an error."""
-        for handshake in list(self._handshakes):
+        for handshake in list(self.handshakes):
             handshake.cancel()
         await super().shutdown(sockets)
         if self.server_state.tasks:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import orjson
@@ -13,18 +14,16 @@ from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
 from rollmesh.sidecar.errors import HttpError, shown_text, to_http
 from rollmesh.sidecar.seals import seal, sealed_answer
-from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, unknown_finish
-from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
+from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut
+from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
 
-_SERVICE = "it runs on Anthropic's servers"
-PARAMETERS = body.Parameters.of(
+PARAMETERS = body.Parameters(
     served="messages model max_tokens system stream temperature top_p top_k stop_sequences tools"
     " tool_choice thinking output_config output_format context_management chat_template_kwargs",
     refused={
         "compaction": "nothing of a conversation is summarised here; ask for a summary",
-        "container": _SERVICE,
+        "container mcp_servers": "it runs on Anthropic's servers",
         "fallbacks": "a session has one model",
-        "mcp_servers": _SERVICE,
         "thread": "a conversation is what its messages say",
     },
     unused="betas billing_policy cache_control diagnostics fallback_credit_token inference_geo"
@@ -43,20 +42,12 @@ _INVALID = "INVALID_JSON"
 # Requests
 
 
-def read(data: bytes, head: Head) -> "MessageTurn":
-    """Reads the body of a request for a message."""
+def read(data: bytes, head: Head, *, counts: bool = False) -> "MessageTurn":
+    """Reads the body of a request for a message, or only for the size of its prompt."""
     values = body.parse(data)
-    if values.get("max_tokens") is None:
+    if not counts and values.get("max_tokens") is None:
         raise InvalidFieldError("max_tokens", "is missing; give the most tokens to sample")
-    return _read(values, head, streams=flag(values, "stream"))
-
-
-def read_counted(data: bytes, head: Head) -> "MessageTurn":
-    """Reads the body of a request for the size of a prompt."""
-    return _read(body.parse(data), head, streams=False)
-
-
-def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "MessageTurn":
+    streams = not counts and flag(values, "stream")
     PARAMETERS.check(values)
     _check_context_management(values.get("context_management"))
     choice, tool_name, parallel = _tool_choice(values.get("tool_choice"))
@@ -64,7 +55,8 @@ def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "MessageTurn"
     tools = _Tools(values.get("tools"))
     messages = _system(system, "system", {})
     messages += _messages(values.get("messages"), head.session_key, tools)
-    options, shows_thinking = _thinking_options(values)
+    config = members(values.get("output_config"), "output_config", {})
+    options, shows_thinking = _thinking_options(values, config.get("effort"))
     request = gateway_pb2.ChatRequest(
         messages=messages,
         tools_json=body.to_json(tools.printed, "tools") if tools.printed else "",
@@ -74,7 +66,7 @@ def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "MessageTurn"
         tool_choice=choice,
         tool_name=tool_name,
         parallel_tool_calls=parallel,
-        json_format=_output_format(values),
+        json_format=_output_format(config, values.get("output_format")),
         sampling=body.read_sampling(
             {name: values.get(name) for name in _SAMPLING}, ("max_tokens",)
         ),
@@ -84,9 +76,8 @@ def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "MessageTurn"
         lineage=_lineage(system, values["messages"][-1].get("content")),
         max_tokens_must_fit=True,
     )
-    turn = MessageTurn(request, body.read_model(values), streams=streams)
-    turn.session_key, turn.shows_thinking = head.session_key, shows_thinking
-    return turn
+    model = body.read_model(values)
+    return MessageTurn(request, model, streams, head.session_key, shows_thinking)
 
 
 def _check_context_management(management: Any) -> None:
@@ -109,10 +100,9 @@ def _check_context_management(management: Any) -> None:
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 
 
-def _thinking_options(values: dict[str, Any]) -> tuple[str, bool]:
+def _thinking_options(values: dict[str, Any], effort: Any) -> tuple[str, bool]:
     """Returns the template options as JSON, and whether the answer shows its thinking."""
     thinking, options = values.get("thinking"), values.get("chat_template_kwargs")
-    effort = _output_config(values).get("effort")
     is_shown = True
     if thinking is not None:
         kind = thinking.get("type") if isinstance(thinking, dict) else None
@@ -129,17 +119,12 @@ def _thinking_options(values: dict[str, Any]) -> tuple[str, bool]:
     return body.read_template_options(options, effort, "output_config.effort"), is_shown
 
 
-def _output_config(values: dict[str, Any]) -> dict[str, Any]:
-    config = values.get("output_config")
-    return {} if config is None else members(config, "output_config")
-
-
-def _output_format(values: dict[str, Any]) -> gateway_pb2.JsonFormat | None:
-    config, field = _output_config(values), "output_config.format"
+def _output_format(config: dict[str, Any], earlier: Any) -> gateway_pb2.JsonFormat | None:
+    """Returns the form of the text, from `output_config` or the `output_format` of earlier SDKs."""
     PARAMETERS.ignore(config, ("effort", "format"))
-    form = config.get("format")
+    form, field = config.get("format"), "output_config.format"
     if form is None:
-        form, field = values.get("output_format"), "output_format"
+        form, field = earlier, "output_format"
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
@@ -282,7 +267,7 @@ class _Tools:
         self.deferred: dict[str, dict[str, Any]] = {}
         """The tools that it does not print, by name."""
         self._tools: dict[str, dict[str, Any]] = {}
-        for at, tool in enumerate(body.read_tools(tools)):
+        for at, tool in enumerate(body.entries(tools, "tools", body.MAX_TOOLS, "tools")):
             read = _tool(tool, f"tools[{at}]")
             self._tools[tool["name"]] = read
             if flag(tool, "defer_loading", f"tools[{at}]."):
@@ -344,19 +329,14 @@ def _system(content: Any, field: str, readers: Mapping[str, _Reader]) -> list[ch
     Claude Code's note to Anthropic's billing has another value for each prompt, and is not meant
     for the model, which never sees it.
     """
-    parts = body.joined(
-        part
-        for part in _parts(content, field, {"text": _text, **readers})
-        if part is not None and not _is_billing(part.text)
-    )
+    said: list[_Part] = []
+    for part in _parts(content, field, {"text": _text, **readers}):
+        if part is not None and part.text.startswith(_BILLING):
+            PARAMETERS.ignore({_BILLING: True})
+        else:
+            said.append(part)
+    parts = body.joined(said)
     return [chat_pb2.ChatMessage(role=chat_pb2.ROLE_SYSTEM, content=parts)] if parts else []
-
-
-def _is_billing(text: str) -> bool:
-    is_note = text.startswith(_BILLING)
-    if is_note:
-        PARAMETERS.ignore({_BILLING: True})
-    return is_note
 
 
 def _messages(messages: Any, session_key: str, tools: _Tools) -> list[chat_pb2.ChatMessage]:
@@ -426,10 +406,10 @@ _ANSWERED = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
 def _assistant(content: Any, field: str, session_key: str) -> chat_pb2.ChatMessage:
-    result = chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT)
     if isinstance(content, str):
-        result.content.extend(body.text_parts(content))
-        return result
+        parts = body.text_parts(content)
+        return chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT, content=parts)
+    result = chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT)
     texts: list[_Part] = []
     for block, name in _blocks(content, field, _ANSWERED):
         match block["type"]:
@@ -437,8 +417,7 @@ def _assistant(content: Any, field: str, session_key: str) -> chat_pb2.ChatMessa
                 texts.append(_text(block, name))
             case "thinking":
                 thinking = string(block.get("thinking"), f"{name}.thinking")
-                signature = block.get("signature")
-                signature = "" if signature is None else string(signature, f"{name}.signature")
+                signature = string(block.get("signature"), f"{name}.signature", "")
                 # Thinking that was not sampled here is carried too: the tree finds no such answer,
                 # so it becomes context that is not trained.
                 answer_id = sealed_answer(session_key, signature, thinking)
@@ -455,25 +434,19 @@ def _assistant(content: Any, field: str, session_key: str) -> chat_pb2.ChatMessa
 
 def _call(block: dict[str, Any], field: str) -> chat_pb2.ToolCall:
     PARAMETERS.ignore(block, ("type", "id", "name", "input"))
+    given = members(block.get("input"), f"{field}.input", {})
+    text = given.get(_INVALID) if len(given) == 1 else None
     return chat_pb2.ToolCall(
         id=string(block.get("id"), f"{field}.id"),
         name=string(block.get("name"), f"{field}.name"),
-        arguments_json=_arguments(block.get("input"), f"{field}.input"),
+        arguments_json=text if isinstance(text, str) else body.to_json(given, f"{field}.input"),
     )
-
-
-def _arguments(given: Any, field: str) -> str:
-    """Returns the arguments that an `input` stands for."""
-    given = {} if given is None else members(given, field)
-    text = given.get(_INVALID)
-    if len(given) == 1 and isinstance(text, str):
-        return text
-    return body.to_json(given, field)
 
 
 # Answers
 
 
+@dataclass(eq=False)
 class MessageTurn(Turn):
     """One request for a message.
 
@@ -482,21 +455,17 @@ class MessageTurn(Turn):
     size of the prompt.
     """
 
-    session_key = ""
+    session_key: str
     """Key of the session, which signs thinking."""
-    shows_thinking = True
+    shows_thinking: bool
     """Whether thinking is sent, and not only its signature."""
-    _answer_id = ""
-    _is_started = False
-    _open = ""
+    _answer_id: str = field(default="", init=False)
+    _is_started: bool = field(default=False, init=False)
+    _open: str = field(default="", init=False)
     """The open block: "thinking", "text", "call 0". Empty if none is open."""
-    _block = -1
-
-    def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
-        """Takes the request. See `Turn`."""
-        super().__init__(chat, model, streams=streams)
-        self._thought: list[str] = []
-        """The pieces of the open block of thinking."""
+    _block: int = field(default=-1, init=False)
+    _thought: list[str] = field(default_factory=list, init=False)
+    """The pieces of the open block of thinking."""
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the message."""
@@ -511,19 +480,22 @@ class MessageTurn(Turn):
             {**_tool_use(call), "input": _input(call.arguments_json)}
             for call in done.message.tool_calls
         ]
-        usage = _usage(done.prompt_tokens, done.cached_tokens, done.completion_tokens)
-        return orjson.dumps({**self._message(done, content, **_stop_fields(done)), "usage": usage})
+        return orjson.dumps(self._message(done, content, **_stop_fields(done)))
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
         """Notes the id of the answer."""
-        del index
         self._answer_id = begun.answer_id
         return b""
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the events for the next part of the answer."""
-        del index
-        events = self._start(delta.prompt_tokens)
+        events = b""
+        if not self._is_started:
+            self._is_started = True
+            begun = gateway_pb2.ChatAnswer(
+                answer_id=self._answer_id, prompt_tokens=delta.prompt_tokens
+            )
+            events = _event({"type": "message_start", "message": self._message(begun, [])})
         if delta.reasoning_content:
             if self._open != "thinking":
                 events += self._enter("thinking", _thinking("", ""))
@@ -545,23 +517,17 @@ class MessageTurn(Turn):
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
         """Returns the end of the message, after its content if none of it was sent."""
-        events = self._start(done.prompt_tokens)
-        if self._block < 0:  # the parser held it back completely
-            events += self.delta(index, as_delta(done))
-        usage = _usage(done.prompt_tokens, done.cached_tokens, done.completion_tokens)
-        end = {"type": "message_delta", "delta": _stop_fields(done), "usage": usage}
+        # No block has begun if the parser held the answer back completely.
+        events = self.delta(index, as_delta(done)) if self._block < 0 else b""
+        end = {"type": "message_delta", "delta": _stop_fields(done), "usage": _usage(done)}
         return events + self._leave() + _event(end)
 
-    def end(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
+    def end(self) -> bytes:
         """Returns the last event."""
-        del answers
         return _event({"type": "message_stop"})
 
     def _message(
-        self,
-        answer: gateway_pb2.ChatAnswer | gateway_pb2.ChatBegun,
-        content: list[dict[str, Any]],
-        **stop: str | None,
+        self, answer: gateway_pb2.ChatAnswer, content: list[dict[str, Any]], **stop: str | None
     ) -> dict[str, Any]:
         return {
             "id": answer.answer_id,
@@ -572,15 +538,8 @@ class MessageTurn(Turn):
             "stop_reason": None,
             "stop_sequence": None,
             **stop,
+            "usage": _usage(answer),
         }
-
-    def _start(self, prompt_tokens: int) -> bytes:
-        if self._is_started:
-            return b""
-        self._is_started = True
-        begun = self._message(gateway_pb2.ChatBegun(answer_id=self._answer_id), [])
-        begun["usage"] = _usage(prompt_tokens, 0, 0)
-        return _event({"type": "message_start", "message": begun})
 
     def _enter(self, name: str, block: dict[str, Any]) -> bytes:
         """Stops the open block and starts another."""
@@ -627,28 +586,23 @@ def _input(arguments: str) -> orjson.Fragment | dict[str, str]:
 
 def _stop_fields(done: gateway_pb2.ChatAnswer) -> dict[str, str | None]:
     """Returns why an answer ended. Calls that a limit cut short must not run, others must."""
-    sequence = None
-    match done.finish_reason:
-        case sampling_pb2.FINISH_REASON_LENGTH:
-            reason = "max_tokens"
-        case sampling_pb2.FINISH_REASON_STOP if done.message.tool_calls:
-            reason = "tool_use"
-        case sampling_pb2.FINISH_REASON_STOP if done.stop:
-            reason, sequence = "stop_sequence", done.stop
-        case sampling_pb2.FINISH_REASON_STOP:
-            reason = "end_turn"
-        case _:
-            raise unknown_finish(done)
+    reason, sequence = "end_turn", None
+    if is_cut(done):
+        reason = "max_tokens"
+    elif done.message.tool_calls:
+        reason = "tool_use"
+    elif done.stop:
+        reason, sequence = "stop_sequence", done.stop
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
+def _usage(done: gateway_pb2.ChatAnswer) -> dict[str, int]:
     """Returns the token counts. Prompt tokens from the KV cache are counted apart, not twice."""
     return {
-        "input_tokens": prompt - cached,
+        "input_tokens": done.prompt_tokens - done.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": completion,
+        "cache_read_input_tokens": done.cached_tokens,
+        "output_tokens": done.completion_tokens,
     }
 
 
@@ -659,16 +613,11 @@ def _event(value: dict[str, Any]) -> bytes:
 # Errors, as Anthropic's SDKs and Claude Code expect them
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    409: "invalid_request_error",
     413: "request_too_large",
-    414: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
     504: "timeout_error",
     529: "overloaded_error",
@@ -695,7 +644,8 @@ def _to_http(error: RollmeshError, request_id: str) -> HttpError:
     headers = plain.headers
     if status in _FINAL:  # Claude Code would try again
         headers += ((b"x-should-retry", b"false"),)
-    fields: dict[str, Any] = {"type": _TYPES.get(status, "api_error"), "message": _problem(error)}
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    fields: dict[str, Any] = {"type": kind, "message": _problem(error)}
     if error.metadata.get("field") == "thread":  # the SDK's tool runner goes on without
         fields["details"] = _UNTHREADED
     value = {"type": "error", "error": fields, "request_id": request_id}
@@ -733,6 +683,6 @@ MESSAGES = Protocol(
 COUNT_TOKENS = replace(
     MESSAGES,
     name="messages_count_tokens",
-    read=read_counted,
+    read=partial(read, counts=True),
     count=lambda tokens: orjson.dumps({"input_tokens": tokens}),
 )

@@ -6,33 +6,27 @@ Nothing is stored here: a response is an answer of its session's tree, in the ga
 import re
 import struct
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field as field_of, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import IGNORED, excerpt, flag, members, string
-from rollmesh.sidecar.errors import (
-    JSON,
-    HttpError,
-    PreviousResponseUnknownError,
-    as_response,
-    to_http,
-    typed,
-)
+from rollmesh.sidecar.errors import PreviousResponseUnknownError, to_http
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.seals import seal, sealed_answer
-from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, read_head, unknown_finish
-from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
+from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut, read_head
+from rollmesh.v1 import chat_pb2, gateway_pb2
 
 _LOGPROBS = "call /v1/chat/completions for log-probabilities"
-PARAMETERS = body.Parameters.of(
+PARAMETERS = body.Parameters(
     served="input instructions model stream previous_response_id tools tool_choice"
     " parallel_tool_calls text max_output_tokens truncation temperature top_p top_k min_p seed"
     " presence_penalty frequency_penalty repetition_penalty stop stop_token_ids ignore_eos"
@@ -41,10 +35,9 @@ PARAMETERS = body.Parameters.of(
     refused={
         "background": "an answer is sampled while its request waits; leave it out, or stream",
         "context_management": "nothing of a conversation is cut or summarised; send less of it",
-        "conversation": "give previous_response_id, or the complete input",
+        "conversation previous_input_messages": "give previous_response_id, or the complete input",
         "enable_response_messages": "the answer is what was sampled",
         "include_reasoning": "reasoning is part of the answer; drop the items of type reasoning",
-        "previous_input_messages": "give previous_response_id, or the complete input",
         "prompt": "no prompts are stored here; send the input",
         "structured_outputs": "give text.format or tool_choice instead",
         "top_logprobs": _LOGPROBS,
@@ -91,20 +84,12 @@ _ECHOED: Mapping[str, Any] = {
 # Requests
 
 
-def read(data: bytes, head: Head) -> "ResponseTurn":
-    """Reads the body of a request for a response."""
+def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
+    """Reads the body of a request for a response, or only for the size of its prompt."""
     values = body.parse(data)
-    return _read(values, head, streams=flag(values, "stream"))
-
-
-def read_counted(data: bytes, head: Head) -> "ResponseTurn":
-    """Reads the body of a request for the size of a prompt."""
-    return _read(body.parse(data), head, streams=False)
-
-
-def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "ResponseTurn":
+    streams = not counts and flag(values, "stream")
     items = _Input(values.get("input"), head.session_key)
-    tools = read_tools([("tools", values.get("tools")), *items.added_tools])
+    tools_json, tool_names = read_tools([("tools", values.get("tools")), *items.added_tools])
     PARAMETERS.check(values)
     if values.get("truncation") not in (None, "disabled"):
         raise InvalidFieldError(
@@ -112,42 +97,50 @@ def _read(values: dict[str, Any], head: Head, *, streams: bool) -> "ResponseTurn
             "only disabled is served: nothing of a conversation is cut silently; send less of it",
         )
     _check_metadata(values.get("metadata"))
-    choice, tool_name = _tool_choice(values.get("tool_choice"), tools)
-    instructions = values.get("instructions")
-    instructions = string("" if instructions is None else instructions, "instructions")
+    choice, tool_name = _tool_choice(values.get("tool_choice"), tool_names)
+    instructions = string(values.get("instructions"), "instructions", "")
     request = gateway_pb2.ChatRequest(
-        tools_json=tools.printed_json,
+        tools_json=tools_json,
         tool_choice=choice,
         tool_name=tool_name,
         parallel_tool_calls=flag(values, "parallel_tool_calls", default=None),
-        json_format=body.read_format(_member(values, "text", "format"), "text.format"),
+        json_format=body.read_format(
+            members(values.get("text"), "text", {}).get("format"), "text.format"
+        ),
         sampling=body.read_sampling(values, ("max_output_tokens",)),
         stop=body.read_stop(values.get("stop")),
         template_options_json=body.read_template_options(
             values.get("chat_template_kwargs"),
-            _member(values, "reasoning", "effort"),
+            members(values.get("reasoning"), "reasoning", {}).get("effort"),
             "reasoning.effort",
         ),
         include_stop=flag(values, "include_stop_str_in_output"),
         show_special_tokens=not flag(values, "skip_special_tokens", default=True),
         choices=1,
     )
-    turn = ResponseTurn(request, body.read_model(values), streams=streams)
+    model = body.read_model(values)
     if instructions:
         request.messages.add(role=chat_pb2.ROLE_SYSTEM, content=body.text_parts(instructions))
     request.messages.extend(items.messages)
-    turn.tools, turn.items = tools, items
-    turn.is_instructed, turn.settings = bool(instructions), _settings(values)
-    if values.get(_PREVIOUS) is not None:
-        turn.previous = string(values[_PREVIOUS], _PREVIOUS)
-    if _includes_reasoning(values.get("include")):
-        turn.seal_key = head.session_key
-    return turn
-
-
-def _member(values: dict[str, Any], name: str, member: str) -> Any:
-    """Returns a member of an object that may be absent."""
-    return None if values.get(name) is None else members(values[name], name).get(member)
+    settings = _settings(values)
+    previous = values.get(_PREVIOUS)
+    previous = None if previous is None else string(previous, _PREVIOUS)
+    include = [] if values.get("include") is None else values["include"]
+    if not isinstance(include, list):  # its other values name parts that no answer has here
+        raise InvalidFieldError("include", "must be a list")
+    if "message.output_text.logprobs" in include:
+        raise InvalidFieldError("include", f"message.output_text.logprobs: {_LOGPROBS}")
+    return ResponseTurn(
+        request,
+        model,
+        streams,
+        tool_names=tool_names,
+        references=items.references,
+        previous=previous,
+        is_instructed=bool(instructions),
+        settings=settings,
+        seal_key=head.session_key if _ENCRYPTED_REASONING in include else "",
+    )
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -161,34 +154,16 @@ def _check_metadata(metadata: Any) -> None:
         raise InvalidFieldError("metadata", f"has {size} bytes; give at most {_MAX_METADATA_BYTES}")
 
 
-def _includes_reasoning(include: Any) -> bool:
-    """Returns whether reasoning items carry `encrypted_content`.
-
-    The other values name parts of items that no answer has here.
-    """
-    if include is None:
-        return False
-    if not isinstance(include, list):
-        raise InvalidFieldError("include", "must be a list")
-    if "message.output_text.logprobs" in include:
-        raise InvalidFieldError("include", f"message.output_text.logprobs: {_LOGPROBS}")
-    return _ENCRYPTED_REASONING in include
-
-
 def _settings(values: Mapping[str, Any]) -> bytes:
     """Returns the members of a response that repeat its request, as JSON without braces.
 
     They are written once, because tools are large.
     """
-    given = ((name, values.get(name)) for name in _ECHOED)
+    given = {name: values[name] for name in _ECHOED if values.get(name) is not None}
     return b",".join(
-        b'"%s":%s' % (name.encode(), body.to_json(_or(one, _ECHOED[name]), name).encode())
-        for name, one in given
+        b'"%s":%s' % (name.encode(), body.to_json(value, name).encode())
+        for name, value in {**_ECHOED, **given}.items()
     )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 # Tools, as the functions that chat templates print
@@ -212,22 +187,10 @@ class ToolName(NamedTuple):
     is_custom: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """The tools of one request."""
+def read_tools(lists: Sequence[tuple[str, Any]]) -> tuple[str, Mapping[str, ToolName]]:
+    """Returns the tools that the template prints, in the form of chat completions, empty if none.
 
-    printed_json: str = ""
-    """The tools that the template prints, in the form of chat completions. Empty if none."""
-    names: Mapping[str, ToolName] = field_of(default_factory=dict)
-    """The tools that are not plain functions, by the name that the model uses."""
-
-    def named(self, name: str) -> ToolName:
-        """Returns the tool that the model calls by a name."""
-        return self.names.get(name) or ToolName(name)
-
-
-def read_tools(lists: Sequence[tuple[str, Any]]) -> Tools:
-    """Returns the tools of a request.
+    Also the tools that are not plain functions, by the name that the model uses.
 
     A chat template prints all tools in one place, wherever the input adds them. A tool that is
     added under a known name replaces the earlier one.
@@ -239,7 +202,7 @@ def read_tools(lists: Sequence[tuple[str, Any]]) -> Tools:
     functions: dict[str, dict[str, Any]] = {}
     for field, given in lists:
         here: set[str] = set()
-        for at, tool in enumerate(body.read_tools(given, field)):
+        for at, tool in enumerate(body.entries(given, field, body.MAX_TOOLS, "tools")):
             for function, name in _functions(tool, f"{field}[{at}]", ""):
                 shown = function["name"]
                 if shown in here:
@@ -248,10 +211,10 @@ def read_tools(lists: Sequence[tuple[str, Any]]) -> Tools:
                     )
                 here.add(shown)
                 names[shown], functions[shown] = name, function
-        body.check_tool_count(len(functions))  # a namespace has several
+        body.entries([*functions], "tools", body.MAX_TOOLS, "tools")  # a namespace has several
     others = {shown: one for shown, one in names.items() if one.is_custom or one.namespace}
     printed = [{"type": "function", "function": one} for one in functions.values()]
-    return Tools(body.to_json(printed, "tools") if printed else "", others)
+    return body.to_json(printed, "tools") if printed else "", others
 
 
 def _functions(tool: Any, field: str, namespace: str) -> Iterator[tuple[dict[str, Any], ToolName]]:
@@ -290,7 +253,7 @@ def _shown_name(name: str, namespace: str) -> str:
 def _custom_parameters(form: Any, field: str) -> dict[str, Any]:
     """Returns the parameters of the function that stands for a custom tool."""
     description = _INPUT_DESCRIPTION
-    form = {} if form is None else members(form, field)
+    form = members(form, field, {})
     if form.get("type") == "grammar":  # told to the model, not enforced
         syntax = string(form.get("syntax"), f"{field}.syntax")
         grammar = string(form.get("definition"), f"{field}.definition")
@@ -311,8 +274,8 @@ def _is_custom(parameters: Any) -> bool:
         return False
 
 
-def earlier_tools(printed_json: str) -> tuple[Tools, list[dict[str, Any]]]:
-    """Returns the tools of an earlier request, also as its body may have given them.
+def earlier_tools(printed_json: str) -> tuple[Mapping[str, ToolName], list[dict[str, Any]]]:
+    """Returns the names of an earlier request's tools, and the tools as its body may have been.
 
     Functions of namespaces are plain functions here.
     """
@@ -326,10 +289,12 @@ def earlier_tools(printed_json: str) -> tuple[Tools, list[dict[str, Any]]]:
             given.append({"type": "custom", **kept})
         else:
             given.append({"type": "function", "parameters": None, "strict": None, **shown})
-    return Tools(printed_json, names), given
+    return names, given
 
 
-def _tool_choice(choice: Any, tools: Tools) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
+def _tool_choice(
+    choice: Any, names: Mapping[str, ToolName]
+) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
     """Returns `tool_choice`, and the name that the model uses for the tool if it names one."""
     if isinstance(choice, str | None) and choice in body.TOOL_CHOICES:
         return body.TOOL_CHOICES[choice], ""
@@ -341,7 +306,7 @@ def _tool_choice(choice: Any, tools: Tools) -> tuple[gateway_pb2.ToolChoice.Valu
             "tool by its name",
         )
     name = string(choice.get("name"), "tool_choice.name")
-    shown = [key for key, one in tools.names.items() if one.name == name and one.namespace]
+    shown = [key for key, one in names.items() if one.name == name and one.namespace]
     if len(shown) > 1:
         raise InvalidFieldError(
             "tool_choice.name", f"several namespaces have {excerpt(name)}; give one of {shown}"
@@ -355,9 +320,7 @@ def custom_input(arguments: str) -> str | None:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(value, dict) or value.keys() != {_INPUT}:
-        return None
-    text = value[_INPUT]
+    text = value.get(_INPUT) if isinstance(value, dict) and len(value) == 1 else None
     return text if isinstance(text, str) else None
 
 
@@ -407,12 +370,6 @@ def item_of(given: object) -> tuple[str, str]:
 
 _MAX_ITEMS = 60_000
 """Three items for each message of the longest session that a gateway holds by default."""
-_ROLES = {
-    "system": chat_pb2.ROLE_SYSTEM,
-    "developer": chat_pb2.ROLE_SYSTEM,
-    "user": chat_pb2.ROLE_USER,
-    "assistant": chat_pb2.ROLE_ASSISTANT,
-}
 _TEXTS = {
     "input_text": "text",
     "output_text": "text",
@@ -455,22 +412,22 @@ class _Input:
             self._take(members(item, f"input[{at}]"), f"input[{at}]")
 
     def _take(self, item: dict[str, Any], field: str) -> None:
-        kind = item.get("type", "message")
+        kind, (form, answer) = item.get("type", "message"), item_of(item.get("id"))
         if item.get("type") is None and "role" not in item and "id" in item:
             kind = "item_reference"
         match kind:
             case "message":
-                self._message(item, field)
+                self._message(item, field, answer)
             case "reasoning":
-                self._reasoning(item, field)
+                self._reasoning(item, field, answer)
             case "function_call" | "custom_tool_call":
-                self._call(item, field)
+                self._call(item, field, answer, is_raw=form == _RAW_CUSTOM_CALL)
             case "function_call_output" | "custom_tool_call_output":
                 parts = _content(item.get("output"), f"{field}.output")
                 call_id = string(item.get("call_id"), f"{field}.call_id")
                 self._other(chat_pb2.ROLE_TOOL, parts, call_id)
             case "item_reference":
-                self._refer(item, field)
+                self._refer(item, field, answer)
             case "agent_message":  # from another agent of Codex
                 self._other(chat_pb2.ROLE_USER, _content(item.get("content"), f"{field}.content"))
             case "additional_tools":  # Codex gives its tools so, before everything else
@@ -482,24 +439,24 @@ class _Input:
                     "custom tool calls and their outputs",
                 )
 
-    def _message(self, item: dict[str, Any], field: str) -> None:
+    def _message(self, item: dict[str, Any], field: str, answer: str) -> None:
         name = item.get("role")
-        role = _ROLES.get(name) if isinstance(name, str) else None
+        role = body.ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
-        if role != chat_pb2.ROLE_ASSISTANT:
-            self._other(role, _content(item.get("content"), f"{field}.content"))
+        is_answer = role == chat_pb2.ROLE_ASSISTANT
+        parts = _content(item.get("content"), f"{field}.content", images=not is_answer)
+        if not is_answer:
+            self._other(role, parts)
             return
-        text = _joined_text(item.get("content"), f"{field}.content")
-        _, answer = item_of(item.get("id"))
         # One text a message, unless the ids say that they are of one answer.
         is_new = self._turn is not None and bool(self._turn.content)
-        self._joined(answer, is_new=is_new).content.extend(body.text_parts(text))
+        self._joined(answer, is_new=is_new).content.extend(parts)
 
-    def _reasoning(self, item: dict[str, Any], field: str) -> None:
-        text = _joined_text(item.get("content"), f"{field}.content")
-        text = text or _joined_text(item.get("summary"), f"{field}.summary")
-        _, answer = item_of(item.get("id"))
+    def _reasoning(self, item: dict[str, Any], field: str, answer: str) -> None:
+        parts = _content(item.get("content"), f"{field}.content", images=False)
+        parts = parts or _content(item.get("summary"), f"{field}.summary", images=False)
+        text = parts[0].text if parts else ""
         if item.get("encrypted_content") is not None:
             sealed = string(item["encrypted_content"], f"{field}.encrypted_content")
             answer = sealed_answer(self._session_key, sealed, text) or answer
@@ -507,13 +464,12 @@ class _Input:
         if text:
             turn.reasoning_content += text
 
-    def _call(self, item: dict[str, Any], field: str) -> None:
+    def _call(self, item: dict[str, Any], field: str, answer: str, *, is_raw: bool) -> None:
         name = string(item.get("name"), f"{field}.name")
         namespace = string(item.get("namespace") or "", f"{field}.namespace")
-        kind, answer = item_of(item.get("id"))
         member = "arguments" if item["type"] == "function_call" else "input"
         arguments = string(item.get(member) or "", f"{field}.{member}")
-        if member == "input" and kind != _RAW_CUSTOM_CALL:
+        if member == "input" and not is_raw:
             arguments = orjson.dumps({_INPUT: arguments}).decode()
         self._joined(answer).tool_calls.add(
             id=string(item.get("call_id"), f"{field}.call_id"),
@@ -521,9 +477,8 @@ class _Input:
             arguments_json=arguments,
         )
 
-    def _refer(self, item: dict[str, Any], field: str) -> None:
+    def _refer(self, item: dict[str, Any], field: str, answer: str) -> None:
         """Adds the answer to which an item refers. Its further items are in there too."""
-        _, answer = item_of(item.get("id"))
         if not answer:
             raise InvalidFieldError(
                 f"{field}.id", f"{excerpt(item.get('id'))} is no item of an answer of this server"
@@ -561,56 +516,42 @@ class _Input:
         )
 
 
-def _content(content: Any, field: str) -> list[chat_pb2.ContentPart]:
-    """Returns the parts of a content, texts and images."""
-    if not isinstance(content, list):
-        return body.text_parts(_joined_text(content, field))
-    return body.joined(_part(part, f"{field}[{at}]") for at, part in enumerate(content))
-
-
-def _part(part: Any, field: str) -> chat_pb2.ContentPart:
-    if not isinstance(part, dict) or part.get("type") != "input_image":
-        return chat_pb2.ContentPart(text=_text(part, field, "text and input_image"))
-    if part.get("file_id") is not None:
-        raise InvalidFieldError(
-            f"{field}.file_id", "is not served: no files are stored here; give image_url"
-        )
-    return body.image_of_url(part.get("image_url"), f"{field}.image_url")
-
-
-def _joined_text(content: Any, field: str) -> str:
-    """Returns the text of a content, joined from its parts."""
+def _content(content: Any, field: str, *, images: bool = True) -> list[chat_pb2.ContentPart]:
+    """Returns the parts of a content. Texts beside each other are one part."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return body.text_parts(content)
     if not isinstance(content, list):
         raise InvalidFieldError(field, "must be a string or a list of text parts")
-    return "".join(_text(part, f"{field}[{at}]", "text") for at, part in enumerate(content))
+    parts = (_part(one, f"{field}[{at}]", images=images) for at, one in enumerate(content))
+    return body.joined(parts)
 
 
-def _text(part: Any, field: str, served: str) -> str:
+def _part(part: Any, field: str, *, images: bool) -> chat_pb2.ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
+    if images and kind == "input_image":
+        if part.get("file_id") is not None:
+            raise InvalidFieldError(
+                f"{field}.file_id", "is not served: no files are stored here; give image_url"
+            )
+        return body.image_of_url(part.get("image_url"), f"{field}.image_url")
     key = _TEXTS.get(kind) if isinstance(kind, str) else None
     if key is None:
+        served = "text and input_image" if images else "text"
         raise InvalidFieldError(
             field, f"is {excerpt(kind)}, not a text part; only {served} is supported here"
         )
-    return string(part.get(key), f"{field}.{key}")
+    return chat_pb2.ContentPart(text=string(part.get(key), f"{field}.{key}"))
 
 
 # Answers
 
 _Answer: TypeAlias = gateway_pb2.ChatBegun | gateway_pb2.ChatAnswer
-_STATUSES = {
-    sampling_pb2.FINISH_REASON_STOP: "completed",
-    sampling_pb2.FINISH_REASON_LENGTH: "incomplete",
-}
+_CUT = {"reason": "max_output_tokens"}
 _DELTAS = {
     _REASONING: "response.reasoning_text.delta",
     _MESSAGE: "response.output_text.delta",
     _CALL: "response.function_call_arguments.delta",
 }
-
-
 _NO_TOOL = ToolName("")
 
 
@@ -640,6 +581,7 @@ class _Segment:
         return self.text if found is None else found
 
 
+@dataclass(eq=False)
 class ResponseTurn(Turn):
     """One request for a response.
 
@@ -648,83 +590,81 @@ class ResponseTurn(Turn):
     done, and does not take it back if the stream fails.
     """
 
-    tools = Tools()
-    items: _Input
+    tool_names: Mapping[str, ToolName]
+    """Its tools that are not plain functions, by the name that the model uses."""
+    is_instructed: bool
+    """Whether the conversation begins with instructions."""
+    settings: bytes
+    """The members of the response that the request gives, as JSON without braces."""
+    seal_key: str
+    """Key of the session, which seals reasoning. Empty if it has no `encrypted_content`."""
+    references: Mapping[int, tuple[str, str]] = field_of(default_factory=dict)
+    """Messages after the instructions that are only referred to, as in `_Input`."""
     previous: str | None = None
     """Id of the response that the request continues."""
-    is_instructed = False
-    """Whether the conversation begins with instructions."""
-    settings = b""
-    """The members of the response that the request gives, as JSON without braces."""
-    seal_key = ""
-    """Key of the session, which seals reasoning. Empty if it has no `encrypted_content`."""
-
-    def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
-        """Takes the request. See `Turn`."""
-        super().__init__(chat, model, streams=streams)
-        self._answer: _Answer = gateway_pb2.ChatBegun()
-        self._created = clock.unix_ms() // 1000
-        self._has_begun = False
-        self._sequence = 0
-        self._segments: list[_Segment] = []
-        self._calls: dict[int, int] = {}
-        """Output index of each call, by its index in the answer."""
+    _answer: _Answer = field_of(default_factory=gateway_pb2.ChatBegun, init=False)
+    _created: int = field_of(default_factory=lambda: clock.unix_ms() // 1000, init=False)
+    _has_begun: bool = field_of(default=False, init=False)
+    _sequence: int = field_of(default=0, init=False)
+    _segments: list[_Segment] = field_of(default_factory=list, init=False)
+    _calls: dict[int, int] = field_of(default_factory=dict, init=False)
+    """Output index of each call, by its index in the answer."""
 
     async def complete(self, gateways: Gateways) -> None:
         """Adds the conversation that the request continues, and the items that it refers to."""
-        messages = self.items.messages
-        for at, (field, answer_id) in self.items.references.items():
-            messages[at].CopyFrom(_message_of(await self._stored(gateways, answer_id, field)))
-        before: list[chat_pb2.ChatMessage] = []
+        messages, first = self.chat.messages, 1 if self.is_instructed else 0
+        for at, (field, answer_id) in self.references.items():
+            stored = await self._stored(gateways, answer_id, field)
+            messages[first + at].CopyFrom(stored.answer.message)
         if self.previous is not None:
             answer_id, instructed = answer_of_response(self.previous, _PREVIOUS)
-            answer = await self._stored(gateways, answer_id, _PREVIOUS)
+            stored = await self._stored(gateways, answer_id, _PREVIOUS)
+            own = messages[first:]
+            del messages[first:]
             # Instructions are not carried over, as in OpenAI's API.
-            before = [*answer.messages[1 if instructed else 0 :], _message_of(answer)]
-        if before or self.items.references:
-            del self.chat.messages[1 if self.is_instructed else 0 :]
-            self.chat.messages.extend(before + messages)
+            messages.extend([*stored.messages[1 if instructed else 0 :], stored.answer.message])
+            messages.extend(own)
 
     async def _stored(
         self, gateways: Gateways, answer_id: str, field: str
     ) -> gateway_pb2.GetAnswerResponse:
-        """Returns an earlier answer of the session, to which a field of the request refers."""
+        """Returns an earlier answer of the session, to which a field of the request refers.
+
+        Its message names the answer that it echoes.
+        """
         chat, with_messages = self.chat, field == _PREVIOUS
         try:
-            return await gateways.answer(
+            stored = await gateways.answer(
                 chat.session_id, chat.session_key, answer_id, with_messages=with_messages
             )
         except AnswerUnknownError as error:
             problem = "is not known in this session, or was deleted; send the items themselves"
             kind = PreviousResponseUnknownError if with_messages else InvalidFieldError
             raise kind(field, problem) from error
+        stored.answer.message.answer_id = stored.answer.answer_id
+        return stored
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the `response` object."""
-        return self.response_of(response.answers[0])
-
-    def response_of(self, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the `response` object of a complete answer."""
+        (done,) = response.answers
         self._answer, self._created, self._has_begun = done, done.created_unix_ms // 1000, True
         self._add_missing(done)
-        return self._done_object(done)
+        return self._object(self._items(done), done)
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
         """Notes the answer's id and its sampling.
 
         The first event is sent with the first delta: until then an error has a status of its own.
         """
-        del index
         self._answer = begun
         return b""
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the events for a delta of the answer."""
-        del index
         events = b""
         if not self._has_begun:
             self._has_begun = True
-            response = orjson.Fragment(self._object("in_progress", []))
+            response = orjson.Fragment(self._object([]))
             events = self._event("response.created", response=response)
             events += self._event("response.in_progress", response=response)
         for kind, text in ((_REASONING, delta.reasoning_content), (_MESSAGE, delta.content)):
@@ -738,11 +678,11 @@ class ResponseTurn(Turn):
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
         """Returns the events that end the answer, after the parts that no delta brought."""
-        del index
         events = self._add_missing(done)
-        for at, segment in enumerate(self._segments):
-            events += self._end_of(at, segment, self._status_of(at, done))
-        response = orjson.Fragment(self._done_object(done))
+        items = self._items(done)
+        for at, item in enumerate(items):
+            events += self._end_of(at, item)
+        response = orjson.Fragment(self._object(items, done))
         return events + self._event(f"response.{_status(done)}", response=response)
 
     def _add_missing(self, done: gateway_pb2.ChatAnswer) -> bytes:
@@ -759,7 +699,9 @@ class ResponseTurn(Turn):
             if call.index in self._calls:
                 return self._calls[call.index], b""
             self._calls[call.index] = at
-            segment = _Segment(kind, call.index, call.id, self.tools.named(call.name))
+            segment = _Segment(
+                kind, call.index, call.id, self.tool_names.get(call.name) or ToolName(call.name)
+            )
         else:
             if self._segments and self._segments[-1].kind == kind:
                 return at - 1, b""
@@ -769,10 +711,16 @@ class ResponseTurn(Turn):
         if segment.tool.is_custom:  # its item is sent when its input can be decoded
             return at, b""
         item = self._item(segment, "in_progress")
-        segment.head = _delta_head(kind, item["id"], at)
         events = self._event("response.output_item.added", output_index=at, item=item)
+        where: dict[str, Any] = {"item_id": item["id"], "output_index": at}
         if call is None:
-            events += self._part("added", at, item["id"], _text_part(segment))
+            where["content_index"] = 0
+            part = _text_part(segment)
+            events += self._event("response.content_part.added", **where, part=part)
+        if kind == _MESSAGE:
+            where["logprobs"] = []
+        delta = orjson.dumps({"type": _DELTAS[kind], **where})[:-1]
+        segment.head = b'event: %s\ndata: %s,"delta":' % (_DELTAS[kind].encode(), delta)
         return at, events
 
     def _piece(self, at: int, text: str) -> bytes:
@@ -784,9 +732,9 @@ class ResponseTurn(Turn):
         number, self._sequence = self._sequence, self._sequence + 1
         return b'%s%s,"sequence_number":%d}\n\n' % (segment.head, orjson.dumps(text), number)
 
-    def _end_of(self, at: int, segment: _Segment, status: str) -> bytes:
+    def _end_of(self, at: int, item: dict[str, Any]) -> bytes:
         """Returns the events that end an item."""
-        item = self._item(segment, status)
+        segment = self._segments[at]
         where: dict[str, Any] = {"item_id": item["id"], "output_index": at}
         if segment.tool.is_custom:
             added = {**item, "input": "", "status": "in_progress"}
@@ -799,9 +747,10 @@ class ResponseTurn(Turn):
             events = self._event(name, **where, name=item["name"], arguments=segment.text)
         else:
             name = _DELTAS[segment.kind].removesuffix("delta") + "done"
+            where["content_index"], part = 0, _text_part(segment)
             others: dict[str, Any] = {"logprobs": []} if segment.kind == _MESSAGE else {}
-            events = self._event(name, **where, content_index=0, text=segment.text, **others)
-            events += self._part("done", at, item["id"], _text_part(segment))
+            events = self._event(name, **where, text=segment.text, **others)
+            events += self._event("response.content_part.done", **where, part=part)
         return events + self._event("response.output_item.done", output_index=at, item=item)
 
     def _item(self, segment: _Segment, status: str) -> dict[str, Any]:
@@ -830,44 +779,35 @@ class ResponseTurn(Turn):
                 item |= {"type": "function_call", "arguments": segment.text}
         return item
 
-    def _status_of(self, at: int, done: gateway_pb2.ChatAnswer) -> str:
-        """Returns the status of an item. A limit leaves the last one incomplete."""
-        return _status(done) if at == len(self._segments) - 1 else "completed"
-
-    def _done_object(self, done: gateway_pb2.ChatAnswer) -> bytes:
-        status = _status(done)
-        is_cut = status == "incomplete"
-        items = [
-            self._item(one, self._status_of(at, done)) for at, one in enumerate(self._segments)
+    def _items(self, done: gateway_pb2.ChatAnswer) -> list[dict[str, Any]]:
+        """Returns the items of a complete answer. A limit leaves the last one incomplete."""
+        *others, last = self._segments
+        return [
+            *(self._item(one, "completed") for one in others),
+            self._item(last, _status(done)),
         ]
-        return self._object(
-            status,
-            items,
-            usage=_usage(done),
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            completed_at=None if is_cut else done.created_unix_ms // 1000,
-        )
 
-    def _object(self, status: str, output: list[dict[str, Any]], **others: Any) -> bytes:
+    def _object(
+        self, items: list[dict[str, Any]], done: gateway_pb2.ChatAnswer | None = None
+    ) -> bytes:
+        """Returns the `response` object, in progress until the answer is complete."""
+        status = "in_progress" if done is None else _status(done)
         own = {
             "id": response_id(self._answer.answer_id, instructed=self.is_instructed),
             "object": "response",
             "created_at": self._created,
             "status": status,
             "model": self.model,
-            "output": output,
+            "output": items,
             "error": None,
-            "incomplete_details": None,
-            "usage": None,
+            "incomplete_details": _CUT if status == "incomplete" else None,
+            "usage": None if done is None else _usage(done),
             "temperature": _shortest(self._answer, "temperature"),
             "top_p": _shortest(self._answer, "top_p"),
-            **others,
         }
+        if done is not None:
+            own["completed_at"] = done.created_unix_ms // 1000 if status == "completed" else None
         return orjson.dumps(own)[:-1] + b"," + self.settings + b"}"
-
-    def _part(self, done: str, at: int, item_id: str, part: dict[str, Any]) -> bytes:
-        name = f"response.content_part.{done}"
-        return self._event(name, item_id=item_id, output_index=at, content_index=0, part=part)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence, **fields}
@@ -876,25 +816,13 @@ class ResponseTurn(Turn):
 
 
 def _status(done: gateway_pb2.ChatAnswer) -> str:
-    """Returns the status of an answer: completed, or incomplete if a limit cut it."""
-    if done.finish_reason not in _STATUSES:
-        raise unknown_finish(done)
-    return _STATUSES[done.finish_reason]
+    return "incomplete" if is_cut(done) else "completed"
 
 
 def _text_part(segment: _Segment) -> dict[str, Any]:
     if segment.kind == _REASONING:
         return {"type": "reasoning_text", "text": segment.text}
     return {"type": "output_text", "text": segment.text, "annotations": [], "logprobs": []}
-
-
-def _delta_head(kind: str, item_id: str, at: int) -> bytes:
-    value: dict[str, Any] = {"type": _DELTAS[kind], "item_id": item_id, "output_index": at}
-    if kind != _CALL:
-        value["content_index"] = 0
-    if kind == _MESSAGE:
-        value["logprobs"] = []
-    return b'event: %s\ndata: %s,"delta":' % (_DELTAS[kind].encode(), orjson.dumps(value)[:-1])
 
 
 def _shortest(answer: _Answer, name: Literal["temperature", "top_p"]) -> float | None:
@@ -917,31 +845,18 @@ def _usage(done: gateway_pb2.ChatAnswer) -> dict[str, Any]:
     }
 
 
-def _message_of(stored: gateway_pb2.GetAnswerResponse) -> chat_pb2.ChatMessage:
-    """Returns the message of an earlier answer, which names the answer that it echoes."""
-    message = chat_pb2.ChatMessage()
-    message.CopyFrom(stored.answer.message)
-    message.answer_id = stored.answer.answer_id
-    return message
-
-
-def _http_error(error: RollmeshError, request_id: str = "") -> HttpError:
-    del request_id
-    return to_http(error, _PARAMS)
-
-
 RESPONSES = Protocol(
     name="responses",
     parameters=PARAMETERS,
     read=read,
-    error=_http_error,
+    error=lambda error, _request_id: to_http(error, _PARAMS),
     error_event=b"event: error\ndata: ",
     keep_alive=b": keep-alive\n\n",
 )
 COUNT_INPUT = replace(
     RESPONSES,
     name="responses_input_tokens",
-    read=read_counted,
+    read=partial(read, counts=True),
     count=lambda tokens: orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens}),
 )
 
@@ -949,49 +864,37 @@ COUNT_INPUT = replace(
 # Earlier responses: `/v1/responses/{id}`
 
 
-class StoredResponses:
-    """Answers requests for earlier responses. An error is answered in OpenAI's form."""
-
-    def __init__(self, gateways: Gateways) -> None:
-        """Takes the gateways."""
-        self._gateways = gateways
-
-    async def retrieve(self, request: Request) -> Response:
-        """`GET /v1/responses/{id}`: the response as it is without streaming."""
-        return await _answered(request, self._retrieve)
-
-    async def delete(self, request: Request) -> Response:
-        """`DELETE /v1/responses/{id}`: it is no longer found. Its turn is trained all the same."""
-        return await _answered(request, self._delete)
-
-    async def _retrieve(self, request: Request) -> bytes:
-        if request.query_params.get("stream", "false").lower() not in {"", "0", "false"}:
-            raise InvalidFieldError("stream", "is not served for an earlier response; leave it out")
-        head = read_head(request.scope)
-        answer_id, instructed = answer_of_response(request.path_params["response"], _ID)
-        stored = await self._gateways.answer(
-            head.session_id, head.session_key, answer_id, with_messages=False
-        )
-        model = await self._gateways.model_of(head.session_id, "")
-        turn = ResponseTurn(gateway_pb2.ChatRequest(), model, streams=False)
-        turn.tools, given = earlier_tools(stored.tools_json)
-        turn.settings, turn.is_instructed = _settings({"tools": given}), instructed
-        if _ENCRYPTED_REASONING in request.query_params.getlist("include"):
-            turn.seal_key = head.session_key
-        return turn.response_of(stored.answer)
-
-    async def _delete(self, request: Request) -> bytes:
-        head, name = read_head(request.scope), request.path_params["response"]
-        answer_id, _ = answer_of_response(name, _ID)
-        await self._gateways.withdraw(head.session_id, head.session_key, answer_id)
-        return orjson.dumps({"id": name, "object": "response", "deleted": True})
+async def retrieve(gateways: Gateways, request: Request) -> Response:
+    """`GET /v1/responses/{id}`: the response as it is without streaming."""
+    if request.query_params.get("stream", "false").lower() not in {"", "0", "false"}:
+        raise InvalidFieldError("stream", "is not served for an earlier response; leave it out")
+    head = read_head(request.scope)
+    answer_id, instructed = answer_of_response(request.path_params["response"], _ID)
+    stored = await gateways.answer(
+        head.session_id, head.session_key, answer_id, with_messages=False
+    )
+    names, given = earlier_tools(stored.tools_json)
+    is_sealed = _ENCRYPTED_REASONING in request.query_params.getlist("include")
+    turn = ResponseTurn(
+        gateway_pb2.ChatRequest(),
+        await gateways.model_of(head.session_id, ""),
+        streams=False,
+        tool_names=names,
+        is_instructed=instructed,
+        settings=_settings({"tools": given}),
+        seal_key=head.session_key if is_sealed else "",
+    )
+    return _answered(turn.whole(gateway_pb2.ChatResponse(answers=[stored.answer])))
 
 
-async def _answered(request: Request, work: Callable[[Request], Awaitable[bytes]]) -> Response:
-    try:
-        http = HttpError(200, await work(request), JSON)
-    except ClientDisconnect:
-        return Response()
-    except Exception as error:  # the edge: everything becomes an answer
-        http = _http_error(typed(error))
-    return as_response(http, RESPONSES.request_id_header, uuid.uuid4().hex)
+async def delete(gateways: Gateways, request: Request) -> Response:
+    """`DELETE /v1/responses/{id}`: it is no longer found. Its turn is trained all the same."""
+    head, name = read_head(request.scope), request.path_params["response"]
+    answer_id, _ = answer_of_response(name, _ID)
+    await gateways.withdraw(head.session_id, head.session_key, answer_id)
+    return _answered(orjson.dumps({"id": name, "object": "response", "deleted": True}))
+
+
+def _answered(body: bytes) -> Response:
+    headers = {RESPONSES.request_id_header.decode(): uuid.uuid4().hex}
+    return Response(body, headers=headers, media_type="application/json")

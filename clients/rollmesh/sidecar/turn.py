@@ -10,11 +10,11 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from prometheus_client import Counter, Histogram
@@ -56,6 +56,11 @@ _UNCHECKED_S = 1.0
 _READ_AT_A_TIME = 2
 """Large bodies that are parsed at a time: they take up to 30 times their size."""
 _STOPPED_MS = 1000
+_STREAM: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _LAST_WORD_S = 5.0
 """Extra time after the turn's timeout in which a stream may send its error."""
 
@@ -71,8 +76,7 @@ _LINEAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The path and the headers of one request."""
 
     session_id: str
@@ -108,7 +112,12 @@ def read_head(scope: Scope) -> Head:
         SessionKeyWrongError: There is no key, or there are two different ones.
     """
     headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
-    session, key = scope["path_params"].get("session", ""), _key_of(headers)
+    scheme, _, token = headers.get(b"authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else ""
+    key = key or headers.get(b"x-api-key", "")
+    if not key.startswith(_KEY_PREFIX):  # a placeholder, which many agents require
+        key = ""
+    session = scope["path_params"].get("session", "")
     if session.startswith(_KEY_PREFIX):
         if key and key != session:
             raise SessionKeyWrongError(
@@ -121,14 +130,6 @@ def read_head(scope: Scope) -> Head:
             "which contains it"
         )
     return Head(session or key.split("-")[1], key, headers, _lineage(headers))
-
-
-def _key_of(headers: Mapping[bytes, str]) -> str:
-    """Returns the key in the headers. Empty for a placeholder, which many agents require."""
-    scheme, _, token = headers.get(b"authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else ""
-    given = given or headers.get(b"x-api-key", "")
-    return given if given.startswith(_KEY_PREFIX) else ""
 
 
 def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
@@ -157,6 +158,7 @@ def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
 # The interface of a protocol
 
 
+@dataclass(eq=False)
 class Turn(ABC):
     """One request, as its protocol read it, and how its answer is written.
 
@@ -165,18 +167,13 @@ class Turn(ABC):
     Their results are sent at once. An empty result sends nothing.
     """
 
-    def __init__(self, chat: gateway_pb2.ChatRequest, model: str, *, streams: bool) -> None:
-        """Takes the parts of the request.
-
-        Args:
-            chat: The request to the gateway. The endpoint adds the headers' part.
-            model: Model that the request names, empty if it names none. The endpoint replaces it
-                by the name under which the session's model answers.
-            streams: Whether the answer is streamed.
-        """
-        self.chat = chat
-        self.model = model
-        self.streams = streams
+    chat: gateway_pb2.ChatRequest
+    """The request to the gateway. The endpoint adds the headers' part."""
+    model: str
+    """Model that the request names, empty if it names none. The endpoint replaces it by the name
+    under which the session's model answers."""
+    streams: bool
+    """Whether the answer is streamed."""
 
     async def complete(self, gateways: Gateways) -> None:  # noqa: B027 - most need nothing
         """Adds stored parts of the conversation to which the body only refers.
@@ -191,12 +188,10 @@ class Turn(ABC):
 
     def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
         """Returns the events that begin a choice. `begun` has the id of its answer."""
-        del index, begun
         return b""
 
     def prompt(self, packed: bytes) -> bytes:
         """Returns the events for the ids of the prompt, unsigned 32-bit little-endian."""
-        del packed
         return b""
 
     @abstractmethod
@@ -210,9 +205,8 @@ class Turn(ABC):
         Parts that no delta brought are written from the answer: a replay has no deltas.
         """
 
-    def end(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
-        """Returns the events that end the stream, given the complete answers by choice."""
-        del answers
+    def end(self) -> bytes:
+        """Returns the events that end the stream."""
         return b""
 
 
@@ -242,7 +236,9 @@ def as_delta(done: gateway_pb2.ChatAnswer) -> gateway_pb2.ChatDelta:
     """Returns a complete answer as one part of a stream."""
     message = done.message
     delta = gateway_pb2.ChatDelta(
-        content=text_of(message), reasoning_content=message.reasoning_content
+        content=text_of(message),
+        reasoning_content=message.reasoning_content,
+        prompt_tokens=done.prompt_tokens,
     )
     for at, call in enumerate(message.tool_calls):
         delta.tool_calls.add(
@@ -251,61 +247,98 @@ def as_delta(done: gateway_pb2.ChatAnswer) -> gateway_pb2.ChatDelta:
     return delta
 
 
-def unknown_finish(done: gateway_pb2.ChatAnswer) -> RollmeshError:
-    """Returns the error of an answer that ended in a way in which no turn ends, as an abort."""
+def is_cut(done: gateway_pb2.ChatAnswer) -> bool:
+    """Returns whether a limit ended an answer, and neither the model nor a stop string.
+
+    Raises:
+        RollmeshError: It ended in a way in which no turn ends, as an abort.
+    """
+    if done.finish_reason == sampling_pb2.FINISH_REASON_STOP:
+        return False
+    if done.finish_reason == sampling_pb2.FINISH_REASON_LENGTH:
+        return True
     name = name_of(sampling_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
-    return RollmeshError(f"finish_reason: the gateway sent {name}, which cannot end a turn")
+    raise RollmeshError(f"finish_reason: the gateway sent {name}, which cannot end a turn")
 
 
 # The connection
 
 
-class Reply:
-    """The answer to one request on its connection.
+class Exchange:
+    """One request and its answer, on their connection.
 
     Nothing is buffered here for a slow client. While the server's 64 KiB buffer is full, a write
     waits and nothing more is read from the gateway; gRPC's flow-control window then bounds the
     backlog to a few MiB per choice.
     """
 
-    def __init__(self, protocol: Protocol, send: Send) -> None:
-        """Takes the protocol of the request, and its ASGI channel."""
+    def __init__(self, protocol: Protocol, scope: Scope, receive: Receive, send: Send) -> None:
+        """Takes the protocol of the request, and the arguments of ASGI."""
+        self.scope = scope
         self.request_id = uuid.uuid4().hex
+        self.status: int = _LEFT
+        """Status of the answer, once it has begun."""
+        self.is_received = False
+        """Whether the body is complete."""
+        self.size = 0
+        """Bytes of the body so far. The server bounds them."""
         self._protocol = protocol
+        self._receive = receive
         self._send = send
-        self._received = time.perf_counter()
-        self._status = _LEFT
-        self._is_complete = False
+        self._body: list[bytes] = []
+        self._begun = time.perf_counter()
+        self._is_answered = False
         self._is_silent = True
 
-    async def whole(
-        self, body: bytes, status: int = HTTPStatus.OK, headers: Headers = JSON
-    ) -> None:
-        """Sends a complete answer."""
-        await self._start(status, (*headers, (b"content-length", b"%d" % len(body))))
-        self._is_complete = True
-        await self._send({"type": "http.response.body", "body": body})
+    async def body(self) -> bytes:
+        """Returns the complete body. A call that is cancelled may be followed by another.
 
-    async def write(self, events: bytes) -> None:
-        """Sends events of a stream, after its headers: an earlier error gets a status."""
-        if not events:
+        Raises:
+            ClientDisconnect: The client left.
+        """
+        while not self.is_received:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._body.append(message.get("body", b""))
+            self.size += len(self._body[-1])
+            self.is_received = not message.get("more_body", False)
+        return b"".join(self._body)
+
+    async def cancel_when_left(self, work: asyncio.Task[None]) -> None:
+        """Cancels the work on the answer when the client leaves."""
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        work.cancel()
+
+    async def write(
+        self,
+        data: bytes,
+        *,
+        more: bool = True,
+        status: int = HTTPStatus.OK,
+        headers: Headers = _STREAM,
+    ) -> None:
+        """Sends a part of the answer, after its head: an earlier error gets a status.
+
+        Args:
+            data: The part. Empty events of a stream are not sent.
+            more: Whether others follow it. If none do, the first one is the complete answer.
+            status: Status of the answer.
+            headers: Headers of the answer.
+        """
+        if more and not data:
             return
         self._is_silent = False
-        if self._status == _LEFT:
-            await self._start(
-                HTTPStatus.OK,
-                (
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
-                    (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),
-                ),
-            )
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self, events: bytes) -> None:
-        """Sends the last events of a stream."""
-        self._is_complete = True
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        if self.status == _LEFT:
+            self.status = status
+            FIRST_BYTE_SECONDS.observe(time.perf_counter() - self._begun)
+            named = [*headers, (self._protocol.request_id_header, self.request_id.encode())]
+            if not more:
+                named.append((b"content-length", b"%d" % len(data)))
+            await self._send({"type": "http.response.start", "status": status, "headers": named})
+        self._is_answered = not more
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def fail(self, error: RollmeshError) -> None:
         """Sends an error with its status, or as an event if the stream has started.
@@ -313,10 +346,10 @@ class Reply:
         A started stream is not terminated properly and the server closes the connection. Clients
         would mistake a properly terminated partial answer for a complete one.
         """
-        if self._is_complete:
+        if self._is_answered:
             return
         http = self._protocol.error(error, self.request_id)
-        if self._status != _LEFT:
+        if self.status != _LEFT:
             _log.warning("stream failed", extra=fields(reason=error.reason))
             await self.write(self._protocol.error_event + http.body + b"\n\n")
             return
@@ -325,7 +358,7 @@ class Reply:
                 "request failed",
                 extra=fields(reason=error.reason, error=shown_text(error.message)),
             )
-        await self.whole(http.body, http.status, http.headers)
+        await self.write(http.body, more=False, status=http.status, headers=http.headers)
 
     async def fill_silence(self, pause_ms: int) -> None:
         """Sends a keep-alive after each silence of `pause_ms`. Runs until cancelled."""
@@ -334,16 +367,6 @@ class Reply:
             if self._is_silent:
                 await self.write(self._protocol.keep_alive)
             self._is_silent = True
-
-    def count(self) -> None:
-        """Counts the request, which is over."""
-        TURNS.labels(self._protocol.name, str(int(self._status))).inc()
-
-    async def _start(self, status: int, headers: Headers) -> None:
-        self._status = status
-        FIRST_BYTE_SECONDS.observe(time.perf_counter() - self._received)
-        named = [*headers, (self._protocol.request_id_header, self.request_id.encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": named})
 
 
 class TurnEndpoint:
@@ -363,85 +386,84 @@ class TurnEndpoint:
 
         The server cancels the requests that are still running when its grace is over.
         """
-        reply, body = Reply(self._protocol, send), _Body(receive)
-        set_request_id(reply.request_id)
-        try:
-            await self._serve(scope, body, reply)
-        except asyncio.CancelledError:
-            stopping = "the sidecar is stopping; try again"
-            await reply.fail(StoppingError(stopping, retry_delay_ms=_STOPPED_MS))
-        finally:
-            reply.count()
-            self._freed_memory.served(body.size)
-
-    async def _serve(self, scope: Scope, body: "_Body", reply: Reply) -> None:
+        exchange = Exchange(self._protocol, scope, receive, send)
+        set_request_id(exchange.request_id)
         try:
             head = read_head(scope)
-            turn = await self._read(await self._receive(scope, body, head), head)
+            turn = await self._read(exchange, head)
             head.mark(turn.chat)
             await turn.complete(self._gateways)
             turn.model = await self._gateways.model_of(head.session_id, turn.model)
-            answering = self._stream if turn.streams else self._answer
-            await _while_present(body.receive, answering(turn, reply))
+            answer = self._stream if turn.streams else self._answer
+            async with asyncio.TaskGroup() as group:
+                answering = group.create_task(answer(turn, exchange))
+                leaving = group.create_task(exchange.cancel_when_left(answering))
+                await asyncio.wait([answering])
+                leaving.cancel()
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            stopping = "the sidecar is stopping; try again"
+            await exchange.fail(StoppingError(stopping, retry_delay_ms=_STOPPED_MS))
         except Exception as error:  # the edge: everything becomes an answer
-            await reply.fail(typed(error))
+            await exchange.fail(typed(error))
+        finally:
+            TURNS.labels(self._protocol.name, str(int(exchange.status))).inc()
+            self._freed_memory.served(exchange.size)
 
-    async def _receive(self, scope: Scope, body: "_Body", head: Head) -> bytes:
-        """Returns the body of a request.
+    async def _read(self, exchange: Exchange, head: Head) -> Turn:
+        """Receives and reads a body.
 
         A small one is received first, and the gateway checks the key with the request. The key of a
-        larger or slower one is checked before more of it is taken than the server reads ahead.
+        larger or slower one is checked before more of it is taken than the server reads ahead. A
+        large one is read in a thread, so that it does not block the event loop.
         """
         if int(head.headers.get(b"content-length") or _LARGE_BODY_BYTES) < _LARGE_BODY_BYTES:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_UNCHECKED_S):
-                    await body.read()
-        if not body.is_complete:
+                    await exchange.body()
+        if not exchange.is_received:
             await self._gateways.check_key(head.session_id, head.session_key)
-        if (held := scope.get(HELD_BODY)) is not None:
+        if (held := exchange.scope.get(HELD_BODY)) is not None:
             held.belongs_to(f"session {head.session_id}")
-        return await body.read()
-
-    async def _read(self, body: bytes, head: Head) -> Turn:
-        """Reads a request. A large one in a thread, so that it does not block the event loop."""
+        body = await exchange.body()
         if len(body) < _LARGE_BODY_BYTES:
             return self._protocol.read(body, head)
         async with self._large_bodies.slot(head.session_id):
             return await asyncio.to_thread(self._protocol.read, body, head)
 
-    async def _answer(self, turn: Turn, reply: Reply) -> None:
+    async def _answer(self, turn: Turn, exchange: Exchange) -> None:
         if self._protocol.count is not None:
-            counted = await self._gateways.count_tokens(turn.chat, reply.request_id)
-            await reply.whole(self._protocol.count(counted.prompt_tokens))
+            counted = await self._gateways.count_tokens(turn.chat)
+            counted_json = self._protocol.count(counted.prompt_tokens)
+            await exchange.write(counted_json, more=False, headers=JSON)
             return
-        response = await self._gateways.chat(turn.chat, reply.request_id)
+        response = await self._gateways.chat(turn.chat)
         await faults.reach("sidecar-before-answer")
-        await reply.whole(turn.whole(response))
+        await exchange.write(turn.whole(response), more=False, headers=JSON)
 
-    async def _stream(self, turn: Turn, reply: Reply) -> None:
+    async def _stream(self, turn: Turn, exchange: Exchange) -> None:
         """Streams all choices within the turn's timeout, even if the client does not read."""
         limit_s = self._turn_timeout_s + _LAST_WORD_S
         try:
             async with asyncio.timeout(limit_s):
                 try:
                     async with asyncio.TaskGroup() as group:
-                        filling = group.create_task(reply.fill_silence(self._keep_alive_ms))
-                        answers = await self._relay(turn, reply)
+                        filling = group.create_task(exchange.fill_silence(self._keep_alive_ms))
+                        await self._relay(turn, exchange)
                         filling.cancel()
-                    await reply.end(turn.end(answers))
+                    await exchange.write(turn.end(), more=False)
                 except ExceptionGroup as error:
-                    await reply.fail(typed(error))
+                    await exchange.fail(typed(error))
         except TimeoutError:  # the server closes a connection whose answer is incomplete
             _log.warning("stream was not read in time", extra=fields(after_s=limit_s))
 
-    async def _relay(self, turn: Turn, reply: Reply) -> list[gateway_pb2.ChatAnswer]:
-        """Forwards every event as it arrives. Returns the complete answers by choice."""
-        found: dict[int, gateway_pb2.ChatAnswer] = {}
+    async def _relay(self, turn: Turn, exchange: Exchange) -> None:
+        """Forwards every event as it arrives."""
         begun: set[int] = set()
+        done: set[int] = set()
         early: list[gateway_pb2.StreamChatResponse] = []
-        async with aclosing(self._gateways.stream_chat(turn.chat, reply.request_id)) as responses:
+        async with aclosing(self._gateways.stream_chat(turn.chat)) as responses:
             async for response in responses:  # read to the end: the gateway treats less as not read
                 early.append(response)
                 if 0 not in begun:
@@ -449,78 +471,20 @@ class TurnEndpoint:
                         continue  # the first choice begins the stream
                     early.insert(0, early.pop())
                 for one in early:
-                    await reply.write(_events_of(one, turn, begun))
-                    if one.HasField("done"):
-                        found[one.choice_index] = one.done
-                    elif one.HasField("delta"):
+                    index, event = one.choice_index, one.WhichOneof("event")
+                    if event == "begun":
+                        begun.add(index)
+                        await exchange.write(turn.begin(index, one.begun))
+                    elif index not in begun:
+                        raise RollmeshError("the gateway's answer began without an id")
+                    elif event == "delta":
+                        await exchange.write(turn.delta(index, one.delta))
                         await faults.reach("sidecar-mid-answer")
+                    elif event == "done":
+                        done.add(index)
+                        await exchange.write(turn.finish(index, one.done))
+                    elif event == "prompt":
+                        await exchange.write(turn.prompt(one.prompt.token_ids_u32le))
                 early.clear()
-        if found.keys() != set(range(turn.chat.choices)):
+        if done != set(range(turn.chat.choices)):
             raise RollmeshError("the gateway's answer ended without its final message")
-        return [found[at] for at in range(turn.chat.choices)]
-
-
-def _events_of(response: gateway_pb2.StreamChatResponse, turn: Turn, begun: set[int]) -> bytes:
-    """Returns the events of a response. `begun` are the choices that have begun."""
-    index = response.choice_index
-    event = response.WhichOneof("event")
-    if event == "begun":
-        begun.add(index)
-        return turn.begin(index, response.begun)
-    if index not in begun:
-        raise RollmeshError("the gateway's answer began without an id")
-    match event:
-        case "delta":
-            return turn.delta(index, response.delta)
-        case "done":
-            return turn.finish(index, response.done)
-        case "prompt":
-            return turn.prompt(response.prompt.token_ids_u32le)
-        case _:
-            return b""
-
-
-class _Body:
-    """The body of a request, as far as it has been received. The server bounds its size."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.receive = receive
-        self.is_complete = False
-        self.size = 0
-        self._parts: list[bytes] = []
-
-    async def read(self) -> bytes:
-        """Returns the complete body. A read that is cancelled may be followed by another.
-
-        Raises:
-            ClientDisconnect: The client left.
-        """
-        while not self.is_complete:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            self._parts.append(message.get("body", b""))
-            self.size += len(self._parts[-1])
-            self.is_complete = not message.get("more_body", False)
-        return b"".join(self._parts)
-
-
-async def _while_present(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does work on a request whose body was read.
-
-    Raises:
-        ClientDisconnect: The client left. The work is cancelled.
-    """
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(work)
-        leaving = group.create_task(_cancel_when_gone(receive, task))
-        await asyncio.wait([task])
-        leaving.cancel()
-    if task.cancelled():
-        raise ClientDisconnect
-
-
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    task.cancel()

@@ -48,11 +48,11 @@ class ByteCache(Generic[_Key, _Value]):
             return found[0]
 
     def add(self, key: _Key, value: _Value, size: int) -> None:
-        """Caches the value of a key of `size` bytes, unless one is cached already."""
+        """Caches the value of a key of `size` bytes, in the place of an earlier one."""
         with self._lock:
-            if key not in self._entries and size <= self._max_bytes:
+            if size <= self._max_bytes:
+                _, replaced = self._entries.pop(key, (None, 0))
                 self._entries[key] = value, size
-                self.held_bytes += size
+                self.held_bytes += size - replaced
             while self.held_bytes > self._max_bytes:
-                _, (_, dropped) = self._entries.popitem(last=False)
-                self.held_bytes -= dropped
+                self.held_bytes -= self._entries.popitem(last=False)[1][1]
