@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_319, 48),
+    "services/runtime/rollmesh/runtime": (7_320, 48),
     "services/runtime/rollmesh/mesh": (3_448, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_867, 22),

@@ -13,6 +13,17 @@ from cryptography.x509.oid import NameOID
 
 _PEM = serialization.Encoding.PEM
 _DAY = timedelta(days=1)
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 def _name(name: str) -> x509.Name:
@@ -31,8 +42,11 @@ class Authority:
     def make(cls, folder: Path) -> "Authority":
         folder.mkdir()
         key = ec.generate_private_key(ec.SECP256R1())
-        begun = _builder("CA", "CA", key).add_extension(
-            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        begun = (
+            _builder("CA", "CA", key)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_SIGNS, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
         )
         authority = cls(folder, key, begun.sign(key, hashes.SHA256()))
         authority.issue("one")
@@ -50,7 +64,9 @@ class Authority:
         """Writes a certificate with this name, and its key, over the last ones."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         begun = _builder(name, "CA", key).add_extension(alternative, critical=False)
+        begun = begun.add_extension(issuer, critical=False)
         written = key.private_bytes(
             _PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )

@@ -323,7 +323,7 @@ class Exchange:
 
         Args:
             data: The part. Empty events of a stream are not sent.
-            more: Whether others follow it. If none do, the first one is the complete answer.
+            more: Whether further parts follow. A first part without any is the complete answer.
             status: Status of the answer.
             headers: Headers of the answer.
         """
@@ -435,12 +435,12 @@ class TurnEndpoint:
     async def _answer(self, turn: Turn, exchange: Exchange) -> None:
         if self._protocol.count is not None:
             counted = await self._gateways.count_tokens(turn.chat)
-            counted_json = self._protocol.count(counted.prompt_tokens)
-            await exchange.write(counted_json, more=False, headers=JSON)
-            return
-        response = await self._gateways.chat(turn.chat)
-        await faults.reach("sidecar-before-answer")
-        await exchange.write(turn.whole(response), more=False, headers=JSON)
+            body = self._protocol.count(counted.prompt_tokens)
+        else:
+            response = await self._gateways.chat(turn.chat)
+            await faults.reach("sidecar-before-answer")
+            body = turn.whole(response)
+        await exchange.write(body, more=False, headers=JSON)
 
     async def _stream(self, turn: Turn, exchange: Exchange) -> None:
         """Streams all choices within the turn's timeout, even if the client does not read."""

@@ -9,7 +9,7 @@ from rollmesh.runtime.errors import (
     InvalidLeaseError,
     NoEngineError,
 )
-from rollmesh.v1 import router_pb2 as pb
+from rollmesh.v1 import router_pb2 as pb, sampling_pb2
 from tests.router.leasing.tables import acquire, change, granted, hello, table
 
 
@@ -102,11 +102,12 @@ def test_models_and_tokenizers_are_never_mixed(
     assert (found.reason, why in found.explanation) == (pb.EXCLUSION_REASON_MISFIT, True)
 
 
-def test_a_grant_names_the_engine_its_address_and_its_weights() -> None:
+def test_a_grant_names_the_engine_its_address_its_weights_and_its_numerics() -> None:
     leases = table("a")
-    change(leases, "a", policy_version=3)
+    numerics = sampling_pb2.Numerics(id="n")
+    change(leases, "a", policy_version=3, numerics=numerics)
     assert acquire(leases, "g", "1", "s") == leases_pb2.LeaseGrant(
-        engine_id="a", address="a:1", policy_version=3
+        engine_id="a", address="a:1", policy_version=3, numerics=numerics
     )
 
 

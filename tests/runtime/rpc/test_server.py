@@ -23,6 +23,7 @@ from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import serve
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.runtime.services import KINDS, NAME, OTHER, ScriptedService, ask, begin, served
+from tests.trial_certificates import copy_certificates
 from tests.waiting import until
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -295,18 +296,16 @@ async def test_the_metrics_endpoint_asks_for_the_token_of_its_file(tmp_path: Pat
 
 
 async def test_a_service_with_a_certificate_serves_its_metrics_over_https(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="it makes the certificates")
-    from tests.certificates import Authority  # needs the package
-
-    authority = Authority(tmp_path)
-    authority.server("localhost")
-    pair = tmp_path / "localhost.pem"
-    pair.chmod(0o600)
-    settings = {"tls_certificate_file": str(pair), "tls_key_file": str(pair), "metrics_port": 0}
+    copy_certificates(tmp_path / "certs")
+    pair = {
+        f"tls_{kind}_file": str(tmp_path / "certs" / f"router.{end}")
+        for kind, end in (("certificate", "crt"), ("key", "key"))
+    }
+    settings: dict[str, Any] = {**pair, "metrics_port": 0}
     async with served(ScriptedService(), **settings) as (_, bound):
         with pytest.raises(OSError):  # noqa: PT011 - the connection is closed, or reset
             await asyncio.to_thread(metrics_at, bound.metrics_port)
-        trust = ssl.create_default_context(cafile=str(authority.certificate))
+        trust = ssl.create_default_context(cafile=tmp_path / "certs" / "ca.crt")
         url = f"https://localhost:{bound.metrics_port}/metrics"
         with await asyncio.to_thread(
             urllib.request.urlopen, url, timeout=60, context=trust
