@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (4_821, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_513, 13),
-    "clients/rollmesh/client": (4_872, 16),
+    "clients/rollmesh/client": (4_874, 16),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_182, 12),
     "clients/rollmesh/launch": (539, 4),

@@ -331,6 +331,8 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     server_infos = _waiting(AsyncClient.server_infos)
 
     push_weights = _waiting(AsyncClient.push_weights)
+    push_adapter = _waiting(AsyncClient.push_adapter)
+    unload_adapter = _waiting(AsyncClient.unload_adapter)
     init_weight_transfer = _waiting(AsyncClient.init_weight_transfer)
     policy_version = _waiting(AsyncClient.policy_version)
     check_temperature = _waiting(AsyncClient.check_temperature)
