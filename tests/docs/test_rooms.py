@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (3_448, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_867, 22),
-    "services/engine/rollmesh/engine": (5_004, 22),
+    "services/engine/rollmesh/engine": (5_025, 22),
     "services/router/rollmesh/router": (4_177, 17),
     "services/collector/rollmesh/collector": (4_821, 13),
     "services/collector/rollmesh/scorer": (375, 6),

@@ -1,7 +1,8 @@
 """Adapter revisions of an engine, without a model: checked, loaded, used and unloaded."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from rollmesh.engine.adapters import read_config
+from rollmesh.engine.adapters import Adapters, read_config
+from rollmesh.engine.backend import Adapter
+from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.control import Control
+from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
     EngineAsleepError,
@@ -21,13 +26,19 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.controls import WAKE_UP, sleep
 from tests.engine.engines import CONFIG, Engine, Result, revisions
 from tests.processes import running
 
 DATA = save({"w": np.zeros(4, np.float32)})
 REPLY = 200
+HEADER = engine_pb2.AdapterHeader(
+    adapter=sampling_pb2.AdapterRef(name="math", version=1),
+    config_json=json.dumps(CONFIG),
+    safetensors_bytes=len(DATA),
+)
+SCRIPTED = EngineConfig(backend="scripted", max_adapters=2)
 
 
 @pytest.fixture
@@ -39,6 +50,19 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
         open_channel(process.address) as channel,
     ):
         yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), tmp_path)
+
+
+class SlowlyLoading(ScriptedBackend):
+    """Loads an adapter when the test says so."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.loads, self.may_load = asyncio.Event(), asyncio.Event()
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        self.loads.set()
+        await self.may_load.wait()
+        await super().load_adapter(adapter)
 
 
 def of(name: str, version: int) -> dict[str, Any]:
@@ -190,3 +214,41 @@ def test_a_config_of_another_adapter_is_refused_by_its_field(
 def test_a_config_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidFieldError, match="config_json"):
         read_config(text, 16)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_falls_asleep_in_an_upload_loads_no_adapter(level: int) -> None:
+    backend = ScriptedBackend(SCRIPTED)
+    control = Control(backend)
+    adapters = Adapters(backend, control, SCRIPTED, asyncio.Event())
+
+    async def bytes_after(call: Callable[[], Awaitable[None]]) -> AsyncIterator[bytes]:
+        await call()
+        yield DATA
+
+    with pytest.raises(EngineAsleepError):
+        await adapters.load(HEADER, bytes_after(lambda: control.sleep(level)))
+    assert adapters.loaded() == []
+    await control.wake_up()
+    await adapters.load(HEADER, bytes_after(control.wake_up))
+    assert [one.adapter for one in adapters.loaded()] == [HEADER.adapter]
+    await adapters.close()
+
+
+async def test_weights_are_not_dropped_under_an_adapter_that_is_being_loaded() -> None:
+    backend = SlowlyLoading(SCRIPTED)
+    control = Control(backend)
+    adapters = Adapters(backend, control, SCRIPTED, asyncio.Event())
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield DATA
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        loading = tasks.create_task(adapters.load(HEADER, sent()))
+        await backend.loads.wait()
+        with pytest.raises(InvalidFieldError, match="unload them first"):
+            await control.sleep(2)
+        backend.may_load.set()
+        await loading
+    assert (control.state.has_weights, control.state.asleep) == (True, False)
+    await adapters.close()

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -178,7 +179,7 @@ class Adapters:
                     f"is {header.safetensors_bytes}; adapters of the model have at most "
                     f"{self._backend.limits.max_adapter_bytes}",
                 )
-            self._control.check_awake()
+            self._control.check_awake()  # an upload would be for nothing
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-adapters-")
             number = next(self._numbers)
@@ -211,9 +212,13 @@ class Adapters:
             await asyncio.to_thread(self._folder.cleanup)
 
     async def _add(self, adapter: Adapter, replaced: set[Revision]) -> None:
-        """Loads a revision that was checked."""
-        await self._control.alone(self._backend.load_adapter(adapter))
-        self._held[revision_of(adapter.ref)] = _Held(adapter)
+        """Loads a revision that was checked, unless the engine fell asleep during the upload."""
+        self._control.state.adapters += 1  # a sleep that is asked from now on keeps the weights
+        try:
+            await self._control.alone(partial(self._backend.load_adapter, adapter), awake=True)
+            self._held[revision_of(adapter.ref)] = _Held(adapter)
+        finally:
+            self._control.state.adapters = len(self._held)
         _log.info("adapter loaded", extra=_what(adapter))
         await self._leave(replaced)
 
@@ -244,7 +249,7 @@ class Adapters:
         for key, one in tuple(self._held.items()):
             if one.leaves and not one.users:
                 del self._held[key]
-                await self._control.alone(self._backend.unload_adapter(one.adapter))
+                await self._control.alone(partial(self._backend.unload_adapter, one.adapter))
                 await asyncio.to_thread(shutil.rmtree, one.adapter.folder)
                 _log.info("adapter unloaded", extra=_what(one.adapter))
         self._control.state.adapters = len(self._held)

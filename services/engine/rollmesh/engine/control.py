@@ -8,7 +8,7 @@ the update, never which weights sample under which version.
 import asyncio
 import errno
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -70,7 +70,8 @@ class ControlState:
     has_weights: bool = True
     """A sleep of level 2 drops them. Only an update brings them back."""
     adapters: int = 0
-    """Number of adapter revisions that the model holds. They belong to the weights in use."""
+    """Number of adapter revisions that the model holds, and of the one that is being loaded. They
+    belong to the weights in use."""
 
     def next(self) -> Action | None:
         """Returns the next action toward the requested state. None if there is none."""
@@ -147,10 +148,20 @@ class Control:
         async with self._asked("sleep_level", 0):
             await self._settle()
 
-    async def alone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a call to the backend while no other action has the model. Other calls wait."""
+    async def alone(
+        self, work: Callable[[], Coroutine[Any, Any, None]], *, awake: bool = False
+    ) -> None:
+        """Runs a call to the backend while no other action has the model. Other calls wait.
+
+        Raises:
+            EngineAsleepError: It is to be awake, and it sleeps or a sleep waits.
+        """
         async with self._turn:
-            await to_the_end(work)
+            if awake:
+                if self.state.sleep_level:
+                    raise _asleep()
+                await to_the_end(self._act())  # a wake-up may wait
+            await to_the_end(work())
 
     async def update(self, source: Path | Transfer, policy_version: int, mode: PauseMode) -> int:
         """Loads new weights, and samples again unless something else was asked meanwhile.
@@ -193,7 +204,7 @@ class Control:
             EngineAsleepError: The engine sleeps, and no wake-up was asked.
         """
         if self.state.asleep and self.state.sleep_level:
-            raise EngineAsleepError("the engine sleeps; wake it up and push again")
+            raise _asleep()
 
     def _check_no_adapters(self, field: str) -> None:
         if held := self.state.adapters:
@@ -272,6 +283,10 @@ class Control:
         self.state.held = Held.PARTLY
         await self._backend.pause(mode, clear_cache=clear_cache)
         self.state.held = Held.YES
+
+
+def _asleep() -> EngineAsleepError:
+    return EngineAsleepError("the engine sleeps; wake it up and push again")
 
 
 async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:

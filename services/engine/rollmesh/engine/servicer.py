@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 
 from rollmesh.engine import metrics
 from rollmesh.engine.adapters import Adapters
@@ -124,7 +125,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             case "init_weight_transfer":
                 init = request.init_weight_transfer
                 info = read_init(init, self._engine_id, self._backend.weight_transfer)
-                await self.control.alone(self._backend.init_weight_transfer(info))
+                await self.control.alone(partial(self._backend.init_weight_transfer, info))
             case "unload_adapter":
                 await self.adapters.unload(request.unload_adapter.adapter)
         return []
