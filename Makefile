@@ -101,7 +101,7 @@ $(FAST)/.ready: requirements/test-fast.txt pyproject.toml
 # --- the main job ----------------------------------------------------------------------------
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
-	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO))
 
 TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from examples.demo.grpo import Trainer
 from examples.demo.run import (
     AGENT_TIMEOUT_S,
     DELIVERY_TIMEOUT_S,
@@ -27,6 +28,8 @@ from examples.demo.run import (
 from rollmesh.client import Client, Delivery, MeshAddresses, Subscription
 from rollmesh.client.rollouts import rollout
 
+_ADAPTER = "demo"
+
 
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
     """Trains only on what the newest policy sampled."""
@@ -39,6 +42,8 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
         shared_client() as openai,
     ):
         await client.check_temperature(plan.temperature)
+        if plan.rank:  # sessions sample with an adapter from the first one on
+            await _push(client, trainer, 1)
         for step in range(plan.steps):
             summary = await rollout(
                 client,
@@ -47,6 +52,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
                 n=plan.samples,
                 concurrency=plan.concurrency,
                 timeout_s=AGENT_TIMEOUT_S,
+                adapters=[_ADAPTER] if plan.rank else [],
                 sampling={"temperature": plan.temperature},
                 progress=False,
             )
@@ -57,11 +63,18 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
             run.rewards.append(summary.mean_reward or 0.0)
             report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
             run.differences.append(report.logprob_mean_abs_diff)
-            await client.push_weights(trainer.weights(), step + 1)
+            await _push(client, trainer, step + 1 + bool(plan.rank))
             await groups.acknowledge(*deliveries)  # a successor need not repeat the step
             run.seconds = time.monotonic() - started
             on_step(run, report)
     return run
+
+
+async def _push(client: Client, trainer: Trainer, version: int) -> None:
+    if trainer.is_adapter:
+        await client.push_adapter(trainer.weights(), _ADAPTER, version, trainer.adapter_config)
+    else:
+        await client.push_weights(trainer.weights(), version)
 
 
 async def _take(groups: Subscription, count: int) -> list[Delivery]:

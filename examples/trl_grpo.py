@@ -164,12 +164,17 @@ def train(
 
 
 @contextmanager
-def mesh(folder: Path) -> Iterator[MeshAddresses]:
-    """Runs a mesh for a program without an event loop."""
+def mesh(folder: Path, adapters: int = 0) -> Iterator[MeshAddresses]:
+    """Runs a mesh for a program without an event loop.
+
+    Args:
+        folder: Has the policy. Data and logs go there too.
+        adapters: Number of adapter revisions for which the engine has room.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    running = running_mesh(folder, folder / "policy", CONTEXT_TOKENS)
+    running = running_mesh(folder, folder / "policy", CONTEXT_TOKENS, adapters=adapters)
     addresses = asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result()
     try:
         yield addresses

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from examples.demo.run import Plan, Run
 from examples.grpo_sync import train
 
 _console = Console(file=sys.stderr)
+_RANK, _LORA_RATE = 16, 3e-3
+_REVISIONS = 6  # those that the router retains, one that is being loaded, and one more
 
 
 def main() -> int:
@@ -32,6 +35,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", choices=("raw", "sampled"), default="raw")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, not the weights")
     parser.add_argument("--folder", type=Path, default=Path("var/demo"))
     options = parser.parse_args()
     started = time.monotonic()
@@ -45,6 +49,8 @@ def main() -> int:
     folder.mkdir(parents=True)
     _make_policy(folder / "policy", options.seed)
     plan = Plan(seed=options.seed, steps=options.steps, temperature=options.temperature)
+    if options.lora:  # matrices that begin at 0 take a higher rate
+        plan = replace(plan, rank=_RANK, rate=_LORA_RATE)
     run = asyncio.run(_train(folder, plan, options.logprobs))
     plot_terminal(run.rewards)
     plot_png(run.rewards, folder / "reward.png")
@@ -85,7 +91,8 @@ def _make_policy(path: Path, seed: int) -> None:
 
 async def _train(folder: Path, plan: Plan, logprobs: str) -> Run:
     _console.print("2/3 the mesh: router, engine (vLLM), collector, gateway, sidecar")
-    mesh = running_mesh(folder, folder / "policy", CONTEXT_TOKENS, logprobs)
+    room = _REVISIONS if plan.rank else 0
+    mesh = running_mesh(folder, folder / "policy", CONTEXT_TOKENS, logprobs, room)
     async with mesh as addresses:
         _console.print("3/3 GRPO: an openai-package agent, exact trajectories, weights every step")
         with _progress("reward {task.fields[value]}") as progress:

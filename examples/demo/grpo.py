@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3ForCausalLM
 
 from examples.demo.prefix import hidden_states, shared_length
@@ -31,6 +32,7 @@ _MOST_WEIGHT = 2.0
 # Cost of one nat per token, in rewards: GRPO's beta.
 _KL_COEFFICIENT = 0.2
 _ROWS_AT_ONCE = 64
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,26 @@ class Trainer:
         steps: int,
         mini_batches: int = 2,
         temperature: float = 1.0,
+        rank: int = 0,
     ) -> None:
         """Loads the policy. The rate rises over `warm_up` updates, then falls to a tenth.
 
-        Logits are divided by the temperature, as the engine divides them before it samples.
+        Logits are divided by the temperature, as the engine divides them before it samples. With a
+        rank, a LoRA adapter is trained in the place of the weights.
         """
         self._temperature = temperature
         self._model = _load(model_path)
+        self._adapter: Any = None
+        if rank:  # it adds matrices to the layers of the model, and freezes the rest
+            self._adapter = get_peft_model(
+                self._model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_TARGETS)
+            )
         self._reference = _load(model_path).requires_grad_(requires_grad=False)
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0
+            [one for one in self._model.parameters() if one.requires_grad],
+            lr=rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.0,
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer,
@@ -129,12 +141,29 @@ class Trainer:
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors under their checkpoint names, without the tied output layer."""
+        """Returns the tensors under their checkpoint names, without the tied output layer.
+
+        Of an adapter, its matrices under PEFT's names.
+        """
+        if self._adapter is not None:
+            matrices: dict[str, torch.Tensor] = get_peft_model_state_dict(self._adapter)
+            return matrices
         return {
             name: tensor
             for name, tensor in self._model.state_dict().items()
             if name != "lm_head.weight"
         }
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is trained in the place of the weights."""
+        return self._adapter is not None
+
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """PEFT's config of the adapter that is trained."""
+        config: dict[str, Any] = self._adapter.peft_config["default"].to_dict()
+        return config
 
     def _loss(self, samples: list[_Sample]) -> tuple[torch.Tensor, float]:
         """Returns the loss, a mean over the masked tokens, and the divergence from the reference.

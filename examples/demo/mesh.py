@@ -23,17 +23,27 @@ enforce_eager = true
 max_context_tokens = {context}
 lease_capacity = 128
 logprobs = "{logprobs}"
+max_adapters = {adapters}
 """
 
 
 @asynccontextmanager
 async def running_mesh(
-    folder: Path, model: Path, context: int, logprobs: str = "raw"
+    folder: Path, model: Path, context: int, logprobs: str = "raw", adapters: int = 0
 ) -> AsyncIterator[MeshAddresses]:
-    """Runs `rollmesh up` with real vLLM. Yields the addresses of the services."""
+    """Runs `rollmesh up` with real vLLM. Yields the addresses of the services.
+
+    Args:
+        folder: For its data and logs.
+        model: Folder of the policy.
+        context: Longest context, tokens.
+        logprobs: Of which distribution the log-probabilities are.
+        adapters: Number of adapter revisions for which the engine has room.
+    """
     config = folder / "mesh.toml"
     data = folder / "mesh"
-    config.write_text(_MESH.format(data=data, model=model, context=context, logprobs=logprobs))
+    settings = {"context": context, "logprobs": logprobs, "adapters": adapters}
+    config.write_text(_MESH.format(data=data, model=model, **settings))
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

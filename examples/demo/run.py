@@ -45,6 +45,8 @@ class Plan:
     """At which agents sample, and by which the trainer divides its logits."""
     rate: float = 4e-4
     warm_up: int = 4
+    rank: int = 0
+    """Rank of a LoRA adapter that is trained and pushed in the place of the weights. 0: none."""
     tool_s: float = 0.0
     """Mean time of a session's tools, seconds. A calculator is fast, but agents' tools are not."""
 
@@ -66,6 +68,7 @@ class Plan:
             warm_up=self.warm_up,
             steps=self.steps,
             temperature=self.temperature,
+            rank=self.rank,
         )
 
 

@@ -56,19 +56,23 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
     async def Generations(  # type: ignore[override]  # it writes to the context
         self, request_iterator: Any, context: Any
     ) -> None:
-        tasks = dict[int, asyncio.Task[None]]()
+        tasks, one_writes = dict[int, asyncio.Task[None]](), asyncio.Lock()
         async for request in request_iterator:
             for begin in request.begin:
-                tasks[begin.number] = asyncio.ensure_future(self._generate(begin, context))
+                work = self._generate(begin, context, one_writes)
+                tasks[begin.number] = asyncio.ensure_future(work)
             for number in request.drop:
                 tasks[number].cancel()
 
-    async def _generate(self, begin: engine_pb2.BeginGeneration, context: Any) -> None:
+    async def _generate(
+        self, begin: engine_pb2.BeginGeneration, context: Any, one_writes: asyncio.Lock
+    ) -> None:
         assert self.answers is not None
 
         async def send(**frame: Any) -> None:
             frames = [engine_pb2.GenerationFrame(number=begin.number, **frame)]
-            await context.write(engine_pb2.GenerationsResponse(frames=frames))
+            async with one_writes:  # gRPC refuses a write beside another one
+                await context.write(engine_pb2.GenerationsResponse(frames=frames))
 
         try:  # it does not say that it has a request, so no request is suspected of its failures
             async for answer in self.answers(begin.request.generate):

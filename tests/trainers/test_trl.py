@@ -25,11 +25,20 @@ pytestmark = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ran(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[Any]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["weights", "adapter"], ids=lambda kind: kind
+)
+async def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> AsyncIterator[Any]:
+    """A run that trains the model itself, and one that trains a PEFT adapter of it."""
     folder = tmp_path_factory.mktemp("trl")
     shutil.copytree(model_dir, folder / "policy")
-    yield await run_with(sys.executable, "trl_run", folder, folder=str(folder))
+    is_adapter = request.param == "adapter"
+    found = await run_with(
+        sys.executable, "trl_run", folder, folder=str(folder), is_adapter=is_adapter
+    )
+    yield {**found, "policy": "trl" if is_adapter else ""}
 
 
 async def test_the_trainer_trains_on_the_tokens_that_were_sampled(ran: Any) -> None:
@@ -50,6 +59,7 @@ async def test_agents_sample_with_the_trainers_parameters_whatever_they_send(ran
 
 async def test_every_generation_has_the_weights_of_the_step_before_it(ran: Any) -> None:
     assert [step["versions"] for step in ran["steps"]] == [[1], [2], [3]]
+    assert [step["policies"] for step in ran["steps"]] == [[ran["policy"]]] * _STEPS
     assert all(step["grad_norm"] > 0 for step in ran["steps"])  # so they did change
 
 

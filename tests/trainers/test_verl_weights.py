@@ -17,7 +17,11 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
 ) -> None:
     async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
         said = await run_script(
-            "verl_weights_run", tmp_path, router=mesh.addresses.router, step=STEP
+            "verl_weights_run",
+            tmp_path,
+            router=mesh.addresses.router,
+            step=STEP,
+            is_adapter=False,
         )
         assert said["servers"] == 0
         assert said["said"][:-1] == [""] * 5
@@ -38,3 +42,46 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
     sent = load_file(file)
     assert sent.keys() == {"model.a.weight", "model.b.weight"}
     np.testing.assert_array_equal(sent["model.a.weight"], [0, 0, 1, 1])  # of both ranks
+
+
+async def test_verls_worker_pushes_its_adapter_alone(tmp_path: Path, tokenizer_dir: Path) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=6) as mesh:
+        said = await run_script(
+            "verl_weights_run",
+            tmp_path,
+            router=mesh.addresses.router,
+            addresses={
+                name: mesh.address(name) for name in ("router", "gateway", "collector", "sidecar")
+            },
+            step=STEP,
+            is_adapter=True,
+            adapter="math",
+        )
+        async with mesh.client() as client:
+            replicas = await client.replicas()
+    assert said["said"][:-1] == [""] * 5
+    assert f"version 2 of 'math' is not above {STEP + 1}" in said["said"][-1]
+    (model,) = replicas.models
+    assert model.target_policy_version == 0  # the engines have the base model already
+    assert [(one.name, one.version) for one in model.adapters] == [
+        ("math", step + 1) for step in (0, 1, STEP)
+    ]
+    (tag,) = said["tags"]
+    assert (tag["min_global_steps"], tag["max_global_steps"]) == (STEP, STEP)
+    (file,) = tmp_path.rglob(f"{STEP + 1}-*.safetensors")
+    assert {name.rpartition("model.a.")[2] for name in load_file(file)} == {
+        "lora_A.weight",
+        "lora_B.weight",
+    }
+
+
+async def test_an_adapter_without_a_name_is_refused(tmp_path: Path, tokenizer_dir: Path) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=6) as mesh:
+        said = await run_script(
+            "verl_weights_run",
+            tmp_path,
+            router=mesh.addresses.router,
+            step=STEP,
+            is_adapter=True,
+        )
+    assert "engine_kwargs.rollmesh.adapter: is missing" in said["said"][0]

@@ -36,8 +36,10 @@ from rollmesh.client.sessions import (
     TranscriptTurn,
 )
 from rollmesh.client.weights import Transfer, WeightsPushError
+from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 __all__ = [
+    "AdapterChoice",
     "AgentRunner",
     "Client",
     "Delivery",

@@ -1,12 +1,13 @@
 """Turns arguments into messages. Errors name the argument."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
+from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
 """The form in which a session's conversation tree is delivered."""
@@ -76,6 +77,20 @@ def policy_of(name: object) -> sampling_pb2.SamplingPolicy.ValueType | None:
         InvalidFieldError: There is no such policy.
     """
     return None if name is None else chosen("sampling_policy", name, _POLICIES)
+
+
+def choices_of(adapters: Sequence[AdapterChoice | str]) -> list[AdapterChoice]:
+    """Returns the policies of a session. A name means the newest revision at each turn.
+
+    Raises:
+        InvalidFieldError: One is neither a name nor a choice.
+    """
+    choices = []
+    for at, one in enumerate(adapters):
+        if not isinstance(one, (str, AdapterChoice)):
+            raise InvalidFieldError(f"adapters[{at}]", f"is {one!r}; give a name or AdapterChoice")
+        choices.append(AdapterChoice(name=one) if isinstance(one, str) else one)
+    return choices
 
 
 def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:

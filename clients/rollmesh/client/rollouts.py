@@ -26,6 +26,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
     Sized,
 )
 from contextlib import (
@@ -43,6 +44,7 @@ from rollmesh.client.arguments import (
     ExportForm,
     Purpose,
     SamplingPolicy,
+    choices_of,
     export_mode,
     policy_of,
     purpose_of,
@@ -65,6 +67,7 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.telemetry.logs import fields, without_keys
 from rollmesh.v1 import collector_pb2, gateway_pb2
+from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 # Groups of a rollout: their settings, their outcomes, and whether they can still succeed.
 
@@ -437,6 +440,8 @@ class RolloutSettings:
     """Maximum number of concurrent calls of a reward function that is not asynchronous."""
     model: str = ""
     """Name of the model that answers. May be empty if the mesh has only one."""
+    adapters: Sequence[AdapterChoice | str] = ()
+    """The policies of the sessions, as of `Client.session`."""
     sampling: Mapping[str, Any] | None = None
     """Sampling parameters of all turns, by the names of `SamplingParams`."""
     sampling_policy: SamplingPolicy | None = None
@@ -492,6 +497,7 @@ class RolloutSettings:
         export_mode(self.export)
         purpose_of(self.purpose)
         read_sampling(self.sampling)
+        choices_of(self.adapters)
         policy_of(self.sampling_policy)
         if self.runner is not None:
             find_runner(self.runner)
@@ -709,6 +715,7 @@ class Attempts:
             sample_index=seat.index,
             group_size=seat.group.size,
             sampling=seat.group.sampling,
+            adapters=self._settings.adapters,
             sampling_policy=self._settings.sampling_policy,
             metadata=metadata,
             export=self._settings.export,

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from rollmesh.client.arguments import (
     ExportForm,
     Purpose,
     SamplingPolicy,
+    choices_of,
     export_mode,
     filled,
     outcome_of,
@@ -41,6 +42,7 @@ from rollmesh.v1 import (
     session_pb2,
     trajectory_pb2,
 )
+from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 # Rewards of a session, of its trajectories and of its turns.
 
@@ -161,6 +163,8 @@ class Session:
     secret as the key."""
     model: str = ""
     """Name of the model that answers, which agents send in their requests."""
+    adapters: tuple[sampling_pb2.AdapterRef, ...] = ()
+    """Its policies. A version of 0 is the newest revision at each turn. None: the base model."""
     rewards: Rewards = field(default_factory=Rewards)
     """Set before the session is closed."""
     closed: bool = False
@@ -282,6 +286,7 @@ class SessionCalls(Connections):
         self,
         *,
         model: str = "",
+        adapters: Sequence[AdapterChoice | str] = (),
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -300,6 +305,9 @@ class SessionCalls(Connections):
 
         Args:
             model: Name of the model that answers. May be empty if the mesh has only one.
+            adapters: Its policies: adapters of the model, by name for the newest revision at each
+                turn, or as `AdapterChoice`. An empty name is the base model. An agent chooses one
+                by the `model` of a request, and the first one answers every other name.
             group_id: Shared by the sessions of one prompt. Empty: a group of one.
             sample_index: Index in the group.
             group_size: Number of sessions in the group.
@@ -322,6 +330,7 @@ class SessionCalls(Connections):
         """
         request = self.session_request(
             model=model,
+            adapters=adapters,
             group_id=group_id,
             sample_index=sample_index,
             group_size=group_size,
@@ -349,6 +358,7 @@ class SessionCalls(Connections):
     def session_request(  # noqa: PLR0913 - keywords, each with a default
         *,
         model: str = "",
+        adapters: Sequence[AdapterChoice | str] = (),
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -368,6 +378,7 @@ class SessionCalls(Connections):
         return filled(
             gateway_pb2.CreateSessionRequest,
             model=model,
+            adapters=choices_of(adapters),
             request_id=request_id,
             group_id=group_id,
             sample_index=sample_index,
@@ -397,6 +408,7 @@ class SessionCalls(Connections):
             opened.session_key,
             base_url,
             opened.model,
+            tuple(opened.adapters),
             request_id=request.request_id,
         )
 

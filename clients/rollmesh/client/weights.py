@@ -358,9 +358,17 @@ class WeightCalls(Connections):
         )
         return _checked(list(response.results))
 
-    async def policy_version(self, model: str = "") -> int:
-        """Returns the highest policy version pushed so far. 0 before the first push."""
-        return weights_of(await self.replicas(), model).last_policy_version
+    async def policy_version(self, model: str = "", adapter: str = "") -> int:
+        """Returns the highest policy version pushed so far. 0 before the first push.
+
+        Args:
+            model: Name of the model. Empty means the only one.
+            adapter: Name of one of its adapters. Empty means its weights.
+        """
+        weights = weights_of(await self.replicas(), model)
+        if not adapter:
+            return weights.last_policy_version
+        return max((one.version for one in weights.adapters if one.name == adapter), default=0)
 
     async def check_temperature(self, temperature: float, model: str = "") -> None:
         """Checks that a trainer can compare its log-probabilities with those of the engines.

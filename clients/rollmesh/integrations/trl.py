@@ -7,10 +7,12 @@
 
 The trainer's prompts become groups of sessions, in which agents run. The delivered sessions are
 trained. `attach` makes the trainer push its weights to the mesh before every generation and weigh
-each token by its importance ratio against the sampling policy.
+each token by its importance ratio against the sampling policy. Of a PEFT model it pushes the
+adapter, by the name of the consumer, and the sessions sample with it.
 """
 
 import asyncio
+import importlib
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +144,9 @@ class MeshRollouts:
             InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
         """
         sampling_of(trainer.args)
-        trainer.vllm_generation = _Weights(self._addresses, self._model, trainer)
+        adapter = self._consumer if _is_adapter(trainer) else ""
+        self._settings["adapters"] = [adapter] if adapter else []
+        trainer.vllm_generation = _Weights(self._addresses, self._model, trainer, adapter)
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
@@ -190,24 +194,35 @@ class MeshRollouts:
 class _Weights:
     """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh."""
 
-    def __init__(self, addresses: MeshAddresses, model: str, trainer: Any) -> None:
+    def __init__(self, addresses: MeshAddresses, model: str, trainer: Any, adapter: str) -> None:
         self._addresses = addresses
         self._model = model
         self._trainer = trainer
+        self._adapter = adapter
 
     def sync_weights(self) -> None:
-        """Pushes the model's parameters, tied ones once, under the next version."""
+        """Pushes the model's parameters, tied ones once, or its adapter, under the next version."""
         accelerator = self._trainer.accelerator
         if accelerator.is_main_process:
-            model = accelerator.unwrap_model(self._trainer.model)
-            named = {name: tensor.detach() for name, tensor in model.named_parameters()}
-            asyncio.run(self._push(named))
+            asyncio.run(self._push(accelerator.unwrap_model(self._trainer.model)))
         accelerator.wait_for_everyone()
 
-    async def _push(self, parameters: dict[str, Any]) -> None:
+    async def _push(self, model: Any) -> None:
         async with Client(self._addresses) as client:
-            version = await client.policy_version(self._model) + 1
-            await client.push_weights(parameters, version, model=self._model)
+            version = await client.policy_version(self._model, self._adapter) + 1
+            if not self._adapter:
+                named = {name: tensor.detach() for name, tensor in model.named_parameters()}
+                await client.push_weights(named, version, model=self._model)
+                return
+            peft: Any = importlib.import_module("peft")  # it is there if the model is one
+            matrices = peft.get_peft_model_state_dict(model)
+            config = model.peft_config[model.active_adapter].to_dict()
+            await client.push_adapter(matrices, self._adapter, version, config, model=self._model)
+
+
+def _is_adapter(trainer: Any) -> bool:
+    """Returns whether a trainer trains an adapter, whose base model keeps its weights."""
+    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
 
 
 _ACCEPTED = {*sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {"bad_sequences", "seed"}

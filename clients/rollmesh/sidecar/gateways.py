@@ -129,7 +129,7 @@ class Gateways:
     async def model_of(self, session_id: str, name: str) -> str:
         """Returns the name under which a session's model answers a request.
 
-        A session has one model. A request that names another one of the mesh is a mistake. With
+        A session has one model, with adapters of it. Another model of the mesh is a mistake. With
         `unknown_models=take`, a name that no model has is answered under that name.
 
         Args:
@@ -141,8 +141,8 @@ class Gateways:
             RollmeshError: The router, or the only gateway, did not answer.
         """
         own = await self._directory.model_of(session_id)
-        if name in {"", own}:
-            return own
+        if name in {"", own} or self._directory.has_adapter(name):
+            return name or own
         takes = self._takes_unknown_models
         if takes and self._directory.is_fixed:  # there is no other model
             return name
@@ -153,7 +153,7 @@ class Gateways:
                 raise
         own = await self._directory.model_of(session_id)  # its gateway may have been replaced
         is_another = self._directory.has_model(name)
-        if name == own or (takes and not is_another):
+        if name == own or self._directory.has_adapter(name) or (takes and not is_another):
             return name
         raise ModelUnknownError(
             "model",

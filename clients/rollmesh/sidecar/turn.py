@@ -394,6 +394,7 @@ class TurnEndpoint:
             head.mark(turn.chat)
             await turn.complete(self._gateways)
             turn.model = await self._gateways.model_of(head.session_id, turn.model)
+            turn.chat.model = turn.model
             answer = self._stream if turn.streams else self._answer
             async with asyncio.TaskGroup() as group:
                 answering = group.create_task(answer(turn, exchange))

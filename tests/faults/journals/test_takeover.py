@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
-from rollmesh.client import Session
+from rollmesh.client import AdapterChoice, Session, SessionResult
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import (
@@ -21,6 +22,7 @@ from rollmesh.v1 import (
     gateway_pb2_grpc,
 )
 from tests.chat.images.pictures import image_part, picture
+from tests.engine.engines import CONFIG
 from tests.fleets import Fleet, gateway_fleet
 from tests.messages import said
 from tests.waiting import until
@@ -30,7 +32,7 @@ LEASE_MS = 1500
 TURNS = 8
 _LESS_S = 28.0
 """Less than a connection that answers no pings takes to be closed, which is 30 s."""
-PATIENT = 30
+PATIENT = 120
 """Retries of an agent: it is still there when another gateway has taken over."""
 
 
@@ -78,7 +80,7 @@ async def talking(fleet: Fleet, retries: int = PATIENT, limit_s: float = 120.0) 
     return [Talk(fleet, session, retries, limit_s) for session in sessions]
 
 
-async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
+async def check_books(fleet: Fleet, talks: list[Talk]) -> dict[str, SessionResult]:
     """Every answered turn is trained once, in one exact trajectory for each agent."""
     for talk in talks:
         turns = (await fleet.client.transcript(talk.session)).turns
@@ -95,6 +97,7 @@ async def check_books(fleet: Fleet, talks: list[Talk]) -> None:
             one.node_id for one in sampled
         ]
     assert (await fleet.client.stats()).duplicates == 0
+    return results
 
 
 async def while_talking(fleet: Fleet, talks: list[Talk], happens: Any, turns: int = TURNS) -> None:
@@ -139,6 +142,28 @@ async def test_images_go_over_with_their_session(seeing: Fleet) -> None:
         (stored,) = [one.session async for one in stub.ReadSessions(request)]
     assert [one.data for one in stored.images] == [cat, dog]
     assert [one.tokens for one in stored.trajectories[0].images] == [4, 6]
+
+
+async def test_a_pinned_adapter_goes_over_with_its_session(fleet: Fleet) -> None:
+    await fleet.mesh.restart("engine", max_adapters=8)
+
+    async def push(version: int) -> None:
+        await fleet.client.push_adapter({"w": np.zeros(4, np.float32)}, "math", version, CONFIG)
+
+    await push(1)
+    pinned = AdapterChoice(name="math", pinned=True)
+    session = await fleet.client.open_session(fleet.client.session_request(adapters=[pinned]))
+    dying = await fleet.owner(session)
+    talk = Talk(fleet, session)
+    await talk.run(1)
+    await fleet.mesh.processes[dying].kill()
+    for version in range(2, 7):  # nobody serves the session meanwhile
+        await push(version)
+    await talk.run(1)
+    assert await fleet.owner(session) != dying
+    result = (await check_books(fleet, [talk]))[session.session_id]
+    spans = result.trajectories[0].version_spans
+    assert {(one.adapter, one.policy_version) for one in spans} == {("math", 1)}
 
 
 async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_the_other(

@@ -103,3 +103,41 @@ def test_excluded_engines_with_the_revision_are_returned_to() -> None:
     )
     assert ended(leases, 199) == {}
     assert ended(leases, 200) == {"1": "a"}
+
+
+NEWEST = sampling_pb2.AdapterRef(name="math")
+
+
+def test_a_turn_gets_the_newest_retained_revision_of_the_engine_that_its_session_is_on() -> None:
+    leases = table("a", "b")
+    leases.fleet.retain("m", [MATH, OTHER, ("code", 9)])
+    change(leases, "a", adapters={MATH: "p", ("math", 3): "r", ("code", 9): "c"})
+    first = acquire(leases, "g", "1", "s", adapter=NEWEST)
+    assert first is not None
+    assert (granted(first), first.adapter.version) == ("a", 1)  # 3 is not retained
+    change(leases, "b", adapters={MATH: "p", OTHER: "q"})
+    again = acquire(leases, "g", "2", "s", adapter=NEWEST)
+    assert again is not None
+    assert (granted(again), again.adapter.version) == ("a", 1)
+    moved = acquire(leases, "g", "3", "s", adapter=NEWEST, excluded_engine_ids=["a"])
+    assert moved is not None
+    assert (granted(moved), moved.adapter.version) == ("b", 2)
+    change(leases, "a", adapters={MATH: "p", OTHER: "q"})
+    other = acquire(leases, "g", "4", "t", adapter=NEWEST)
+    assert other is not None
+    assert other.adapter.version == 2
+    base = acquire(leases, "g", "5", "u")
+    assert base is not None
+    assert not base.HasField("adapter")
+
+
+def test_a_turn_waits_for_an_engine_with_any_revision() -> None:
+    leases = table("a")
+    with pytest.raises(AdapterUnknownError, match="'math' is not retained"):
+        acquire(leases, "g", "1", "s", adapter=NEWEST, wait_ms=100)
+    leases.fleet.retain("m", [MATH])
+    assert acquire(leases, "g", "1", "s", adapter=NEWEST, wait_ms=100) is None
+    change(leases, "a", adapters={OTHER: "q"})  # it is about to be unloaded
+    assert ended(leases, 50) == {}
+    change(leases, "a", adapters={OTHER: "q", MATH: "p"})
+    assert ended(leases, 50) == {"1": "a"}

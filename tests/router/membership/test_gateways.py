@@ -118,3 +118,20 @@ def test_without_a_gateway_the_caller_tries_again(
     with pytest.raises(NoGatewayError) as refused:
         table.place("")
     assert refused.value.retry_delay_ms
+
+
+def test_adapters_that_sessions_of_a_lost_gateway_name_count_until_another_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ms = 0
+    monkeypatch.setattr("rollmesh.runtime.clock.monotonic_ms", lambda: now_ms)
+    table, (first, second) = table_of(gateway("a"), gateway("b", model="other"))
+    for member, version in ((first, 3), (second, 5)):
+        member.hello.load.pinned_adapters.add(name="math", version=version)
+    assert table.named_adapters("policy") == {("math", 3)}
+    table.leave(first)
+    now_ms = 599_999
+    assert table.named_adapters("policy") == {("math", 3)}
+    now_ms = 600_000
+    assert table.named_adapters("policy") == set()
+    assert table.named_adapters("other") == {("math", 5)}

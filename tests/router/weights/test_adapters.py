@@ -27,7 +27,7 @@ CONFIG = '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_p
 
 @pytest.fixture
 async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
-    async with running_router(tmp_path, adapter_revisions=2) as process:
+    async with running_router(tmp_path, max_adapter_lag=1) as process:
         yield process
 
 

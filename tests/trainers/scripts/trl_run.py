@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from openai import AsyncOpenAI
+from peft import LoraConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -75,6 +76,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
                 "grad_norm": logs["grad_norm"],
                 "reward": logs["reward"],
                 "expected_reward": float(np.mean([row.reward for row in rows])),
+                "policies": sorted(
+                    {span.adapter for row in rows for span in row.trajectory.version_spans}
+                ),
                 "versions": sorted(set(versions[versions >= 0].tolist())),
                 "turns": sorted({row.trajectory.turns for row in rows}),
                 "rewards": sorted({row.reward for row in rows}),
@@ -125,8 +129,10 @@ def delivered(addresses: MeshAddresses, count: int) -> list[tuple[str, str, bool
 
 
 def main() -> None:
-    folder = Path(json.loads(sys.argv[1])["folder"])
-    with mesh(folder) as addresses:
+    given = json.loads(sys.argv[1])
+    folder = Path(given["folder"])
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if given["is_adapter"] else None
+    with mesh(folder, adapters=6 if adapter else 0) as addresses:
         rollouts = MeshRollouts(addresses, converse, retries=Retries(tries=2, delay_s=0.01))
         watch = Watch(rollouts)
         questions = [f"What is {at} plus 2?" for at in range(_GROUPS * _STEPS)]
@@ -155,6 +161,7 @@ def main() -> None:
             reward_funcs=rollouts.reward,
             rollout_func=rollouts,
             callbacks=[watch],
+            peft_config=adapter,
         )
         rollouts.attach(trainer)
         trainer.train()

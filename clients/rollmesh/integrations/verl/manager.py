@@ -60,6 +60,8 @@ class Settings:
     consumer: str = "verl"
     """Consumer name at the collector. One per trainer."""
     model: str = RolloutSettings.model
+    adapter: str = ""
+    """Name of the adapter that is trained, as `engine_kwargs` has it. Empty: the model itself."""
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
     limits: TimeLimits = field(default_factory=TimeLimits)
@@ -88,7 +90,8 @@ class Settings:
     def rollout(self) -> dict[str, Any]:
         """Keyword arguments of a rollout."""
         names = ("model", "concurrency", "timeout_s", "limits", "retries", "sampling_policy")
-        return {name: getattr(self, name) for name in names}
+        adapters = [self.adapter] if self.adapter else []
+        return {"adapters": adapters, **{name: getattr(self, name) for name in names}}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None) -> "Settings":

@@ -239,11 +239,13 @@ def _messages(row: Row) -> int:
 
 def _extra_fields(row: Row, reward_extra_info: Mapping[str, Any]) -> dict[str, Any]:
     versions = row.trajectory.policy_versions
-    sampled = versions[versions >= 0]
+    steps = versions[versions >= 0]
+    if any(span.adapter for span in row.trajectory.version_spans):
+        steps = steps - 1  # an adapter's first version is 1, before verl's first step
     return {
         "reward_extra_info": dict(reward_extra_info),
-        "min_global_steps": int(sampled.min()),
-        "max_global_steps": int(sampled.max()),
+        "min_global_steps": int(steps.min()),
+        "max_global_steps": int(steps.max()),
         "trajectory_id": row.trajectory.trajectory_id,
         "lineage": row.trajectory.lineage,
         "reasons": list(row.trajectory.reasons),

@@ -7,7 +7,8 @@ verl imports this module in each of its processes and finds the rollout by name:
     +actor_rollout_ref.rollout.engine_kwargs.rollmesh.router=HOST:PORT
 
 After a step, verl's checkpoint manager updates the rollout: the first rank of the actor pushes the
-weights, with verl's `global_steps` as the policy version.
+weights, with verl's `global_steps` as the policy version. With `model.lora_rank` it pushes the
+adapter that `engine_kwargs.rollmesh.adapter` names, with `global_steps` + 1 as the version.
 """
 
 from collections.abc import Iterable
@@ -48,6 +49,7 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         *,
         global_steps: int | None = None,
         peft_config: Any = None,
+        base_sync_done: bool = True,
         **_options: Any,
     ) -> None:
         """Pushes the weights of a step. Every rank calls it, the first one pushes.
@@ -56,35 +58,41 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         the model that the engines were started with.
 
         Raises:
-            InvalidFieldError: The weights are an adapter or a delta, or no router is configured.
+            InvalidFieldError: The weights are a delta, or no router or adapter is configured.
             StaleVersionError: The mesh has a later version.
             WeightsPushError: An engine did not apply the weights.
         """
         if wire_format != "named_tensors":
             raise InvalidFieldError("checkpoint_engine.backend", f"sends {wire_format}; give naive")
-        if peft_config is not None:
-            raise InvalidFieldError("model.lora.merge", "is off; turn it on: engines take no LoRA")
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
+        is_first = is_first and base_sync_done  # the engines have the base model of an adapter
         tensors: dict[str, Any] = {}
         for name, tensor in weights:  # on every rank: gathering shards needs all of them
             if is_first:
                 tensors[name] = tensor.detach().to("cpu", copy=True)
         if is_first and global_steps is not None:
-            await self._push(tensors, global_steps)
+            await self._push(tensors, global_steps, peft_config)
 
-    async def _push(self, tensors: dict[str, Any], policy_version: int) -> None:
+    async def _push(self, tensors: dict[str, Any], step: int, peft_config: Any) -> None:
         settings = (self.config.engine_kwargs or {}).get(NAME) or {}
         if not settings.get("router"):
             raise InvalidFieldError("rollout.engine_kwargs.rollmesh.router", "is missing; name it")
         files = {one.name: str(settings.get(one.name, "")) for one in fields(CallerConfig)}
         addresses = MeshAddresses(router=settings["router"], **files)
-        model = str(settings.get("model", ""))
+        model, adapter = str(settings.get("model", "")), str(settings.get("adapter", ""))
+        if peft_config is not None and not adapter:
+            field = "rollout.engine_kwargs.rollmesh.adapter"
+            raise InvalidFieldError(field, "is missing; name the adapter of the rollouts")
         async with Client(addresses) as client:
+            if peft_config is not None:
+                if await client.policy_version(model, adapter) != step + 1:
+                    await client.push_adapter(tensors, adapter, step + 1, peft_config, model=model)
+                return
             present = weights_of(await client.replicas(), model)
-            if present.target_policy_version == policy_version:
+            if present.target_policy_version == step:
                 return
             mode = settings.get("mode", "keep")
-            await client.push_weights(tensors, policy_version, mode=mode, model=model)
+            await client.push_weights(tensors, step, mode=mode, model=model)
 
 
 base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{MeshRollout.__name__}"  # noqa: SLF001

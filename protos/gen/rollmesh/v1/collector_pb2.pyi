@@ -111,6 +111,8 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """Another session of the group has the same sample_index, and the group was delivered with that one."""
     FILTER_REASON_NUMERICS: _FilterReason.ValueType  # 16
     """Trained tokens of the trajectory were sampled with other numerics."""
+    FILTER_REASON_ADAPTER: _FilterReason.ValueType  # 17
+    """No trained token of the trajectory was sampled by one of the consumer's adapters."""
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -151,6 +153,8 @@ FILTER_REASON_DUPLICATE_SEAT: FilterReason.ValueType  # 15
 """Another session of the group has the same sample_index, and the group was delivered with that one."""
 FILTER_REASON_NUMERICS: FilterReason.ValueType  # 16
 """Trained tokens of the trajectory were sampled with other numerics."""
+FILTER_REASON_ADAPTER: FilterReason.ValueType  # 17
+"""No trained token of the trajectory was sampled by one of the consumer's adapters."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 class _GroupState:
@@ -845,6 +849,7 @@ class DeliveryFilter(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     UNGROUPED_FIELD_NUMBER: _builtins.int
     NUMERICS_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
     tokens of a trajectory. Default: any.
@@ -883,6 +888,13 @@ class DeliveryFilter(_message.Message):
     def numerics_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the numerics that may have sampled the trained tokens of a trajectory. Empty: any."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters whose tokens are trained, an empty one for the base model. Tokens of other
+        policies are delivered with a loss mask of 0, and trajectories that have no others are removed.
+        `max_policy_lag` then counts only the versions of these policies. Empty: all.
+        """
+
     def __init__(
         self,
         *,
@@ -897,10 +909,11 @@ class DeliveryFilter(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ungrouped: _builtins.bool = ...,
         numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "adapters", b"adapters", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015

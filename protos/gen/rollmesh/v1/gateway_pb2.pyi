@@ -272,6 +272,7 @@ class CreateSessionRequest(_message.Message):
     SAMPLING_POLICY_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
     means that each call opens a session.
@@ -310,6 +311,14 @@ class CreateSessionRequest(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Passed on to the trainer unchanged, at most 64 KiB together."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterChoice]:
+        """The policies of the session, at most 16 with different names. A chat request names one by its `model`,
+        and the first one samples all other requests. A pinned or named revision stays on the engines until
+        the session ends. FAILED_PRECONDITION (ADAPTER_UNKNOWN) if the router retains no such revision. Empty
+        means the base model.
+        """
+
     def __init__(
         self,
         *,
@@ -325,10 +334,11 @@ class CreateSessionRequest(_message.Message):
         sampling_policy: _sampling_pb2.SamplingPolicy.ValueType = ...,
         purpose: _session_pb2.SessionPurpose.ValueType = ...,
         run_id: _builtins.str = ...,
+        adapters: _abc.Iterable[_sampling_pb2.AdapterChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,6 +353,7 @@ class CreateSessionResponse(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session. It grants no access, so it may be logged and shown."""
     session_key: _builtins.str
@@ -352,16 +363,23 @@ class CreateSessionResponse(_message.Message):
     """
     model: _builtins.str
     """Name of the model that answers."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """The policies of the session. A version of 0 means that each turn has the newest revision that its
+        engine holds.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         session_key: _builtins.str = ...,
         model: _builtins.str = ...,
+        adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "model", b"model", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +492,7 @@ class ChatRequest(_message.Message):
     MAX_TOKENS_MUST_FIT_FIELD_NUMBER: _builtins.int
     DEFERRED_TOOLS_JSON_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -530,6 +549,11 @@ class ChatRequest(_message.Message):
     never arrived, the repeat is the call: it gets no answer of an equal earlier request. Each call
     has an id of its own. Clients that give `idempotency_key` need none.
     """
+    model: _builtins.str
+    """Name of the policy that samples: the name of an adapter, or the gateway's model for the base model.
+    The first policy of the session has all other names. An adapter that is no policy of the session is
+    refused with INVALID_ARGUMENT (MODEL_MISMATCH).
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """The complete conversation, oldest message first, at least one message."""
@@ -584,10 +608,11 @@ class ChatRequest(_message.Message):
         max_tokens_must_fit: _builtins.bool = ...,
         deferred_tools_json: _builtins.str = ...,
         call_id: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "call_id", b"call_id", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "call_id", b"call_id", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -1589,6 +1614,7 @@ class GetGatewayInfoResponse(_message.Message):
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_EXPLANATION_FIELD_NUMBER: _builtins.int
     ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -1621,6 +1647,10 @@ class GetGatewayInfoResponse(_message.Message):
     def template(self) -> _template_pb2.TemplateProfile:
         """Traits of the chat template."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters that the router retains."""
+
     def __init__(
         self,
         *,
@@ -1637,10 +1667,11 @@ class GetGatewayInfoResponse(_message.Message):
         dead_letters: _builtins.int = ...,
         tool_calls_explanation: _builtins.str = ...,
         one_tool_call: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["template", b"template"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "one_tool_call", b"one_tool_call", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_calls_explanation", b"tool_calls_explanation", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "one_tool_call", b"one_tool_call", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_calls_explanation", b"tool_calls_explanation", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -271,6 +271,7 @@ class ReplicaLoad(_message.Message):
     JOURNALS_FIELD_NUMBER: _builtins.int
     WEIGHTS_DROPPED_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PINNED_ADAPTERS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -305,6 +306,10 @@ class ReplicaLoad(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LoadedAdapter]:
         """Adapter revisions that generations may use. Engines only."""
 
+    @_builtins.property
+    def pinned_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """Adapter revisions that its open sessions name. They stay retained. Gateways only."""
+
     def __init__(
         self,
         *,
@@ -319,10 +324,11 @@ class ReplicaLoad(_message.Message):
         journals: _abc.Iterable[Global___ServedJournal] | None = ...,
         weights_dropped: _builtins.bool = ...,
         adapters: _abc.Iterable[_engine_pb2.LoadedAdapter] | None = ...,
+        pinned_adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "pinned_adapters", b"pinned_adapters", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +405,7 @@ class ListGatewaysResponse(_message.Message):
 
     GATEWAYS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gateway]:
         """The gateways, in the order of their ids."""
@@ -407,15 +414,20 @@ class ListGatewaysResponse(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of all models of the mesh, also of those that have no gateway now."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of all adapters that are retained."""
+
     def __init__(
         self,
         *,
         gateways: _abc.Iterable[Global___Gateway] | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "gateways", b"gateways", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

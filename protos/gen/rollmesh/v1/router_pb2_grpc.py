@@ -148,10 +148,10 @@ class RouterServiceServicer(object):
         """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
         Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
         router keeps it on disk and brings it to late and failed engines. Only engines that hold a revision
-        are leased for it. The newest revisions of a name are retained, as many as the router's
-        `adapter_revisions` says. Older ones are unloaded everywhere. If every engine refuses it, it is
-        dropped and its version may be used again. Adapters belong to the weights that they were pushed
-        for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
+        are leased for it. The newest revision of a name is retained, some more by the router's
+        `max_adapter_lag`, and all that open sessions name. Older ones are unloaded everywhere. If every
+        engine refuses a revision, it is dropped and its version may be used again. Adapters belong to the
+        weights that they were pushed for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
         above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
         too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk

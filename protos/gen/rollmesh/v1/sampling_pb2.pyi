@@ -406,6 +406,38 @@ class AdapterRef(_message.Message):
 Global___AdapterRef: _TypeAlias = AdapterRef  # noqa: Y015
 
 @_typing.final
+class AdapterChoice(_message.Message):
+    """A policy of a session: the base model, or an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the adapter. Empty means the base model."""
+    version: _builtins.int
+    """Revision that samples. 0 names none: see `pinned`."""
+    pinned: _builtins.bool
+    """Whether the revision that is the newest one at CreateSession samples all turns of the session.
+    Otherwise each turn has the newest revision that its engine holds. Not with a `version`.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterChoice: _TypeAlias = AdapterChoice  # noqa: Y015
+
+@_typing.final
 class VersionSpan(_message.Message):
     """A run of tokens sampled by one policy version on one engine."""
 

@@ -53,7 +53,7 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     the same distribution as without the interruption.
     """
     FIDELITY_REASON_MIXED_VERSIONS: _FidelityReason.ValueType  # 7
-    """More than one policy version sampled the tokens."""
+    """More than one version of a policy sampled the tokens."""
     FIDELITY_REASON_RETRY_REPLAY: _FidelityReason.ValueType  # 8
     """The turn was sent to the agent more than once. It was sampled once."""
     FIDELITY_REASON_MALFORMED_TOOL_CALL: _FidelityReason.ValueType  # 9
@@ -108,6 +108,10 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     """The engine returned a log-probability for a token of the turn that is not a number or infinite.
     Such a token has 0.0 and is not trained.
     """
+    FIDELITY_REASON_MIXED_POLICIES: _FidelityReason.ValueType  # 20
+    """Several policies sampled the tokens: the base model and an adapter, or two adapters. On a segment:
+    none of the consumer's `adapters` sampled the turn, and the turn is not trained.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
@@ -140,7 +144,7 @@ later, continued from the sampled tokens. `version_spans` say who sampled what. 
 the same distribution as without the interruption.
 """
 FIDELITY_REASON_MIXED_VERSIONS: FidelityReason.ValueType  # 7
-"""More than one policy version sampled the tokens."""
+"""More than one version of a policy sampled the tokens."""
 FIDELITY_REASON_RETRY_REPLAY: FidelityReason.ValueType  # 8
 """The turn was sent to the agent more than once. It was sampled once."""
 FIDELITY_REASON_MALFORMED_TOOL_CALL: FidelityReason.ValueType  # 9
@@ -194,6 +198,10 @@ whole vocabulary has other values, whatever the engine's log-probabilities are.
 FIDELITY_REASON_LOGPROB_NOT_FINITE: FidelityReason.ValueType  # 19
 """The engine returned a log-probability for a token of the turn that is not a number or infinite.
 Such a token has 0.0 and is not trained.
+"""
+FIDELITY_REASON_MIXED_POLICIES: FidelityReason.ValueType  # 20
+"""Several policies sampled the tokens: the base model and an adapter, or two adapters. On a segment:
+none of the consumer's `adapters` sampled the turn, and the turn is not trained.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 

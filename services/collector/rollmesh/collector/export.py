@@ -141,6 +141,7 @@ def _row(
             {"end": span.end, "numerics": numerics.get(span.numerics_id, "")}
             for span in one.version_spans
         ],
+        "adapters": [{"end": span.end, "adapter": span.adapter} for span in one.version_spans],
         "turn_rewards": [
             {"node_id": run.node_id, "end": run.end, "reward": run.reward}
             for run in log.runs_of(one)
@@ -249,6 +250,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
     text, whole, real = arrow.string(), arrow.uint32(), arrow.float64()
     sampled = arrow.struct([("node_id", whole), ("end", whole), ("sampling", text)])
     engine = arrow.struct([("end", whole), ("numerics", text)])
+    policy = arrow.struct([("end", whole), ("adapter", text)])
     parts = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
     node = arrow.struct([(name, whole) for name in parts])
     schema = arrow.schema(
@@ -266,6 +268,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
             "loss_mask": arrow.list_(arrow.bool_()),
             "policy_versions": arrow.list_(arrow.int64()),
             "numerics": arrow.list_(engine),
+            "adapters": arrow.list_(policy),
             **dict.fromkeys(("session_reward", "trajectory_reward"), real),
             "turn_rewards": arrow.list_(turn),
             "turn_sampling": arrow.list_(sampled),

@@ -13,7 +13,7 @@ the *arrays*, the bytes that only a delivery reads. Everything in this module re
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
@@ -158,6 +158,7 @@ def own_log(consumer: str) -> str:
 Row: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 """The unit of filtering: a trajectory, or the complete tree of a session."""
 Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
+_OTHER_POLICY = trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES
 _BYTES_PER_TOKEN = 9  # in storage order: 4 for the id, 4 for the log-probability, 1 for the mask
 
 
@@ -249,7 +250,11 @@ def join(
         count, tokens_into = tokens_of(row), row.tokens
         tokens_into.token_ids_u32le = arrays[start : start + 4 * count]
         tokens_into.logprobs_f32le = arrays[start + 4 * count : start + 8 * count]
-        tokens_into.loss_mask_u8 = arrays[start + 8 * count : start + 9 * count]
+        mask = arrays[start + 8 * count : start + 9 * count]
+        for run in runs_of(row):
+            if _OTHER_POLICY in run.reasons:
+                mask = mask[: run.start] + bytes(run.end - run.start) + mask[run.end :]
+        tokens_into.loss_mask_u8 = mask
         start += _BYTES_PER_TOKEN * count
     for image in head.images:
         image.data = arrays[start : start + image.data_bytes]
@@ -257,6 +262,24 @@ def join(
     if kept is not None and len(kept) < len(rows):
         _keep(head, kept)
     return head
+
+
+def train_policies(row: Row, adapters: Collection[str]) -> None:
+    """Has a consumer train only the turns that policies of it sampled. `join` clears their mask.
+
+    Args:
+        row: The row.
+        adapters: Names of the adapters, an empty one for the base model.
+    """
+    spans = iter(row.version_spans)
+    span = next(spans, None)
+    for run in runs_of(row):
+        while span is not None and span.end <= run.start:
+            span = next(spans, None)
+        is_other = span is not None and span.start < run.end and span.adapter not in adapters
+        if is_other and run.trained:  # one policy samples all of a turn
+            run.trained = False
+            run.reasons.append(_OTHER_POLICY)
 
 
 def _keep(record: session_pb2.SessionRecord, kept: Sequence[int]) -> None:
@@ -451,6 +474,8 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
         oldest = min((span.policy_version for span in trained_spans(row)), default=None)
         if oldest is not None and version - oldest > rules.max_policy_lag:
             return pb.FILTER_REASON_POLICY_LAG
+    if rules.adapters and not any(one.adapter in rules.adapters for one in trained_spans(row)):
+        return pb.FILTER_REASON_ADAPTER
     if rules.numerics_ids and not {span.numerics_id for span in trained_spans(row)}.issubset(
         rules.numerics_ids
     ):
@@ -553,6 +578,9 @@ def judge_unit(unit: Unit, heads: Sequence[bytes | None], consumer: pb.Consumer)
     except SessionDamagedError as error:
         loaded.drop_damaged(error)
     else:
+        for row in (row for head in loaded.heads for row in rows_of(head)):
+            if consumer.filter.adapters:
+                train_policies(row, consumer.filter.adapters)
         loaded.verdict = judge(consumer, loaded.heads)
     return loaded
 

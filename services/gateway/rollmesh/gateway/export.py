@@ -36,6 +36,7 @@ from rollmesh.v1 import (
 _New: TypeAlias = Callable[[], trajectory_pb2.Trajectory]
 _NONE: Mapping[int, Lineage] = {}
 _NO_REASONS: frozenset[Fidelity] = frozenset()
+_MIXED_POLICIES = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES})
 _MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
 _NOT_FINITE = trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE
 
@@ -199,7 +200,7 @@ def _describe_sample(
     untrained: Fidelity | None,
 ) -> None:
     """Writes how a node was sampled, and whether and why it is not trained."""
-    reasons = node.reasons | _mixed_versions(sample.spans)
+    reasons = node.reasons | _mixed(sample.spans)
     if untrained is not None:
         reasons |= {untrained}
     if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
@@ -228,15 +229,17 @@ def _overall(
     spans: Iterable[sampling_pb2.VersionSpan],
 ) -> list[Fidelity]:
     """Returns the reasons of all parts, sorted. Exactly EXACT if there is none."""
-    reasons = set(_mixed_versions(spans))
+    reasons = set(_mixed(spans))
     for part in parts:
         reasons.update(part.reasons)
     return sorted(reasons) or [trajectory_pb2.FIDELITY_REASON_EXACT]
 
 
-def _mixed_versions(spans: Iterable[sampling_pb2.VersionSpan]) -> frozenset[Fidelity]:
-    several = len({span.policy_version for span in spans}) > 1
-    return _MIXED_VERSIONS if several else _NO_REASONS
+def _mixed(spans: Iterable[sampling_pb2.VersionSpan]) -> frozenset[Fidelity]:
+    versions = {(span.adapter, span.policy_version) for span in spans}
+    policies = {adapter for adapter, _ in versions}
+    reasons = _MIXED_POLICIES if len(policies) > 1 else _NO_REASONS
+    return reasons | _MIXED_VERSIONS if len(versions) > len(policies) else reasons
 
 
 def _place_images(
@@ -258,6 +261,7 @@ def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
             and last.policy_version == span.policy_version
             and last.engine_id == span.engine_id
             and last.numerics_id == span.numerics_id
+            and last.adapter == span.adapter
         ):
             last.end = end
         else:
@@ -267,6 +271,7 @@ def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
                 end=end,
                 engine_id=span.engine_id,
                 numerics_id=span.numerics_id,
+                adapter=span.adapter,
             )
 
 

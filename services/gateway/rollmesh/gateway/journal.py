@@ -473,7 +473,10 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
     if node.sample is not None:
         own = node.sample
         spans = [
-            (one.policy_version, one.start, one.end, one.engine_id, one.numerics_id)
+            (
+                *(one.policy_version, one.start, one.end, one.engine_id, one.numerics_id),
+                *([one.adapter] if one.adapter else []),
+            )
             for one in own.spans
         ]
         counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
@@ -610,9 +613,10 @@ def _sample(
                 start=start,
                 end=end,
                 engine_id=engine_id,
-                numerics_id="".join(numerics_id),
+                numerics_id="".join(more[:1]),
+                adapter="".join(more[1:]),
             )
-            for version, start, end, engine_id, *numerics_id in spans
+            for version, start, end, engine_id, *more in spans
         ),
         _known(sampling_pb2.FinishReason, finish),
         prompt_tokens,

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -363,6 +363,8 @@ class Registry:
         self._groups = groups
         self._new_tree = partial(new_tree, deps.continuation)
         self._sessions: dict[str, Session] = {}
+        self.named_adapters: Counter[tuple[str, int]] = Counter()
+        """The adapter revisions that open sessions name, with the number of sessions."""
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: set[str] = set()
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
@@ -451,6 +453,7 @@ class Registry:
             answered = Answered(stored.tree.nodes[node_id], record)
             session.restore(answered, sent=node_id in stored.sent)
         self._sessions[stored.spec.session_id] = session
+        self.named_adapters.update(stored.spec.named_adapters)
         self._groups.add(stored.spec)
         if stored.spec.request_id:
             self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
@@ -502,8 +505,10 @@ class Registry:
             opening.set_result(spec)
         return opening
 
-    async def create(self, request: gateway_pb2.CreateSessionRequest) -> SessionSpec:
-        """Opens a session.
+    async def create(
+        self, request: gateway_pb2.CreateSessionRequest, adapters: Sequence[tuple[str, int]] = ()
+    ) -> SessionSpec:
+        """Opens a session, with the policies that its request means.
 
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
@@ -527,6 +532,7 @@ class Registry:
             export_mode=request.export_mode or gateway_pb2.EXPORT_MODE_LEAVES,
             purpose=request.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
             run_id=request.run_id,
+            adapters=adapters,
         )
         self._groups.check(spec)
         self._groups.add(spec)
@@ -546,6 +552,7 @@ class Registry:
     async def _open(self, spec: SessionSpec) -> SessionSpec:
         await self.journal.run(lambda tx: journal.insert_session(tx, spec))
         self._sessions[spec.session_id] = Session(spec, self._new_tree())
+        self.named_adapters.update(spec.named_adapters)
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
         await faults.reach("gateway-after-open")
@@ -700,6 +707,7 @@ class Registry:
     def _forget(self, session: Session) -> None:
         if self._sessions.pop(session.spec.session_id, None) is not None:
             self._groups.remove(session.spec)
+            self.named_adapters -= Counter(session.spec.named_adapters)
         if self._by_request_id.get(session.spec.request_id) is session.spec:
             del self._by_request_id[session.spec.request_id]
         self.deps.leases.forget(session.spec.session_id)

@@ -211,6 +211,8 @@ def read_choices(
     fields.ClearField("idempotency_key")
     fields.ClearField("retry_count")
     fields.ClearField("call_id")
+    fields.ClearField("model")
+    adapter = spec.policy(request.model)
     data = fields.SerializeToString(deterministic=True)
     settings = _settings.get(
         (data, spec.sampling, spec.sampling_policy, samples),
@@ -230,6 +232,8 @@ def read_choices(
             sampling.seed = choice_seed(sampling.seed, index)
         stops, *others = settings.fingerprint
         asked = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
+        if len(spec.adapters) > 1:
+            asked.append([adapter.name if adapter else ""])
         choices.append(
             TurnRequest(
                 conversation,
@@ -242,6 +246,7 @@ def read_choices(
                 finishes,
                 request.retry_count,
                 request.call_id,
+                adapter,
                 shared,
             )
         )

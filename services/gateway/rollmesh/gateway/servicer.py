@@ -1,7 +1,7 @@
 """The services of a gateway: they validate fields, call the gateway and write the responses."""
 
 import heapq
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -35,6 +35,7 @@ from rollmesh.v1 import (
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
+_MAX_POLICIES = 16
 _DEFAULT_PAGE, _MAX_PAGE, _PAGE_BYTES = 100, 1000, 4 * 1024 * 1024
 _LARGE_BYTES, _MANY_MESSAGES = 256 * 1024, 512
 """A request of this many bytes or messages is read in a thread."""
@@ -99,10 +100,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         check_ranges(request.sampling)
         if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens:
             raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
+        _check_policies(request.adapters)
         spec, key = await self.gateway.create(request)
-        return gateway_pb2.CreateSessionResponse(
+        response = gateway_pb2.CreateSessionResponse(
             session_id=spec.session_id, session_key=key, model=spec.model
         )
+        for name, version in spec.adapters:
+            response.adapters.add(name=str(name), version=int(version))
+        return response
 
     async def FindSession(
         self, request: gateway_pb2.FindSessionRequest, context: Context
@@ -212,6 +217,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "the gateway",
             )
 
+        others = self.gateway.adapters - {str(one[0]) for one in session.spec.adapters}
+        if request.model in others and request.model != session.spec.model:
+            raise ModelMismatchError(
+                "model", f"{request.model!r} is no policy of this session; open one that has it"
+            )
         images = RequestImages(self._images, session.images)
         read = partial(read_choices, request, session, self._max_choices, images)
         read = partial(read, stream=stream, samples=samples)
@@ -276,6 +286,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         info.live_sessions = self.gateway.live_sessions
         info.undelivered_sessions = self.gateway.undelivered_sessions
         info.dead_letters = self.gateway.count_dead_letters
+        info.adapters.extend(sorted(self.gateway.adapters))
         return info
 
 
@@ -354,6 +365,18 @@ def _page_size(asked: int, default: int) -> int:
     if asked > _MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {asked}; give at most {_MAX_PAGE}")
     return asked or default
+
+
+def _check_policies(policies: Sequence[sampling_pb2.AdapterChoice]) -> None:
+    names = [one.name for one in policies]
+    if len(names) > _MAX_POLICIES or len(names) != len(set(names)):
+        raise InvalidFieldError("adapters", f"give at most {_MAX_POLICIES} with different names")
+    for at, one in enumerate(policies):
+        if one.version < 0 or (one.version and (one.pinned or not one.name)):
+            raise InvalidFieldError(
+                f"adapters[{at}].version",
+                "give one above 0 for an adapter with a name, without pinned",
+            )
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -74,6 +74,27 @@ class SessionSpec:
     purpose: int = session_pb2.SESSION_PURPOSE_TRAIN
     """The use of its tokens: a `SessionPurpose`."""
     run_id: str = ""
+    adapters: Sequence[Sequence[str | int]] = ()
+    """Its policies: name and version of each adapter. An empty name is the base model, and a
+    version of 0 the newest revision."""
+
+    @property
+    def named_adapters(self) -> list[tuple[str, int]]:
+        """The adapter revisions that it names."""
+        return [(str(name), int(version)) for name, version in self.adapters if version]
+
+    def policy(self, model: str) -> sampling_pb2.AdapterRef | None:
+        """Returns the adapter that samples a turn. None if the base model does.
+
+        Args:
+            model: The name that the request gives. The first policy has every unknown name.
+        """
+        wanted = "" if model == self.model else model
+        named = [one for one in self.adapters if one[0] == wanted] if model else []
+        for name, version in [*named, *self.adapters][:1]:
+            if name:
+                return sampling_pb2.AdapterRef(name=str(name), version=int(version))
+        return None
 
     @property
     def group(self) -> "GroupName | None":
@@ -193,6 +214,8 @@ class TurnRequest:
     retry_count: int = 0
     call_id: str = ""
     """Id that the sidecar gives the call and its own repeats of it. May be empty."""
+    adapter: sampling_pb2.AdapterRef | None = None
+    """The adapter that samples. None if the base model does. A version of 0 means the newest."""
     shared: Shared[Any] | None = None
     """Work shared by several choices of the request: it is tokenised once."""
 

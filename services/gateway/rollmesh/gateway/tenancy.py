@@ -17,6 +17,7 @@ from rollmesh.gateway.session import SessionSpec
 from rollmesh.mesh.directory import CollectorDirectory, journal_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    AdapterUnknownError,
     RollmeshError,
     SessionUnknownError,
     ShuttingDownError,
@@ -24,7 +25,7 @@ from rollmesh.runtime.errors import (
     TooManySessionsError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2
+from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
@@ -79,6 +80,11 @@ class Gateway:
         return self._refusal is not None
 
     @property
+    def adapters(self) -> set[str]:
+        """Names of the adapters that the router retains."""
+        return {name for name, _ in self._deps.leases.offered.adapters(self._config.model)}
+
+    @property
     def live_sessions(self) -> int:
         """Number of open sessions."""
         return sum(one.live_sessions for one in self._registries.values())
@@ -102,6 +108,12 @@ class Gateway:
             journals=[
                 router_pb2.ServedJournal(journal_id=one.journal_id, epoch=one.epoch)
                 for one in journals
+            ],
+            pinned_adapters=[
+                sampling_pb2.AdapterRef(name=name, version=version)
+                for name, version in sorted(
+                    {one for registry in self.registries for one in registry.named_adapters}
+                )
             ],
         )
 
@@ -129,14 +141,23 @@ class Gateway:
         self._tasks.create_task(self._serve(journal, held))
         await held
 
-    async def create(self, request: gateway_pb2.CreateSessionRequest) -> tuple[SessionSpec, str]:
+    async def create(
+        self,
+        request: gateway_pb2.CreateSessionRequest,
+        adapters: Sequence[tuple[str, int]] | None = None,
+    ) -> tuple[SessionSpec, str]:
         """Opens a session, or finds the session of the same request id. Returns its key too.
+
+        Args:
+            request: The request.
+            adapters: Its policies, once they are known.
 
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
             TooManySessionsError: The gateway is full.
             StoreFullError: Too many closed sessions wait for the collector.
             InvalidFieldError: The group has another size.
+            AdapterUnknownError: No router retains an adapter of its policies.
             JournalMovedError: The gateway has no journal now.
         """
         for registry in self._registries.values():
@@ -144,6 +165,9 @@ class Gateway:
             if opening is not None:
                 spec = await asyncio.shield(opening)
                 return spec, registry.keys.key(spec.session_id)
+        if request.adapters and adapters is None:
+            found = await self._policies(request.adapters)
+            return await self.create(request, found)  # it may have been opened meanwhile
         if self._refusal is not None:
             raise self._refusal
         if (
@@ -161,8 +185,31 @@ class Gateway:
         home = self.home
         if home is None:
             raise moved("for new sessions")
-        spec = await home.create(request)
+        spec = await home.create(request, adapters or ())
+        if spec.named_adapters:
+            self.changed()
         return spec, home.keys.key(spec.session_id)
+
+    async def _policies(
+        self, choices: Sequence[sampling_pb2.AdapterChoice]
+    ) -> list[tuple[str, int]]:
+        """Returns the name and version of each policy. 0 is the newest version at each turn."""
+        wanted = [(one.name, one.version) for one in choices if one.name]
+        retained = set[tuple[str, int]]()
+        if wanted:
+            offered = self._deps.leases.offered
+            retained = await offered.until_adapters(self._config.model, wanted)
+        policies: list[tuple[str, int]] = []
+        for one in choices:
+            newest = max((version for name, version in retained if name == one.name), default=0)
+            known = (one.name, one.version) in retained if one.version else newest
+            if one.name and not known:
+                what = f"version {one.version} of {one.name!r}" if one.version else repr(one.name)
+                raise AdapterUnknownError(
+                    f"adapters: {what} is not retained; push it, or name one that is"
+                )
+            policies.append((one.name, newest if one.pinned else one.version))
+        return policies
 
     async def find(self, request_id: str) -> tuple[str, bool]:
         """Returns the session that a request id opened, and whether it is closed.

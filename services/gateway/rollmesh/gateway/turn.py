@@ -231,6 +231,7 @@ def _order(
         timeout_ms=config.turn_timeout_ms,
         is_sent=lambda: turn.has_emitted,
         group_id=spec.group_id,
+        adapter=request.adapter,
         images={one.sha256: one.data for one in turn.images.values()} if turn.images else {},
         load_images=partial(_load_images, store, spec.session_id),
     )
@@ -359,6 +360,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
             end=min(span.end, size),
             engine_id=span.engine_id,
             numerics_id=span.numerics_id,
+            adapter=span.adapter,
         )
         for span in generation.spans
         if span.start < min(span.end, size)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine, Revision
-from rollmesh.router.kept import KeptWeights, revision_of
+from rollmesh.router.kept import KeptWeights, revision_of, surviving
 from rollmesh.router.models import Models, call_engine, failed
 from rollmesh.router.peers import Peers, receive
 from rollmesh.runtime.backoff import Backoff
@@ -38,7 +38,7 @@ _REFUSALS = (EngineAsleepError, InvalidFieldError, StaleVersionError)
 
 
 class AdapterPushes:
-    """Delivers adapter revisions to the engines of their model, also to those that join later.
+    """Delivers adapter revisions to the engines of their model, also to late engines.
 
     Invariant: a revision is retained only after an engine has loaded it and its header is on disk.
     """
@@ -51,6 +51,8 @@ class AdapterPushes:
         self._turns: dict[Engine, asyncio.Lock] = {}
         self._calls: dict[Engine, asyncio.Task[engine_pb2.EngineResult]] = {}
         self._updates: dict[Engine, asyncio.Task[None]] = {}
+        self._retired: set[str] = set()
+        """Models of which revisions are being dropped."""
         self._ended = False
         self._tasks: asyncio.TaskGroup
 
@@ -80,7 +82,7 @@ class AdapterPushes:
             StoreError: The revision could not be stored.
             DeadlineError: The sender paused for too long.
         """
-        header.model = await self._models.named(header.model, "header.model", waits=False)
+        header.model = await self._models.named(header.model, "header.model")
         check_adapter_header(header)
         kept = self._models.kept(header.model)
         await self._peers.sync()
@@ -115,6 +117,10 @@ class AdapterPushes:
         for one in kept.state.adapters:
             if not one.accepted and _holds(engine, one.header):
                 begun(self._tasks, self._accept(one.header, kept))
+        if kept.model not in self._retired and not self._ended and self._outlived(kept):
+            self._retired.add(kept.model)
+            retiring = begun(self._tasks, self._retire(kept))
+            retiring.add_done_callback(lambda _: self._retired.discard(kept.model))
         if engine not in self._updates and not self._ended and any(self._work(engine)):
             update = self._updates[engine] = self._tasks.create_task(self._bring(engine))
             update.add_done_callback(lambda _: self._updates.pop(engine, None))
@@ -149,13 +155,15 @@ class AdapterPushes:
                     "header.adapter",
                     f"{needed} revisions are needed, and engine {engine.engine_id} has room for "
                     f"{engine.max_adapters}; start engines with max_adapters={needed}, unload "
-                    "other adapters, or lower the router's adapter_revisions",
+                    "other adapters, close sessions that name earlier revisions, or lower the "
+                    "router's max_adapter_lag",
                     needed=needed,
                 )
 
     def _retained(self, header: engine_pb2.AdapterHeader, kept: KeptWeights) -> set[Revision]:
         """Returns the other revisions that are retained after a push is accepted."""
-        after = kept.with_adapter(header, self._config.adapter_revisions)
+        most, named = self._config.max_adapter_lag + 1, self._models.named_adapters(kept.model)
+        after = surviving(kept.with_adapter(header), most, named)
         return {revision_of(one.header.adapter) for one in after} - {revision_of(header.adapter)}
 
     async def _store(
@@ -203,19 +211,43 @@ class AdapterPushes:
         return results
 
     async def _accept(self, header: engine_pb2.AdapterHeader, kept: KeptWeights) -> None:
-        """Retains a revision, and drops those that it outlives."""
+        """Retains a revision, and drops the revisions that it outlives."""
         async with self._models.lock(kept.model):
-            most = self._config.adapter_revisions
-            if not await asyncio.to_thread(kept.accept_adapter, header, most):
+            if not await asyncio.to_thread(kept.accept_adapter, header):
                 return
+            await self._drop(kept)
             self._models.show(kept)
             _log.info("adapter accepted", extra=_what(kept.model, header.adapter))
         begun(self._tasks, self._peers.share())
         for engine in self._models.engines(kept.model):
             self.heed(engine)
 
+    def _outlived(self, kept: KeptWeights) -> bool:
+        """Returns whether revisions need not be retained any more."""
+        adapters = kept.state.adapters
+        if not self._models.is_gathered or len(adapters) <= self._config.max_adapter_lag + 1:
+            return False
+        most, named = self._config.max_adapter_lag + 1, self._models.named_adapters(kept.model)
+        return len(surviving(adapters, most, named)) < len(adapters)
+
+    async def _drop(self, kept: KeptWeights) -> None:
+        """Drops the revisions that need not be retained any more. The caller has the lock."""
+        if self._outlived(kept):
+            most, named = self._config.max_adapter_lag + 1, self._models.named_adapters(kept.model)
+            await asyncio.to_thread(kept.drop_adapters, most, named)
+
+    async def _retire(self, kept: KeptWeights) -> None:
+        """Drops the revisions that no session names any more, here and at the peers."""
+        await self._peers.sync()
+        async with self._models.lock(kept.model):
+            await self._drop(kept)
+            self._models.show(kept)
+        await self._peers.share()
+        for engine in self._models.engines(kept.model):
+            self.heed(engine)
+
     def _work(self, engine: Engine) -> tuple[list[Revision], list[engine_pb2.AdapterHeader]]:
-        """Returns the revisions that an engine must unload, and those that it lacks."""
+        """Returns the revisions that an engine must unload, and the lacking ones."""
         kept = self._models.kept(engine.model)
         if engine.sleeping or not engine.max_adapters or not self._models.is_current(engine):
             return [], []

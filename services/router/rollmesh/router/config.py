@@ -29,9 +29,9 @@ class RouterConfig(ServerConfig):
     its end, so that they reach all of them. So does a push of a model that is not registered."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
-    adapter_revisions: Annotated[int, Bounds(1)] = 4
-    """Number of revisions of an adapter that are retained, the newest ones. Older ones are unloaded
-    from all engines."""
+    max_adapter_lag: Annotated[int, Bounds(0)] = 3
+    """Number of revisions of an adapter that are retained below its newest one. Older revisions are
+    unloaded from all engines when no open session names them any more."""
     missed_reports: Annotated[int, Bounds(2)] = 5
     """Number of reports that a member may miss before it is removed. Engines and gateways report
     every second."""

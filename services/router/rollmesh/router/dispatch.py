@@ -155,6 +155,8 @@ class Dispatch:
     def _news(self, model: str) -> leases_pb2.DispatchResponse:
         newest = self._table.fleet.newest_version(model)
         offered = leases_pb2.OfferedWeights(model=model, policy_version=newest)
+        for name, version in sorted(self._table.fleet.retained(model)):
+            offered.adapters.add(name=name, version=version)
         return leases_pb2.DispatchResponse(offered=offered)
 
     def end_streams(self, gateway_id: str) -> None:

@@ -125,6 +125,8 @@ class Engine:
     """Number of adapter revisions for which it has room."""
     adapters: dict[Revision, str] = field(default_factory=dict)
     """The adapter revisions that it holds, with the ids of their pushes."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """The newest retained revision that it holds of each adapter."""
     fault: str = ""
     """The impossible answer that took it out of service. Cleared when it registers again."""
     reports: dict[str, str] = field(default_factory=dict)
@@ -185,8 +187,12 @@ def misfit(
     engine: Engine, gateway: leases_pb2.DispatchHello, adapter: Revision | None = None
 ) -> str:
     """Returns why an engine cannot serve a gateway of its model, empty if it can."""
-    if adapter is not None and adapter not in engine.adapters:
-        return f"it has not loaded version {adapter[1]} of adapter {adapter[0]!r}"
+    if adapter is not None:
+        name, version = adapter
+        if not version and name not in engine.newest:
+            return f"it has not loaded adapter {name!r}"
+        if version and adapter not in engine.adapters:
+            return f"it has not loaded version {version} of adapter {name!r}"
     if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
         return ""
     if engine.tokenizer_sha256 != gateway.tokenizer_sha256:
@@ -231,7 +237,8 @@ class Pool:
         self.gateway = gateway
         """A gateway of the kind."""
         self.adapter = adapter
-        """The adapter revision that its engines hold. None if the base model samples."""
+        """The adapter revision that its engines hold, or any of its name with a version of 0. None
+        if the base model samples."""
         self.users = 0
         """Number of streams of such gateways."""
         self.engines: set[Engine] = set()
@@ -425,6 +432,8 @@ class Fleet:
         if self.engines.get(engine.engine_id) is not engine:
             return
         in_service = self._unfit(engine) is None
+        retained = self._retained.get(engine.model, frozenset())
+        engine.newest = dict(sorted(one for one in engine.adapters if one in retained))
         for pool in self._pools.values():
             pool.admit(engine, in_service=in_service)
         self.on_change()
@@ -465,13 +474,17 @@ class Fleet:
         self.on_offer(model)
 
     def offered_models(self) -> Collection[str]:
-        """Returns the models with pushed weights."""
-        return self._weights.keys()
+        """Returns the models with pushed weights or adapters."""
+        return self._weights.keys() | self._retained.keys()
 
     def newest_version(self, model: str) -> int | None:
         """Returns the highest version that engines of a model may hold. None before a push."""
         both = self._weights.get(model, ())
         return max((one.policy_version for one in both if one is not None), default=None)
+
+    def retained(self, model: str) -> Collection[Revision]:
+        """Returns the adapter revisions of a model for which engines are leased."""
+        return self._retained.get(model, frozenset())
 
     def of_model(self, model: str) -> list[Engine]:
         """Returns the engines of a model. An empty name means all models."""
@@ -486,19 +499,27 @@ class Fleet:
     def holding(self, pool: Pool, adapter: Revision) -> Pool:
         """Returns the engines of a pool that hold an adapter revision, as a pool.
 
+        Args:
+            pool: The engines of a gateway.
+            adapter: The revision. A version of 0 means any that is retained.
+
         Raises:
             AdapterUnknownError: The revision is not retained.
         """
         if not self._is_retained(adapter, pool.gateway.model):
+            name, version = adapter
+            what = f"version {version} of {name!r}" if version else repr(name)
             raise AdapterUnknownError(
-                f"adapter: version {adapter[1]} of {adapter[0]!r} is not retained; push a later "
-                "one, or name one that ListReplicas shows"
+                f"adapter: {what} is not retained; push a later version, or name one that "
+                "ListReplicas shows"
             )
         return self._pool(pool.gateway, adapter)
 
     def retain(self, model: str, adapters: Iterable[Revision]) -> None:
-        """Sets the adapter revisions of a model for which engines are leased."""
-        self._retained[model] = frozenset(adapters)
+        """Sets the adapter revisions of a model for which engines are leased. `aim` follows."""
+        self._retained.pop(model, None)
+        if retained := frozenset(adapters):
+            self._retained[model] = retained
         for key, pool in tuple(self._pools.items()):
             if pool.adapter and not self._is_retained(pool.adapter, pool.gateway.model):
                 for engine in tuple(pool.engines):  # for requests that wait
@@ -591,8 +612,12 @@ class Fleet:
         return pool
 
     def _is_retained(self, adapter: Revision, model: str) -> bool:
-        models = [model] if model else self._retained
-        return any(adapter in self._retained.get(one, ()) for one in models)
+        name, version = adapter
+        return any(
+            one == adapter or (not version and one[0] == name)
+            for own in ([model] if model else self._retained)
+            for one in self.retained(own)
+        )
 
     def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
         """Returns why no gateway can lease an engine, or None if it can be leased."""

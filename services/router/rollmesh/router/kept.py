@@ -17,7 +17,8 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeAlias
@@ -165,22 +166,11 @@ class KeptWeights:
                 return one.header
         return None
 
-    def with_adapter(
-        self, header: engine_pb2.AdapterHeader, most: int
-    ) -> list[peers_pb2.KeptAdapter]:
-        """Returns the revisions that remain once one is accepted.
-
-        Args:
-            header: Its header.
-            most: Maximum number of accepted revisions of its name. The newest remain.
-        """
+    def with_adapter(self, header: engine_pb2.AdapterHeader) -> list[peers_pb2.KeptAdapter]:
+        """Returns the adapters once a revision is accepted, without earlier offers of its name."""
         mine = peers_pb2.KeptAdapter(header=header, accepted=True)
-        all_ = [mine, *(one for one in self.state.adapters if one.header.push_id != header.push_id)]
-        all_.sort(key=_order)
-        of_name = [one for one in all_ if one.header.adapter.name == header.adapter.name]
-        remaining = [one for one in of_name if one.accepted][-most:]
-        remaining += [one for one in of_name if not one.accepted and _order(one) > _order(mine)]
-        return [one for one in all_ if one not in of_name or one in remaining]
+        others = [one for one in self.state.adapters if one.header.push_id != header.push_id]
+        return sorted([mine, *(one for one in others if not _is_outlived(one, mine))], key=_order)
 
     def offer_adapter(self, header: engine_pb2.AdapterHeader) -> None:
         """Stores a received adapter until it is accepted or withdrawn."""
@@ -188,13 +178,17 @@ class KeptWeights:
         offered = peers_pb2.KeptAdapter(header=header)
         self._store_adapters(sorted([*self.state.adapters, offered], key=_order))
 
-    def accept_adapter(self, header: engine_pb2.AdapterHeader, most: int) -> bool:
+    def accept_adapter(self, header: engine_pb2.AdapterHeader) -> bool:
         """Makes an offered adapter retained, as `with_adapter`. Returns whether it was not."""
         for one in self.state.adapters:
             if one.header.push_id == header.push_id and not one.accepted:
-                self._store_adapters(self.with_adapter(header, most))
+                self._store_adapters(self.with_adapter(header))
                 return True
         return False
+
+    def drop_adapters(self, most: int, named: Collection[Revision]) -> None:
+        """Drops the revisions that do not survive, see `surviving`."""
+        self._store_adapters(surviving(self.state.adapters, most, named))
 
     def withdraw_adapter(self, header: engine_pb2.AdapterHeader) -> None:
         """Drops an offered adapter, which no engine has loaded."""
@@ -364,6 +358,30 @@ def _sync_folder(folder: Path) -> None:
 def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
     """Returns the key of an adapter revision."""
     return adapter.name, adapter.version
+
+
+def surviving(
+    adapters: Iterable[peers_pb2.KeptAdapter], most: int, named: Collection[Revision]
+) -> list[peers_pb2.KeptAdapter]:
+    """Returns the adapters that stay, in their order.
+
+    Args:
+        adapters: The adapters by name and version. Offers that are not accepted stay.
+        most: Number of accepted revisions of a name that stay, the newest ones.
+        named: Revisions that sessions name. All of them stay.
+    """
+    kept, count = list[peers_pb2.KeptAdapter](), Counter[str]()
+    for one in reversed(list(adapters)):
+        name = one.header.adapter.name
+        count[name] += one.accepted
+        if not one.accepted or count[name] <= most or _order(one) in named:
+            kept.append(one)
+    return kept[::-1]
+
+
+def _is_outlived(one: peers_pb2.KeptAdapter, accepted: peers_pb2.KeptAdapter) -> bool:
+    own, other = one.header.adapter, accepted.header.adapter
+    return not one.accepted and own.name == other.name and own.version < other.version
 
 
 def _order(adapter: peers_pb2.KeptAdapter) -> Revision:

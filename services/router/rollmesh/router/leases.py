@@ -610,12 +610,16 @@ class LeaseTable:
         self._book(stream, request.lease_id, engine, engine.circuit.grant())
         self._place(request.session_id, engine, stream, group_id)
         self.fleet.touch(engine)
-        return leases_pb2.LeaseGrant(
+        grant = leases_pb2.LeaseGrant(
             engine_id=engine.engine_id,
             address=engine.address,
             policy_version=engine.policy_version,
             numerics=engine.numerics,
         )
+        if (adapter := request.choice.pool.adapter) is not None:
+            name, version = adapter
+            grant.adapter.name, grant.adapter.version = name, version or engine.newest[name]
+        return grant
 
     def _book(self, stream: Stream, lease_id: str, engine: Engine, epoch: int) -> None:
         lease = stream.leases[lease_id] = Lease(stream.stream_id, lease_id, engine, epoch)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rollmesh.runtime import clock
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 _TICK_MS = 250
 _INTERVAL_MS = 5_000  # of replicas that promise none
 _RETRY_MS = 1_000
+_NAMED_MS = 600_000
+_MOST_LEFT = 1_024
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +92,8 @@ class Members:
         self._missed_reports = missed_reports
         self._members: dict[tuple[int, str], Member] = {}
         self._placements = 0
+        self._left: dict[str, tuple[int, str, list[tuple[str, int]]]] = {}
+        """Gateways that left, by process: when, their model, and the adapters that they named."""
         self._error: RollmeshError | None = None
 
     def hellos(self) -> list[router_pb2.ReplicaHello]:
@@ -98,6 +103,21 @@ class Members:
     def models(self) -> set[str]:
         """Returns the models of all engines and gateways."""
         return {member.hello.model for member in self._members.values() if member.hello.model}
+
+    def named_adapters(self, model: str) -> set[tuple[str, int]]:
+        """Returns the adapter revisions that open sessions of a model name.
+
+        A gateway that left counts for ten more minutes: another one takes its sessions over.
+        """
+        now_ms = clock.monotonic_ms()
+        while self._left and next(iter(self._left.values()))[0] + _NAMED_MS <= now_ms:
+            del self._left[next(iter(self._left))]
+        left = (adapters for _, own, adapters in self._left.values() if own == model)
+        named = {one for adapters in left for one in adapters}
+        for hello in self.hellos():
+            if hello.kind == router_pb2.REPLICA_KIND_GATEWAY and hello.model == model:
+                named.update((one.name, one.version) for one in hello.load.pinned_adapters)
+        return named
 
     async def join(self, hello: router_pb2.ReplicaHello) -> Member:
         """Makes a replica a member.
@@ -193,8 +213,15 @@ class Members:
 
     def leave(self, member: Member) -> None:
         """Removes a member whose stream ended."""
+        hello = member.hello
         if self.has(member):
-            del self._members[_key(member.hello)]
+            del self._members[_key(hello)]
+        if hello.load.pinned_adapters:
+            adapters = [(one.name, one.version) for one in hello.load.pinned_adapters]
+            self._left.pop(hello.instance_id, None)
+            self._left[hello.instance_id] = clock.monotonic_ms(), hello.model, adapters
+            while len(self._left) > _MOST_LEFT:
+                del self._left[next(iter(self._left))]
         member.heard.set()
 
     def end(self, error: RollmeshError) -> None:

@@ -71,6 +71,10 @@ class Models:
         kept = {name for name, one in self._kept.items() if one.current or one.state.adapters}
         return self._members.models() | kept
 
+    def adapters(self) -> set[str]:
+        """Returns the names of all retained adapters."""
+        return {one.name for kept in self._kept.values() for one in kept.retained}
+
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
         return [
@@ -105,6 +109,15 @@ class Models:
         names = ", ".join(known) or "none: no engine or gateway is registered yet"
         problem = f"{model!r} is not in the mesh" if model else "is empty"
         raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether members have had the time to register again after this router's start."""
+        return clock.monotonic_ms() >= self._gathered_ms
+
+    def named_adapters(self, model: str) -> set[Revision]:
+        """Returns the adapter revisions that open sessions of a model name."""
+        return self._members.named_adapters(model)
 
     def engines(self, model: str) -> list[Engine]:
         """Returns the registered engines of a model."""
@@ -142,8 +155,8 @@ class Models:
 
     def show(self, kept: KeptWeights) -> None:
         """Tells the fleet which weights of a model are current and which are offered."""
-        self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
         self._fleet.retain(kept.model, map(revision_of, kept.retained))
+        self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
         metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
 
     def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:

@@ -144,6 +144,7 @@ class RouterServicer(
         return router_pb2.ListGatewaysResponse(
             gateways=[one.as_gateway() for one in self._members.gateways()],
             models=sorted(self._models.names()),
+            adapters=sorted(self._models.adapters()),
         )
 
     async def ListReplicas(

@@ -67,7 +67,7 @@ class Directory:
         Args:
             router: `host:port` of the router, or several separated by commas.
             keepalive_ms: Idle time after which members are pinged, milliseconds.
-            identity: The identity that calls present. None means that of the process.
+            identity: The identity that calls present. None means the identity of the process.
         """
         self._routers = Routers(router, identity)
         self._keepalive_ms = keepalive_ms
@@ -287,7 +287,7 @@ class GatewayDirectory(Directory):
         Args:
             router: `host:port` of the router, or several separated by commas.
             gateway: `host:port` of the gateway, if there is only one. The router is then not asked.
-            identity: The identity that calls present. None means that of the process.
+            identity: The identity that calls present. None means the identity of the process.
             local: Gateways of this process by address. Calls to them need no connection.
         """
         super().__init__(router, KEEPALIVE_MS, identity)
@@ -296,6 +296,7 @@ class GatewayDirectory(Directory):
         self._known: dict[str, _Known] = {}  # by journal
         self._models: list[str] = []
         self._names: set[str] = set()
+        self._adapters: set[str] = set()
         self._addresses: list[str] = []  # of the gateways, as a router listed them
         self._peers: dict[str, Peer] = {}
         self._ticking: asyncio.Task[None] | None = None
@@ -335,6 +336,7 @@ class GatewayDirectory(Directory):
                     gateway_pb2.GetGatewayInfoRequest(), timeout=_INFO_TIMEOUT_S
                 )
             self._models, self._names = [info.model], {info.model}
+            self._adapters = set(info.adapters)
         else:
             await self._list()
         return self._models
@@ -342,6 +344,10 @@ class GatewayDirectory(Directory):
     def has_model(self, name: str) -> bool:
         """Returns whether the mesh is known to have a model, even if no gateway serves it now."""
         return name in self._names or any(one.model == name for one in self._known.values())
+
+    def has_adapter(self, name: str) -> bool:
+        """Returns whether an adapter of a name is known to be retained."""
+        return name in self._adapters
 
     async def _find(self, session_id: str) -> _Known:
         journal_id = journal_of(session_id)
@@ -510,7 +516,7 @@ class GatewayDirectory(Directory):
         for gateway in response.gateways:
             self._note(gateway)
         self._models = sorted({gateway.model for gateway in response.gateways})
-        self._names = set(response.models)
+        self._names, self._adapters = set(response.models), set(response.adapters)
         self._addresses = [gateway.address for gateway in response.gateways]
         before_ms = clock.monotonic_ms() - _KEPT_MS
         for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
@@ -588,7 +594,7 @@ class CollectorDirectory(Directory):
         Args:
             router: `host:port` of the router, or several separated by commas.
             collectors: `host:port`, or several, separated by commas. The router is then not asked.
-            identity: The identity that calls present. None means that of the process.
+            identity: The identity that calls present. None means the identity of the process.
         """
         super().__init__(router, SHORT_KEEPALIVE_MS, identity)
         self._asks = bool(router)
@@ -678,7 +684,7 @@ class SidecarDirectory(Directory):
         Args:
             router: `host:port` of the router, or several separated by commas.
             sidecar: `host:port` or URL of the sidecar. The router is then not asked.
-            identity: The identity that calls present. None means that of the process.
+            identity: The identity that calls present. None means the identity of the process.
         """
         super().__init__(router, KEEPALIVE_MS, identity)
         self._asks = bool(router and not sidecar)

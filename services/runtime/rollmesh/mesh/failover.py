@@ -265,6 +265,9 @@ class Order:
     is_sent: Callable[[], bool]
     """Returns whether a part was sent to a client that cannot take it back."""
     group_id: str = ""
+    adapter: sampling_pb2.AdapterRef | None = None
+    """The adapter that samples. None if the base model does. A version of 0 means the newest
+    revision that the engine of its first token holds."""
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes of the images of its prompt, by hash. Those in the request have none."""
     load_images: LoadImages | None = None
@@ -283,6 +286,12 @@ class Order:
         """Time for which it may still wait, milliseconds. After that there is time to say why."""
         most_ms = self.timeout_ms - min(_LAST_WORD_MS, self.timeout_ms // 2)
         return max(self.began_ms + most_ms - clock.monotonic_ms(), 0)
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether it began with a revision that it need not have, and can begin anew."""
+        newest = self.adapter is not None and not self.adapter.version
+        return newest and bool(self.generation.taken) and not self.is_sent()
 
     @property
     def is_complete(self) -> bool:
@@ -366,6 +375,10 @@ class Failover:
                 await asyncio.sleep(delay_ms / 1000)
                 continue
             except AdapterUnknownError:
+                if order.is_outlived:
+                    order.generation = generation.anew()
+                    yield None
+                    continue
                 if attempt is None or len(lost) >= _ATTEMPTS - 1:  # the router refused, or too many
                     raise
                 lost.append(generation.engine_id)
@@ -416,7 +429,7 @@ class Failover:
                         session_id=order.session_id,
                         group_id=order.group_id,
                         excluded=lost,
-                        adapter=generation.adapter,
+                        adapter=generation.adapter if generation.taken else order.adapter,
                         deadline_ms=order.lease_timeout_ms,
                         suspended_ms=order.left_ms,
                     )
@@ -433,6 +446,8 @@ class Failover:
             generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
             return None
         suspect, grant = leased
+        if order.adapter is not None:
+            generation.request.adapter.CopyFrom(grant.adapter)
         request = engine_pb2.StreamedGenerate(
             max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
         )

@@ -352,6 +352,7 @@ class OfferedVersions:
         self._lost_epoch = 0
         """Epoch of models with unknown versions."""
         self._said: dict[tuple[str, str], int] = {}  # by model and router
+        self._adapters: dict[tuple[str, str], set[tuple[str, int]]] = {}  # likewise
         self._news = asyncio.Event()
 
     @property
@@ -362,6 +363,37 @@ class OfferedVersions:
     def of(self, model: str) -> Offered:
         """Returns the versions offered to the engines of a model."""
         return self._models.get(model) or Offered(self._lost_epoch)
+
+    def adapters(self, model: str) -> set[tuple[str, int]]:
+        """Returns the adapter revisions of a model that routers retain: names and versions."""
+        return {
+            revision
+            for (one, _), retained in self._adapters.items()
+            for revision in retained
+            if one == model
+        }
+
+    async def until_adapters(
+        self, model: str, wanted: Iterable[tuple[str, int]]
+    ) -> set[tuple[str, int]]:
+        """Waits for up to 5 s until adapter revisions are retained. Returns the retained revisions.
+
+        Args:
+            model: Name of the model.
+            wanted: Names and versions. A version of 0 means any.
+        """
+
+        def are_retained() -> bool:
+            retained = self.adapters(model)
+            names = {name for name, _ in retained}
+            return all(one in retained or (not one[1] and one[0] in names) for one in wanted)
+
+        wanted = list(wanted)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS_S):
+                while not are_retained():
+                    await self._news.wait()
+        return self.adapters(model)
 
     async def until(self, model: str, policy_version: int) -> Offered:
         """Waits for up to 5 s until a version is offered. Returns the versions offered then."""
@@ -379,10 +411,14 @@ class OfferedVersions:
             self._said[weights.model, router] = weights.policy_version
         else:
             self._said.pop((weights.model, router), None)
+        retained = {(one.name, one.version) for one in weights.adapters}
+        self._adapters[weights.model, router] = retained
         self._changed(weights.model)
 
     def lose(self, router: str) -> None:
         """Notes that a router went away."""
+        for key in [one for one in self._adapters if one[1] == router]:
+            del self._adapters[key]
         for model, one in list(self._said):
             if one == router:
                 del self._said[model, one]
@@ -494,7 +530,8 @@ class LeaseClient(Background):
             session_id: Id of the session.
             group_id: Id of its group. May be empty.
             excluded: Ids of engines that have failed this turn.
-            adapter: Adapter revision that the engine must hold. None if the base model samples.
+            adapter: Adapter revision that the engine must hold. None if the base model samples. A
+                version of 0 means any: the grant names the newest one that the engine holds.
             deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
             suspended_ms: Longest wait while engines are there and each is paused, asleep or being
                 updated, milliseconds. `deadline_ms` applies otherwise.

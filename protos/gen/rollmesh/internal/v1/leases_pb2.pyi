@@ -295,7 +295,9 @@ class AcquireLease(_message.Message):
 
     @_builtins.property
     def adapter(self) -> _sampling_pb2.AdapterRef:
-        """Adapter revision that the engine must hold. Not set if the base model samples."""
+        """Adapter revision that the engine must hold. A version of 0 means any that is retained: the grant
+        names the newest one that the engine holds. Not set if the base model samples.
+        """
 
     def __init__(
         self,
@@ -446,19 +448,25 @@ class OfferedWeights(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     policy_version: _builtins.int
     """The highest policy version that was offered. Not set if nothing was pushed, or it is forgotten."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """The adapter revisions that are retained."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
+        adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "adapters", b"adapters", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -545,6 +553,7 @@ class LeaseGrant(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine."""
     address: _builtins.str
@@ -555,6 +564,10 @@ class LeaseGrant(_message.Message):
     def numerics(self) -> _sampling_pb2.Numerics:
         """Numerics of the engine."""
 
+    @_builtins.property
+    def adapter(self) -> _sampling_pb2.AdapterRef:
+        """Adapter revision that samples. Not set if the base model does."""
+
     def __init__(
         self,
         *,
@@ -562,10 +575,11 @@ class LeaseGrant(_message.Message):
         address: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         numerics: _sampling_pb2.Numerics | None = ...,
+        adapter: _sampling_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "numerics", b"numerics", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "address", b"address", "engine_id", b"engine_id", "numerics", b"numerics", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
