@@ -44,13 +44,18 @@ class PolicyReport:
 
 
 def make_policy(
-    path: Path, *, seed: int, progress: Callable[[int, int, float], None] | None = None
+    path: Path,
+    *,
+    seed: int,
+    steps: int = _STEPS,
+    progress: Callable[[int, int, float], None] | None = None,
 ) -> PolicyReport:
     """Makes tokenizer and weights, and writes them as a model directory.
 
     Args:
         path: Folder to be loaded by vLLM and the gateway.
         seed: Seed of weights, demonstrations and their order.
+        steps: Number of supervised steps. With few of them, it is a random policy.
         progress: Called with step, number of steps and loss.
     """
     started = time.monotonic()
@@ -60,7 +65,7 @@ def make_policy(
     texts = ["".join(_demonstration(task, dice, template)) for task in make_tasks(3000, seed)]
     tokenizer = make_tokenizer(texts, _VOCABULARY, path, CONTEXT_TOKENS)
     model = _make_model(tokenizer)
-    loss = _supervise(model, tokenizer, template, dice, seed, progress)
+    loss = _supervise(model, tokenizer, template, dice, seed, steps, progress)
     model.save_pretrained(path)
     generation = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": 0}
     (path / "generation_config.json").write_text(json.dumps(generation))
@@ -120,17 +125,18 @@ def _supervise(
     template: ChatTemplate,
     dice: random.Random,
     seed: int,
+    steps: int,
     progress: Callable[[int, int, float], None] | None,
 ) -> float:
     """Trains on fresh demonstrations. The loss covers only assistant tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / _WARM_UP, 1.0) * (1 - (1 - _LAST_RATE) * step / _STEPS),
+        lambda step: min((step + 1) / _WARM_UP, 1.0) * (1 - (1 - _LAST_RATE) * step / steps),
     )
-    tasks = iter(make_tasks(_STEPS * _BATCH, seed + 1))
+    tasks = iter(make_tasks(steps * _BATCH, seed + 1))
     loss = torch.zeros(())
-    for step in range(_STEPS):
+    for step in range(steps):
         rows = [
             _encode(_demonstration(next(tasks), dice, template), tokenizer) for _ in range(_BATCH)
         ]
@@ -142,7 +148,7 @@ def _supervise(
         optimizer.step()
         schedule.step()
         if progress is not None:
-            progress(step + 1, _STEPS, loss.item())
+            progress(step + 1, steps, loss.item())
     return float(loss.item())
 
 
