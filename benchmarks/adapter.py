@@ -65,8 +65,13 @@ class Load:
     ) -> AsyncIterator[engine_pb2.TokenChunk]:
         """Yields the messages of a generation, each with a token."""
         self._next += 1
-        number, limits = self._next, {"deadline_ms": _TIMEOUT_MS, "suspended_ms": _TIMEOUT_MS}
-        async with self._leases.lease(session_id=f"s{number}", adapter=adapter, **limits) as grant:
+        number = self._next
+        async with self._leases.lease(
+            session_id=f"s{number}",
+            adapter=adapter,
+            deadline_ms=_TIMEOUT_MS,
+            suspended_ms=_TIMEOUT_MS,
+        ) as grant:
             generate = engine_pb2.GenerateRequest(
                 request_id=f"r{number}",
                 token_ids_u32le=bytes([number % 200, 1, 0, 0]) * 8,

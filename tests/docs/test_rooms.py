@@ -10,7 +10,7 @@ CEILINGS = {
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_984, 22),
     "services/engine/rollmesh/engine": (5_025, 22),
-    "services/router/rollmesh/router": (4_299, 17),
+    "services/router/rollmesh/router": (4_372, 17),
     "services/collector/rollmesh/collector": (4_852, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),

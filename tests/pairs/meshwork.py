@@ -60,7 +60,12 @@ class Meshwork:
                 vocabulary = json.loads((mesh.model / "config.json").read_text())["vocab_size"]
                 script = mesh.folder / "script.json"
                 flags |= {"engine_id": name, "backend": "scripted", "vocabulary_tokens": vocabulary}
-                flags |= {"eos_id": 2, "script": script, "tokens_per_second": 200}
+                flags |= {
+                    "eos_id": 2,
+                    "script": script,
+                    "tokens_per_second": 200,
+                    "max_adapters": 6,
+                }
             case "gateway":
                 flags |= {"gateway_id": name, "model_path": mesh.model, "journal": self.database}
                 flags |= {"journal_lease_ms": _LEASE_MS}
@@ -81,8 +86,8 @@ class Meshwork:
     def agent(self, session: Session) -> openai.AsyncOpenAI:
         return self.mesh.openai(session, max_retries=RETRIES)
 
-    async def open(self) -> Session:
-        return await self.client.open_session(self.client.session_request())
+    async def open(self, *adapters: str) -> Session:
+        return await self.client.open_session(self.client.session_request(adapters=adapters))
 
     async def push(self, tensors: Mapping[str, Any] = TENSORS) -> None:
         """Pushes weights under the next version."""

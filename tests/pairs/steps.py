@@ -1,6 +1,7 @@
 """The lists of which the pairs are made: control calls, long operations, and failures."""
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,12 +11,14 @@ import numpy as np
 import openai
 
 from tests.audited import Agent
-from tests.pairs.meshwork import LONG, Meshwork
+from tests.engine.engines import CONFIG
+from tests.pairs.meshwork import LONG, TENSORS, Meshwork
 
 Step = Callable[[Meshwork], Awaitable[object]]
 Operation = Callable[[Meshwork, list[Agent], asyncio.Event], Awaitable[None]]
 """Takes the mesh, the agents whose answers are audited, to which it adds its own, and what it sets
 when it is in its middle."""
+_VERSIONS = itertools.count(1)
 FIRST: list[Any] = [{"role": "user", "content": "first"}]
 
 
@@ -43,6 +46,24 @@ async def _revoke(work: Meshwork) -> None:
         raise AssertionError("a revoked key opened its session")
 
 
+async def _adapter(work: Meshwork) -> None:
+    """Pushes an adapter, lets a session sample with it, and unloads it."""
+    try:
+        await work.client.push_adapter(TENSORS, "math", next(_VERSIONS), CONFIG)
+        agent = Agent(await work.open("math"))
+        await agent.run(lambda: not agent.answers)
+        await work.client.close_session(agent.session)
+    finally:
+        await work.client.unload_adapter("math")
+
+
+async def _score(work: Meshwork) -> None:
+    """Has given tokens scored, as those of a student under its teacher."""
+    rows = [np.arange(5, 25 + at, dtype=np.uint32) for at in range(8)]
+    scores = await work.client.score(rows, top_k=2, timeout_s=60.0)
+    assert [len(one.logprobs) for one in scores] == list(map(len, rows))
+
+
 CONTROLS: dict[str, Step] = {
     "pause": lambda work: work.client.pause_engines(),
     "pause-abort": lambda work: work.client.pause_engines("abort"),
@@ -57,6 +78,8 @@ CONTROLS: dict[str, Step] = {
     "reload": _reload,
     "revoke": _revoke,
     "takeover": _take_over,
+    "adapter": _adapter,
+    "score": _score,
 }
 
 

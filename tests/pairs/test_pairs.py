@@ -21,13 +21,17 @@ from tests.pairs.meshwork import LIMIT_S, Meshwork, ended, meshwork
 from tests.pairs.steps import CONTROLS, FAILURES, OPERATIONS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-REFUSED = {("update", "push"): {"SUPERSEDED", "STALE_VERSION"}}
+REFUSED = {
+    ("update", "push"): {"SUPERSEDED", "STALE_VERSION"},
+    ("adapter", "push"): {"INVALID_FIELD"},  # other weights are refused while adapters are kept
+}
 """Reasons with which one of two calls may end."""
 QUICK = {
     ("pause", "push"),
     ("sleep-2", "push"),
     ("takeover", "close"),
     ("reload", "ingest"),
+    ("adapter", "takeover"),
     ("kill gateway-0", "kill collector"),
 }
 """The pairs of `make test`."""

@@ -2,9 +2,11 @@
 
 import pytest
 
+from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
-from rollmesh.runtime.errors import AdapterUnknownError, NoEngineError
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import AdapterUnknownError, EnginesBusyError, NoEngineError
 from rollmesh.v1 import sampling_pb2
 from tests.router.leasing.tables import acquire, change, ended, granted, hello, table
 
@@ -141,3 +143,47 @@ def test_a_turn_waits_for_an_engine_with_any_revision() -> None:
     assert ended(leases, 50) == {}
     change(leases, "a", adapters={OTHER: "q", MATH: "p"})
     assert ended(leases, 50) == {"1": "a"}
+
+
+def test_turns_of_an_adapter_hold_at_most_their_share_of_an_engine() -> None:
+    leases = LeaseTable(shares={"math": 0.5})
+    leases.add_engine(Engine("a", "a:1", "m", 4))
+    leases.open_stream("g", hello())
+    leases.fleet.retain("m", [MATH, OTHER, ("code", 1)])
+    change(leases, "a", adapters={MATH: "p", OTHER: "q", ("code", 1): "c"})
+    assert granted(acquire(leases, "g", "1", "s", adapter=ASKED)) == "a"
+    assert granted(acquire(leases, "g", "2", "s", adapter=NEWEST)) == "a"
+    with pytest.raises(EnginesBusyError, match="full for its adapter's share"):
+        acquire(leases, "g", "3", "s", adapter=NEWEST)
+    assert acquire(leases, "g", "3", "s", adapter=NEWEST, wait_ms=100) is None
+    code = sampling_pb2.AdapterRef(name="code", version=1)
+    assert granted(acquire(leases, "g", "4", "t", adapter=code)) == "a"
+    assert ended(leases, 10) == {}
+    leases.release("g", "4")  # it frees a slot, and not one of the share
+    assert ended(leases, 20) == {}
+    assert granted(acquire(leases, "g", "5", "u")) == "a"
+    leases.release("g", "1")
+    assert ended(leases, 30) == {"3": "a"}
+    leases.add_engine(Engine("a", "a:2", "m", 4, adapters={MATH: "p"}))  # it registers again
+    assert [granted(acquire(leases, "g", f"x{n}", "s", adapter=ASKED)) for n in range(2)]
+    with pytest.raises(EnginesBusyError):
+        acquire(leases, "g", "x2", "s", adapter=ASKED)
+
+
+def test_a_small_share_is_one_lease() -> None:
+    leases = LeaseTable(shares={"math": 0.01})
+    leases.add_engine(Engine("a", "a:1", "m", 4, adapters={MATH: "p"}))
+    leases.open_stream("g", hello())
+    leases.fleet.retain("m", [MATH])
+    assert granted(acquire(leases, "g", "1", "s", adapter=ASKED)) == "a"
+    assert acquire(leases, "g", "2", "t", adapter=ASKED, wait_ms=100) is None
+
+
+@pytest.mark.parametrize("wrong", ["math", "math=2", "math=0", "math=nan", "=0.5", "a=0.5 b=x"])
+def test_shares_that_are_none_are_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"adapter_shares: .* is no share"):
+        RouterConfig(adapter_shares=wrong)
+
+
+def test_shares_are_read() -> None:
+    assert RouterConfig(adapter_shares="a=b=0.5  code=1").shares() == {"a=b": 0.5, "code": 1.0}

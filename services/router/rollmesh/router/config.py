@@ -6,7 +6,7 @@ from typing import Annotated
 
 from rollmesh.router.engines import IMBALANCE_MARGIN
 from rollmesh.router.leases import QUEUE_LIMIT
-from rollmesh.runtime.config import ROUTER_PORT, Bounds
+from rollmesh.runtime.config import ROUTER_PORT, Bounds, ConfigError
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
 
@@ -32,6 +32,9 @@ class RouterConfig(ServerConfig):
     max_adapter_lag: Annotated[int, Bounds(0)] = 3
     """Number of revisions of an adapter that are retained below its newest one. Older revisions are
     unloaded from all engines when no open session names them any more."""
+    adapter_shares: str = ""
+    """Largest share of the leases of each engine that turns of an adapter hold at once, such as
+    "planner=0.5 coder=0.25". Other adapters and the base model have no limit."""
     missed_reports: Annotated[int, Bounds(2)] = 5
     """Number of reports that a member may miss before it is removed. Engines and gateways report
     every second."""
@@ -49,3 +52,32 @@ class RouterConfig(ServerConfig):
     """The first such while, milliseconds. It doubles each time the engine is tried in vain."""
     circuit_longest_ms: Annotated[int, Bounds(1)] = 60_000
     """The longest such while, milliseconds."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: A setting is out of its bounds, or is no list of shares.
+        """
+        super().__post_init__()
+        self.shares()
+
+    def shares(self) -> dict[str, float]:
+        """Returns the shares of adapters, above 0 and at most 1, by name.
+
+        Raises:
+            ConfigError: The setting is no list of shares.
+        """
+        shares: dict[str, float] = {}
+        for entry in self.adapter_shares.split():
+            name, _, share = entry.rpartition("=")
+            try:
+                shares[name] = float(share)
+            except ValueError:
+                shares[name] = 0.0
+            if not name or not 0 < shares[name] <= 1:
+                raise ConfigError(
+                    f"adapter_shares: {entry!r} is no share; give NAME=SHARE, with a share above 0 "
+                    "and at most 1"
+                )
+        return shares

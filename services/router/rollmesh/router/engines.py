@@ -5,8 +5,8 @@ Plain state and synchronous steps, without I/O.
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -97,6 +97,8 @@ class Lease:
     engine: "Engine"
     epoch: int
     """Epoch of the engine's circuit when the lease was granted."""
+    adapter: str = ""
+    """Name of the adapter that samples the turn. Empty for the base model, and if unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +137,8 @@ class Engine:
     """Error of its last weight update, empty if it succeeded."""
     circuit: Circuit = field(default_factory=Circuit)
     held: set[Lease] = field(default_factory=set)
+    turns: Counter[str] = field(default_factory=Counter)
+    """Number of leases on it by adapter."""
     most_held: int = 0
     """The most leases on it at a time since its last report."""
     elsewhere: int = 0
@@ -170,7 +174,13 @@ class Engine:
     def book(self, lease: Lease) -> None:
         """Takes a slot."""
         self.held.add(lease)
+        self.turns[lease.adapter] += 1
         self.most_held = max(self.most_held, len(self.held))
+
+    def free(self, lease: Lease) -> None:
+        """Frees a slot."""
+        self.held.remove(lease)
+        self.turns[lease.adapter] -= 1
 
     def report(self, generations: int) -> None:
         """Takes the reported number of running and waiting generations.
@@ -232,13 +242,25 @@ class Pool:
     Engines are ranked again when the first of them is asked for, not when they change.
     """
 
-    def __init__(self, gateway: leases_pb2.DispatchHello, adapter: Revision | None = None) -> None:
-        """Starts without engines, for gateways of the same kind."""
+    def __init__(
+        self,
+        gateway: leases_pb2.DispatchHello,
+        adapter: Revision | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """Starts without engines, for gateways of the same kind.
+
+        Args:
+            gateway: One of the gateways.
+            adapter: The adapter revision of the turns.
+            share: Largest share of each engine's leases that turns of the adapter hold at once.
+        """
         self.gateway = gateway
         """A gateway of the kind."""
         self.adapter = adapter
         """The adapter revision that its engines hold, or any of its name with a version of 0. None
         if the base model samples."""
+        self.share = share
         self.users = 0
         """Number of streams of such gateways."""
         self.engines: set[Engine] = set()
@@ -270,6 +292,13 @@ class Pool:
             self.sessions += sessions
             self._changed.add(engine)
 
+    def has_slot(self, engine: Engine) -> bool:
+        """Returns whether an engine can take one more lease, within the share of the adapter."""
+        if self.adapter is None or self.share == 1:
+            return engine.has_slot
+        most = max(int(self.share * engine.capacity), 1)
+        return engine.has_slot and engine.turns[self.adapter[0]] < most
+
     def freed(self, now_ms: int) -> None:
         """Records the end of a lease on one of the engines."""
         self._freed_ms.append(now_ms)
@@ -288,7 +317,7 @@ class Pool:
     def first(self, besides: frozenset[Engine]) -> Engine | None:
         """Returns the first engine with a slot, a paused one if no other has one."""
         for engine in self._changed:
-            if engine.has_slot:
+            if self.has_slot(engine):
                 self._ranking.set(engine, engine.rank)
             else:
                 self._ranking.discard(engine)
@@ -313,7 +342,7 @@ class Choice:
         assert isinstance(engine, Engine)
         if engine.paused and (first := self.first()) is not None and not first.paused:
             return False
-        return engine.has_slot
+        return self.pool.has_slot(engine)
 
     @property
     def left_out(self) -> frozenset[Engine]:
@@ -374,8 +403,9 @@ class Fleet:
     Invariant: a pool holds the engines in service that fit its gateways.
     """
 
-    def __init__(self) -> None:
-        """Starts empty."""
+    def __init__(self, shares: Mapping[str, float] | None = None) -> None:
+        """Starts without engines. Takes the shares of adapters, see `RouterConfig.shares`."""
+        self._shares = shares or {}
         self.engines: dict[str, Engine] = {}
         self.on_change: Callable[[], None] = ignore
         """Called after a change that may end waits."""
@@ -606,7 +636,8 @@ class Fleet:
     def _pool(self, gateway: leases_pb2.DispatchHello, adapter: Revision | None) -> Pool:
         pool = self._pools.get((_kind(gateway), adapter))
         if pool is None:
-            pool = self._pools[_kind(gateway), adapter] = Pool(gateway, adapter)
+            share = 1.0 if adapter is None else self._shares.get(adapter[0], 1.0)
+            pool = self._pools[_kind(gateway), adapter] = Pool(gateway, adapter, share)
             for engine in self.engines.values():
                 pool.admit(engine, in_service=self._unfit(engine) is None)
         return pool

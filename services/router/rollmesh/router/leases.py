@@ -21,7 +21,7 @@ slot is never left free for fairness: a group that waits alone gets all of them.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -305,6 +305,7 @@ class LeaseTable:
         queue_limit: int = QUEUE_LIMIT,
         circuits: CircuitLimits = _CIRCUITS,
         awaited_ms: int = AWAITED_MS,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         """Starts empty.
 
@@ -313,8 +314,9 @@ class LeaseTable:
             queue_limit: Maximum number of waiting requests.
             circuits: When the circuits of engines open.
             awaited_ms: Time for which engines are awaited that gateways restate, milliseconds.
+            shares: Largest share of each engine's leases by adapter. None limits none.
         """
-        self.fleet = Fleet()
+        self.fleet = Fleet(shares)
         self.engines = self.fleet.engines
         """The engines by id."""
         self.streams: dict[str, Stream] = {}
@@ -607,7 +609,9 @@ class LeaseTable:
         if engine is None:
             return None
         engine.last_picked = next(self._picks)
-        self._book(stream, request.lease_id, engine, engine.circuit.grant())
+        adapter = request.choice.pool.adapter
+        turn = "" if adapter is None else adapter[0]
+        self._book(stream, request.lease_id, engine, engine.circuit.grant(), turn)
         self._place(request.session_id, engine, stream, group_id)
         self.fleet.touch(engine)
         grant = leases_pb2.LeaseGrant(
@@ -616,13 +620,16 @@ class LeaseTable:
             policy_version=engine.policy_version,
             numerics=engine.numerics,
         )
-        if (adapter := request.choice.pool.adapter) is not None:
+        if adapter is not None:
             name, version = adapter
             grant.adapter.name, grant.adapter.version = name, version or engine.newest[name]
         return grant
 
-    def _book(self, stream: Stream, lease_id: str, engine: Engine, epoch: int) -> None:
-        lease = stream.leases[lease_id] = Lease(stream.stream_id, lease_id, engine, epoch)
+    def _book(
+        self, stream: Stream, lease_id: str, engine: Engine, epoch: int, adapter: str = ""
+    ) -> None:
+        lease = Lease(stream.stream_id, lease_id, engine, epoch, adapter)
+        stream.leases[lease_id] = lease
         engine.book(lease)
         self.leases += 1
 
@@ -634,7 +641,7 @@ class LeaseTable:
     ) -> bool:
         """Frees the slot of a lease. Returns whether the circuit of its engine changed."""
         engine = lease.engine
-        engine.held.remove(lease)
+        engine.free(lease)
         self.leases -= 1
         self.fleet.touch(engine)
         return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)
@@ -688,8 +695,10 @@ class LeaseTable:
         if not fitting:
             why = self.fleet.why_none(request.stream.hello, pool.adapter)
             return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
+        of_share = " for its adapter's share" if pool.share < 1 else ""
         return EnginesBusyError(
-            f"all {fitting} engines are full", retry_delay_ms=self._delay_ms(pool, now_ms)
+            f"all {fitting} engines are full{of_share}",
+            retry_delay_ms=self._delay_ms(pool, now_ms),
         )
 
     def _delay_ms(self, pool: Pool, now_ms: int) -> int:

@@ -30,6 +30,7 @@ class RouterService:
         self.table = LeaseTable(
             imbalance_margin=config.imbalance_margin,
             queue_limit=config.queue_limit,
+            shares=config.shares(),
             circuits=CircuitLimits(
                 config.circuit_losses, config.circuit_first_ms, config.circuit_longest_ms
             ),
