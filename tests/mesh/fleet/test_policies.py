@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -275,3 +276,33 @@ async def test_an_answer_moves_to_another_engine_with_its_revision(
     assert policies(result) == [("math", 1), ("math", 2)]
     assert {"MIGRATED"} <= {reason for one in result.trajectories for reason in one.reasons}
     assert not any("MIXED_VERSIONS" in one.reasons for one in result.trajectories)
+
+
+async def test_an_adapter_may_not_have_the_name_of_a_model(mesh: Mesh, client: Client) -> None:
+    with pytest.raises(InvalidFieldError, match="'policy' is a model's name"):
+        await push(client, "policy", 1)
+
+
+async def test_every_protocol_chooses_a_policy_by_the_model(mesh: Mesh, client: Client) -> None:
+    await push(client, "planner", 3)
+    await push(client, "coder", 8)
+    async with client.session(adapters=["planner", "coder"]) as session:
+        claude = anthropic.AsyncAnthropic(
+            base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0
+        )
+        async with claude:
+            said = await claude.messages.create(
+                model="coder", max_tokens=8, messages=[{"role": "user", "content": "one"}]
+            )
+        assert said.model == "coder"
+        agent = mesh.openai(session)
+        response = await agent.responses.create(model="coder", input="two", max_output_tokens=8)
+        again = await agent.responses.create(
+            model="planner", previous_response_id=response.id, input="three", max_output_tokens=8
+        )
+        assert (response.model, again.model) == ("coder", "planner")
+        streamed = await ask(mesh, session, "four", model="coder", stream=True)
+        assert {chunk.model async for chunk in streamed} == {"coder"}
+        await ask(mesh, session, "five", model="gpt-4o")  # as many agents have it built in
+    found = [name for name, _ in policies(await delivered(client, session))]
+    assert found == ["coder", "coder", "planner", "coder", "planner"]

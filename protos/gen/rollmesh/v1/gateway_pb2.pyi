@@ -1404,6 +1404,7 @@ class OpenSession(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     run_id: _builtins.str
@@ -1430,6 +1431,10 @@ class OpenSession(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata from CreateSession. Empty in a list."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """Its policies. A version of 0 means the newest revision at each turn. Empty means the base model."""
+
     def __init__(
         self,
         *,
@@ -1445,10 +1450,11 @@ class OpenSession(_message.Message):
         turns: _builtins.int = ...,
         in_flight: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -167,6 +167,7 @@ def write_session(session: Session) -> gateway_pb2.OpenSession:
         idle_ms=0 if session.in_flight else clock.monotonic_ms() - session.used_ms,
         turns=session.tree.turns,
         in_flight=len(session.in_flight),
+        adapters=spec.policies,
     )
 
 

@@ -102,12 +102,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
         _check_policies(request.adapters)
         spec, key = await self.gateway.create(request)
-        response = gateway_pb2.CreateSessionResponse(
-            session_id=spec.session_id, session_key=key, model=spec.model
+        return gateway_pb2.CreateSessionResponse(
+            session_id=spec.session_id,
+            session_key=key,
+            model=spec.model,
+            adapters=spec.policies,
         )
-        for name, version in spec.adapters:
-            response.adapters.add(name=str(name), version=int(version))
-        return response
 
     async def FindSession(
         self, request: gateway_pb2.FindSessionRequest, context: Context
@@ -217,7 +217,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "the gateway",
             )
 
-        others = self.gateway.adapters - {str(one[0]) for one in session.spec.adapters}
+        others = self.gateway.adapters - {one.name for one in session.spec.policies}
         if request.model in others and request.model != session.spec.model:
             raise ModelMismatchError(
                 "model", f"{request.model!r} is no policy of this session; open one that has it"

@@ -79,9 +79,16 @@ class SessionSpec:
     version of 0 the newest revision."""
 
     @property
+    def policies(self) -> list[sampling_pb2.AdapterRef]:
+        """Its policies, as messages."""
+        return [
+            sampling_pb2.AdapterRef(name=str(one[0]), version=int(one[1])) for one in self.adapters
+        ]
+
+    @property
     def named_adapters(self) -> list[tuple[str, int]]:
         """The adapter revisions that it names."""
-        return [(str(name), int(version)) for name, version in self.adapters if version]
+        return [(one.name, one.version) for one in self.policies if one.version]
 
     def policy(self, model: str) -> sampling_pb2.AdapterRef | None:
         """Returns the adapter that samples a turn. None if the base model does.
@@ -89,12 +96,11 @@ class SessionSpec:
         Args:
             model: The name that the request gives. The first policy has every unknown name.
         """
+        policies = self.policies
         wanted = "" if model == self.model else model
-        named = [one for one in self.adapters if one[0] == wanted] if model else []
-        for name, version in [*named, *self.adapters][:1]:
-            if name:
-                return sampling_pb2.AdapterRef(name=str(name), version=int(version))
-        return None
+        named = [one for one in policies if one.name == wanted] if model else []
+        policy = next(iter(named or policies), None)
+        return policy if policy is not None and policy.name else None
 
     @property
     def group(self) -> "GroupName | None":

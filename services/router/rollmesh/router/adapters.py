@@ -136,6 +136,10 @@ class AdapterPushes:
     def _check(self, header: engine_pb2.AdapterHeader, kept: KeptWeights) -> None:
         """Checks the version of a push, and that the engines have room."""
         name, version = revision_of(header.adapter)
+        if name in self._models.names():
+            raise InvalidFieldError(
+                "header.adapter", f"{name!r} is a model's name; give the adapter another one"
+            )
         versions = [one.header.adapter.version for one in kept.adapters_of(name)]
         if version <= max(versions, default=0):
             raise StaleVersionError(
