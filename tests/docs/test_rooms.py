@@ -5,12 +5,12 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_320, 48),
+    "services/runtime/rollmesh/runtime": (7_375, 49),
     "services/runtime/rollmesh/mesh": (3_506, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
-    "services/gateway/rollmesh/gateway": (8_984, 22),
-    "services/engine/rollmesh/engine": (5_025, 22),
-    "services/router/rollmesh/router": (4_372, 17),
+    "services/gateway/rollmesh/gateway": (8_991, 22),
+    "services/engine/rollmesh/engine": (5_024, 22),
+    "services/router/rollmesh/router": (4_376, 17),
     "services/collector/rollmesh/collector": (4_852, 13),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),

@@ -10,11 +10,9 @@ import json
 import logging
 import math
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollmesh.engine.backend import Adapter, Backend
@@ -26,6 +24,7 @@ from rollmesh.runtime.errors import (
     OverloadedError,
     StaleVersionError,
 )
+from rollmesh.runtime.process.scratch import Scratch
 from rollmesh.runtime.rpc.uploads import check_adapter
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -110,7 +109,7 @@ class Adapters:
         self._lock = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._held: dict[Revision, _Held] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
 
     def loaded(self) -> list[engine_pb2.LoadedAdapter]:
         """Returns the revisions that generations may use, by name and version."""
@@ -180,10 +179,10 @@ class Adapters:
                     f"{self._backend.limits.max_adapter_bytes}",
                 )
             self._control.check_awake()  # an upload would be for nothing
-            if self._folder is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-adapters-")
+            if self._scratch is None:
+                self._scratch = await asyncio.to_thread(Scratch, "adapters")
             number = next(self._numbers)
-            folder = Path(self._folder.name) / str(number)
+            folder = self._scratch.path / str(number)
             adapter = Adapter(header.adapter, header.push_id, number, folder, config)
             try:
                 folder.mkdir()
@@ -208,8 +207,8 @@ class Adapters:
 
     async def close(self) -> None:
         """Removes the files."""
-        if self._folder is not None:
-            await asyncio.to_thread(self._folder.cleanup)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
 
     async def _add(self, adapter: Adapter, replaced: set[Revision]) -> None:
         """Loads a revision that was checked, unless the engine fell asleep during the upload."""

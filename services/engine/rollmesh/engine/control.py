@@ -7,7 +7,6 @@ the update, never which weights sample under which version.
 
 import asyncio
 import errno
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsDroppedError,
 )
+from rollmesh.runtime.process.scratch import Scratch
 from rollmesh.runtime.rpc.uploads import check_room, write_chunks
 from rollmesh.v1 import engine_pb2
 
@@ -377,8 +377,8 @@ class WeightUpdates:
                 source = _folder(header.checkpoint_dir)
                 return await self._load(source, header)
             case "safetensors_bytes":
-                with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
-                    path = Path(folder) / "weights.safetensors"
+                with await asyncio.to_thread(Scratch, "weights") as folder:
+                    path = folder / "weights.safetensors"
                     await receive(path, header.safetensors_bytes, chunks)
                     return await self._load(path, header)
             case "transfer":
