@@ -1,6 +1,7 @@
 """The interface between the engine and a model replica: a small protocol without gRPC.
 
-Two backends implement it: `vllm` and `scripted`. Both pass the same conformance tests.
+Three backends implement it: `vllm`, `vllm-http` and `scripted`. All pass the same conformance
+tests.
 """
 
 import asyncio
@@ -160,6 +161,8 @@ class Backend(Protocol):
     """Known once `start` has returned."""
     died: asyncio.Event
     """Set when the model's process dies. Nothing can be generated after that."""
+    death: str
+    """Why `died` is set."""
 
     async def start(self) -> None:
         """Loads the model and warms it up."""

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from rollmesh.mesh.images import MOST_IMAGES
 from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
-from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
+
+_NO_CLIENT = "attach: the package aiohttp is not installed; run: pip install 'rollmesh[vllm-http]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +24,18 @@ class EngineConfig(ServerConfig):
     """Id of this engine, unique in the mesh. Empty means `engine-` and the name of the host."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
-    backend: Annotated[str, OneOf(("vllm", "scripted"))] = "vllm"
-    """Backend that generates tokens."""
+    backend: Annotated[str, OneOf(("vllm", "vllm-http", "scripted"))] = "vllm"
+    """Backend that generates tokens. `attach` makes it vllm-http."""
+    attach: str = ""
+    """URL of a vLLM server that runs already, such as http://127.0.0.1:8000. The engine generates
+    through it and loads no model (vllm-http)."""
+    attach_key_file: str = ""
+    """File with the API key of that server. Empty sends none (vllm-http)."""
+    attach_timeout_ms: Annotated[int, Bounds(1)] = 60_000
+    """Longest time that the server may leave a call unanswered, milliseconds. After it the engine
+    ends (vllm-http)."""
     model_path: Path = Path("var/model")
-    """Folder of the model (vllm)."""
+    """Folder of the model. With `attach`, of the server's model, for the hash of its tokenizer."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
     """Maximum length of a prompt and its answer together, ids. 0 uses the model's own limit."""
     lease_capacity: Annotated[int, Bounds(1)] = 256
@@ -69,13 +79,30 @@ class EngineConfig(ServerConfig):
     reply_tokens: Annotated[int, Bounds(1)] = 32
     """Length of replies that the script does not define, tokens (scripted)."""
     vocabulary_tokens: Annotated[int, Bounds(0)] = 0
-    """Vocabulary size, ids. 0: that of the model's config.json, or 1000 without one (scripted)."""
+    """Vocabulary size, ids. 0: that of the model's config.json, or 1000 without one (scripted,
+    vllm-http). With `attach` there is no default without one."""
     eos_id: Annotated[int, Bounds(-1)] = -1
     """Id that ends a reply. -1: the one of the model's generation_config.json or config.json, or 1
     without them (scripted)."""
 
+    def check_backend(self) -> None:
+        """Checks that the backend and the server to attach to agree.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if self.attach and self.backend == "scripted":
+            raise ConfigError("attach: is for the backend vllm-http, not scripted; leave one out")
+        if self.backend == "vllm-http" and not self.attach:
+            raise ConfigError("attach: is empty; give the URL of the vLLM server to attach to")
+        if self.attach and not self.attach.startswith(("http://", "https://")):
+            raise ConfigError("attach: is no URL; give one such as http://127.0.0.1:8000")
+
     def missing_package(self) -> str:
         """Returns the package that the backend needs and the environment lacks. Empty if none."""
+        if self.attach:
+            has_client = util.find_spec("aiohttp") is not None
+            return "" if has_client else _NO_CLIENT
         if self.backend != "vllm" or util.find_spec("vllm") is not None:
             return ""
         return (

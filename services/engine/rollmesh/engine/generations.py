@@ -189,7 +189,7 @@ class Generations:
         """
         self._control.check_weights()
         if self._backend.died.is_set():
-            raise EngineDeadError("the model's process died; the engine is about to restart")
+            raise EngineDeadError(f"{self._backend.death}; the engine is about to restart")
 
     def check_model(self, model: str, field: str = "model") -> None:
         """Checks the name of the model in a request. An empty name is the engine's own.

@@ -152,6 +152,7 @@ class ScriptedBackend:
     """The scripted model."""
 
     name = "scripted"
+    death = "the model's process died"
 
     def __init__(self, config: EngineConfig) -> None:
         """Takes the settings of the engine."""

@@ -83,7 +83,7 @@ class EngineService:
             if self._membership is not None:
                 waits.append(group.create_task(self._membership.wait_refused()))
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            why = "the model's process died" if died.done() else str(waits[-1].result())
+            why = self._backend.death if died.done() else str(waits[-1].result())
             for task in waits:
                 task.cancel()
         return why
@@ -142,12 +142,17 @@ def make_backend(config: EngineConfig) -> Backend:
     """Returns the configured backend.
 
     Raises:
-        ConfigError: vLLM is not installed, or has no such option.
+        ConfigError: A package is not installed, or a setting does not fit.
     """
+    config.check_backend()
     if config.backend == "scripted":
         return ScriptedBackend(config)
     if problem := config.missing_package():
         raise ConfigError(problem)
+    if config.attach:
+        from rollmesh.engine.attached.backend import AttachedBackend  # needs aiohttp
+
+        return AttachedBackend(config)
     # Imported here: importing vLLM takes seconds, and the scripted backend does not need it.
     from rollmesh.engine.vllm.backend import VllmBackend
 

@@ -463,6 +463,7 @@ class VllmBackend:
     """One vLLM replica."""
 
     name = "vllm"
+    death = "the model's process died"
 
     def __init__(self, config: EngineConfig) -> None:
         """Takes the settings of the engine.

@@ -1,0 +1,1 @@
+"""The backend that adapts a vLLM server which runs already. It imports neither vLLM nor torch."""
