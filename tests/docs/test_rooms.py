@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (3_506, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_991, 22),
-    "services/engine/rollmesh/engine": (5_024, 22),
+    "services/engine/rollmesh/engine": (6_428, 26),
     "services/router/rollmesh/router": (4_376, 17),
     "services/collector/rollmesh/collector": (4_852, 13),
     "services/collector/rollmesh/scorer": (375, 6),

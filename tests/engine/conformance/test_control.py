@@ -1,4 +1,4 @@
-"""How both backends abort, pause, take new weights, sleep, and say that they are well."""
+"""How all backends abort, pause, take new weights, sleep, and say that they are well."""
 
 import asyncio
 from contextlib import aclosing

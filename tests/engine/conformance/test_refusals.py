@@ -1,4 +1,4 @@
-"""What both backends refuse, by which name, and that they go on afterwards."""
+"""What all backends refuse, by which name, and that they go on afterwards."""
 
 import json
 from contextlib import aclosing
@@ -152,16 +152,23 @@ def alternatives(levels: int) -> str:
 
 async def test_nested_alternatives_cost_the_engine_nothing(engine: Engine) -> None:
     constraint = engine_pb2.Constraint(structural_tag_json=alternatives(28))
+    await takes(engine, constraint)
+
+
+async def takes(engine: Engine, constraint: engine_pb2.Constraint) -> None:
+    """An engine samples under a constraint, or refuses all of them by name."""
     request = engine.request(4, 0, constraint=constraint)
     request.generate.sampling.ignore_eos = False
+    if (await engine.info()).backend == "vllm-http":
+        with pytest.raises(InvalidConstraintError, match="is not sent to an attached server"):
+            await engine.generate(request)
+        return
     assert (await engine.generate(request)).ids
 
 
 async def test_brackets_that_are_text_do_not_count_as_nesting(engine: Engine) -> None:
     tag = patterned("^" + r"\([(]" * 100 + "$")
-    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag_json=tag))
-    request.generate.sampling.ignore_eos = False
-    assert (await engine.generate(request)).ids
+    await takes(engine, engine_pb2.Constraint(structural_tag_json=tag))
 
 
 async def test_a_schema_with_too_many_parts_is_refused(engine: Engine) -> None:

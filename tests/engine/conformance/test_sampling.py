@@ -1,13 +1,15 @@
-"""What both backends sample: ids, log-probabilities, masks, and where an answer ends."""
+"""What all backends sample: ids, log-probabilities, masks, and where an answer ends."""
 
 import asyncio
 import json
 import zlib
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import PROMPT, Engine
 
@@ -52,19 +54,23 @@ async def test_masked_tokens_are_not_sampled_and_log_probs_stay_the_models(engin
         pytest.skip("a script is to keep the masks itself")
     greedy = {"temperature": 0.0}
     plain = await engine.generate(engine.request(12, 0, sampling=greedy, top_logprobs=20))
-    # The second most likely one, by three ways to take the most likely out.
+    # The second most likely one, by ways to take the most likely out.
     second = plain.top_ids[0][1]
-    for masks in (
-        {"allowed_token_ids": [second]},
-        {"logit_bias": {second: 100.0}},
-        {"bad_sequences": [sampling_pb2.TokenSequence(token_ids=plain.ids[:1])]},
-    ):
+    bad: dict[str, Any] = {"bad_sequences": [sampling_pb2.TokenSequence(token_ids=plain.ids[:1])]}
+    attached = (await engine.info()).backend == "vllm-http"
+    ways: list[dict[str, Any]] = [{"allowed_token_ids": [second]}, {"logit_bias": {second: 100.0}}]
+    for masks in ways if attached else [*ways, bad]:
         result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
         assert result.ids == [second], masks
         assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
-    result = await engine.generate(
-        engine.request(1, 0, sampling=greedy, banned_token_ids=plain.ids[:1])
-    )
+    banned = engine.request(1, 0, sampling=greedy, banned_token_ids=plain.ids[:1])
+    if attached:
+        with pytest.raises(InvalidFieldError, match="banned_token_ids: is not sent"):
+            await engine.generate(banned)
+        with pytest.raises(InvalidFieldError, match=r"sampling\.bad_sequences: is not sent"):
+            await engine.generate(engine.request(1, 0, sampling=greedy | bad))
+        return
+    result = await engine.generate(banned)
     assert result.ids == [second]
     assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4)
     # The last id of a longer sequence is masked only after the others.
@@ -92,6 +98,10 @@ async def test_ids_that_are_no_text_are_not_sampled_under_a_constraint_either(
         request.generate.sampling.ignore_eos = False
         return (await engine.generate(request)).ids
 
+    if (await engine.info()).backend == "vllm-http":
+        with pytest.raises(InvalidConstraintError, match="is not sent to an attached server"):
+            await sampled()
+        return
     (first,) = await sampled()
     assert await sampled(first) != [first]
 

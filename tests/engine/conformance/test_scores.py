@@ -1,4 +1,4 @@
-"""What both backends say of given tokens. A scoring is held and ended as a generation is."""
+"""What all backends say of given tokens. A scoring is held and ended as a generation is."""
 
 import asyncio
 from pathlib import Path

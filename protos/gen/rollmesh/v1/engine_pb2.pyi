@@ -452,8 +452,8 @@ class TokenChunk(_message.Message):
     little-endian.
     """
     policy_version: _builtins.int
-    """Version of the weights that sampled these tokens: all tokens of one message have the same. Set if
-    N is above 0.
+    """Version of the weights that sampled these tokens: all tokens of one message have the same. Not set
+    if N is 0, or if only the finish tells the versions of the tokens.
     """
     prompt_crc32: _builtins.int
     """CRC-32 (IEEE) of the prompt ids as the engine received them, as little-endian bytes. Set in the

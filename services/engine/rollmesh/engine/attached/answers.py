@@ -103,7 +103,7 @@ class Answer:
         self._request = request
         self._vocabulary = vocabulary_tokens
         self._version_of = version_of
-        self._rows: list[_Row] = []  # those that were not taken yet
+        self._rows: list[_Row] = []  # not taken yet
         self._taken = 0
         self.finish: engine_pb2.GenerateFinish | None = None
         """How the answer ended."""

@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -63,6 +63,7 @@ _PREFIX = "rollmesh-"
 _NO_WEIGHTS = "none"
 """Takes the place of a version while the weights are incomplete or dropped."""
 _LOOK_S = 0.5
+_LAST_WORDS_S = 0.3
 _WAIT_MS = 30 * 60_000
 """Longest wait for a server that is starting."""
 _RETRY_MS = 5_000
@@ -77,7 +78,7 @@ _OTHERS = {
 
 
 class _Request:
-    """A request that was not answered yet."""
+    """A request in progress."""
 
     def __init__(self, loads: int) -> None:
         self.loads = loads
@@ -115,13 +116,14 @@ class AttachedBackend:
         self._most_logprobs = 0
         self._fast_prefill = False
         self._requests: dict[str, _Request] = {}
-        self._connections: WeakSet[Any] = WeakSet()  # those of the server with these weights
+        self._connections: WeakSet[Any] = WeakSet()  # to the attached server, checked
         self._open = asyncio.Event()  # cleared by a pause, so that new requests wait
         self._open.set()
         self._idle = asyncio.Event()  # whether the server has no request
         self._idle.set()
         self._look_now = asyncio.Event()
         self._held = False
+        self._is_fenced = False
         self._busy = False
         self._asked_ms = 0  # when the call was made that is not answered yet
         self.weight_transfer = ""
@@ -157,19 +159,19 @@ class AttachedBackend:
 
     async def watch(self) -> None:
         """Sets `died` when the server is gone or another one. Runs until then."""
-        while not self.died.is_set():
+        while not self._is_fenced:
             self._look_now.clear()
             try:
                 await self._look()
             except (EngineDeadError, EngineFaultError, RefusedError) as error:
-                self._die(getattr(error, "message", str(error)))
+                self._fence(getattr(error, "message", str(error)))
                 break
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._look_now.wait()
-            except TimeoutError:
-                continue
         await self._server.close()  # ends the answers of a server that is silent
+        await asyncio.sleep(_LAST_WORDS_S)  # their callers are told before the engine ends
+        self.died.set()
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator aborts the request."""
@@ -286,7 +288,7 @@ class AttachedBackend:
                 await self._load(source, policy_version)
             except WeightTransferError:
                 raise
-            except Exception as error:  # no name would be right for what the server has now
+            except Exception as error:  # no name would be right for a part of the weights
                 self._die("the weights were loaded in part; restart the attached server")
                 raise EngineDeadError(self.death, retry_delay_ms=_RETRY_MS) from error
         took_ms = clock.monotonic_ms() - started
@@ -313,19 +315,15 @@ class AttachedBackend:
 
     async def sleep(self, level: int) -> None:
         """Frees accelerator memory. Running requests are aborted."""
-        self._open.clear()
-        self._held = True
-        self._mark_all_aborted()
+        await self.pause(engine_pb2.PAUSE_MODE_ABORT)  # no token is sampled under the next name
         if level == _DROPS_WEIGHTS:
             await self._rename(_NO_WEIGHTS)
         await self._control("/sleep", level=str(level), mode="abort")
-        await self._abort_again()
 
     async def wake_up(self) -> None:
         """Reallocates the accelerator memory. The server samples again."""
         await self._control("/wake_up")
-        self._held = False
-        self._open.set()
+        await self.resume()
 
     async def reset_prefix_cache(self) -> bool:
         """Drops cached prefixes. Returns False if running requests hold them."""
@@ -343,7 +341,7 @@ class AttachedBackend:
         needed = self._requests and not self._held and not self._busy
         return clock.monotonic_ms() - self._asked_ms if needed and self._asked_ms else 0
 
-    # Attaching: what the server says of itself.
+    # Attaching: reads the configuration of the server, and names its weights.
 
     async def _described(self) -> Any:
         """Returns the server's configuration, once it answers."""
@@ -460,7 +458,7 @@ class AttachedBackend:
             "restart the server, or name them by a number with POST /update_weight_version"
         )
 
-    # Watching: whether the server is the one that was attached, and what it says of its weights.
+    # Watching: the server is still the same process, and its weights have the same name.
 
     async def _look(self) -> None:
         """Asks the server for its weights' name, which it answers between two steps of the model.
@@ -490,7 +488,7 @@ class AttachedBackend:
         It is asked once for each connection. The answer to the request has begun, so a server that
         still has the name now had it then.
         """
-        connection, renames = stream.connection, -1
+        connection, name, renames = stream.connection, "", -1
         if connection is not None and connection in self._connections:
             return
         while renames != self._renames:  # the name has changed meanwhile
@@ -514,7 +512,7 @@ class AttachedBackend:
             EngineDeadError: They have.
         """
         if name != self._name:
-            self._die(
+            self._fence(
                 f"the attached server's weights are named {name!r:.80}, not {self._name!r}: it was "
                 "restarted, or another process changed them; restart the engine to attach again"
             )
@@ -524,12 +522,14 @@ class AttachedBackend:
         """Returns the version of the weights that sampled tokens.
 
         Raises:
-            EngineFaultError: They are not those of this engine.
+            EngineFaultError: This engine did not load them.
         """
         own = f"{_PREFIX}{self._id}-"
         version = name.removeprefix(own)
         if not name.startswith(own) or not version.isdecimal():
-            self._die(f"the attached server sampled with weights named {name!r:.80}, not {own}...")
+            self._fence(
+                f"the attached server sampled with weights named {name!r:.80}, not {own}..."
+            )
             raise EngineFaultError(self.death)
         return int(version)
 
@@ -541,11 +541,16 @@ class AttachedBackend:
         """
         return self._policy_version if state.loads == self._loads else None
 
+    def _fence(self, why: str) -> None:
+        """Refuses further requests, and has `watch` end the running ones."""
+        if not self._is_fenced:
+            self._is_fenced, self.death = True, why
+        self._look_now.set()
+
     def _die(self, why: str) -> None:
-        if not self.died.is_set():
-            self.death = why
-            self.died.set()
-            self._look_now.set()
+        """Ends the engine at once, because the server has no whole weights."""
+        self._fence(why)
+        self.died.set()
 
     # Requests: how they are counted, held and refused.
 
@@ -557,8 +562,10 @@ class AttachedBackend:
             yield state
         except RefusedError as error:
             raise await self._typed(error) from error
-        except EngineDeadError:
+        except EngineDeadError as error:
             self._look_now.set()
+            if self._is_fenced:
+                raise EngineDeadError(self.death, retry_delay_ms=_RETRY_MS) from error
             raise
         finally:
             del self._requests[request_id]
@@ -566,9 +573,15 @@ class AttachedBackend:
                 self._idle.set()
 
     async def _let_in(self, state: _Request) -> bool:
-        """Waits until no pause holds new requests. Returns False if it was aborted meanwhile."""
+        """Waits until no pause holds new requests. Returns False if it was aborted meanwhile.
+
+        Raises:
+            EngineDeadError: The server is fenced.
+        """
         while not self._open.is_set() and not state.aborted:
             await self._open.wait()
+        if self._is_fenced:
+            raise EngineDeadError(self.death, retry_delay_ms=_RETRY_MS)
         if not state.aborted:
             state.inside = True
             self._idle.clear()
@@ -610,7 +623,7 @@ class AttachedBackend:
             )
 
     def _wake_waiting(self) -> None:
-        if not self._open.is_set():  # those that wait check their state again
+        if not self._open.is_set():  # waiting requests check their state again
             self._open.set()
             self._open.clear()
 

@@ -11,7 +11,7 @@ import aiohttp
 from rollmesh.runtime.errors import EngineDeadError, EngineFaultError
 
 _LARGEST = 4 * 1024 * 1024
-"""Bytes of the answer to a control call. That of /server_info is the largest."""
+"""Bytes of the answer to a control call. /server_info has the largest answer."""
 _SHOWN = 300
 _LARGE = 64 * 1024
 _END_S = 1.0
@@ -32,10 +32,11 @@ class RefusedError(Exception):
 class Stream:
     """The answer to one request."""
 
-    def __init__(self, response: aiohttp.ClientResponse, most: int) -> None:
-        """Takes the response and its size limit, bytes."""
+    def __init__(self, response: aiohttp.ClientResponse, most: int, waits: "Waits") -> None:
+        """Takes the response, its size limit in bytes, and the waits for its server."""
         self._response = response
         self._most = most
+        self._waits = waits
 
     @property
     def connection(self) -> object:
@@ -49,7 +50,9 @@ class Stream:
         Raises:
             EngineFaultError: It is too large, or no JSON.
         """
-        return await _json_of(await _read(self._response, self._most))
+        async with self._waits.one():
+            data = await _read(self._response, self._most)
+        return await _json_of(data)
 
     async def events(self) -> AsyncGenerator[Any, None]:
         """Yields the JSON values of server-sent events, until the event that ends them.
@@ -58,7 +61,7 @@ class Stream:
             EngineFaultError: An event is too large or no JSON, or the last one is missing.
         """
         unread = bytearray()
-        async for part in self._response.content.iter_any():
+        while part := await self._next():
             unread += part
             while (end := unread.find(b"\n\n")) >= 0:
                 event, unread = bytes(unread[:end]), unread[end + 2 :]
@@ -72,11 +75,44 @@ class Stream:
                 raise EngineFaultError(f"the server sent an event of more than {self._most} bytes")
         raise EngineFaultError("the server ended a stream before its last event")
 
+    async def _next(self) -> bytes:
+        async with self._waits.one():
+            part: bytes = await self._response.content.readany()
+        return part
+
     async def _end(self) -> None:
         """Reads the end of the body, so that the connection serves the next request."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._response.content.read(1)
+
+
+class Waits:
+    """Waits for a server that have no deadline of their own, and end with `end`."""
+
+    def __init__(self) -> None:
+        """Starts without waits."""
+        self._running: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Waits in the block.
+
+        Raises:
+            TimeoutError: `end` was called.
+        """
+        async with asyncio.timeout(None) as wait:
+            self._running.add(wait)
+            try:
+                yield
+            finally:
+                self._running.discard(wait)
+
+    def end(self) -> None:
+        """Ends all waits."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._running:
+            wait.reschedule(now)
 
 
 class Server:
@@ -90,6 +126,7 @@ class Server:
         if key:
             headers["authorization"] = f"Bearer {key}"
         self._headers = headers
+        self._waits = Waits()
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
@@ -100,7 +137,8 @@ class Server:
         )
 
     async def close(self) -> None:
-        """Closes all connections, which ends the requests on them."""
+        """Ends all requests and closes their connections."""
+        self._waits.end()
         if self._session is not None:
             await self._session.close()
 
@@ -145,12 +183,15 @@ class Server:
         """
         data = await asyncio.to_thread(_written, body)
         try:
-            async with self._opened().post(
-                self._url + path, data=data, headers=_JSON, allow_redirects=False
-            ) as response:
-                await _check(path, response)
-                yield Stream(response, most)
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            async with self._waits.one():
+                response = await self._opened().post(
+                    self._url + path, data=data, headers=_JSON, allow_redirects=False
+                )
+            async with response:
+                async with self._waits.one():
+                    await _check(path, response)
+                yield Stream(response, most, self._waits)
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             raise self._lost(error) from error
 
     async def _call(

@@ -1,0 +1,197 @@
+"""An engine that is attached to the real `vllm serve`: exact tokens, and what it notices."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollmesh.runtime.errors import EngineDeadError, EngineFaultError, RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
+from tests import models
+from tests.engine.engines import LONG, Engine, Result, torch_logprobs
+from tests.engine.servers import FLAGS, VllmServer, vllm_server
+from tests.mesh.protocols.test_openai import ask, streamed, user
+from tests.meshes import delivered, scripted_mesh
+from tests.processes import running
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with small logits, whose log-probs are exact to 1e-5 in float32."""
+    return models.make_model_dir(tmp_path_factory.mktemp("exact"), spread=0.1)
+
+
+@asynccontextmanager
+async def engine_of(folder: Path, **flags: Any) -> AsyncIterator[Engine]:
+    async with (
+        running("engine", folder, **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), folder)
+
+
+async def after_three(engine: Engine, result: Result, act: Callable[[], Awaitable[object]]) -> None:
+    """Takes a long answer, and acts after its third message."""
+    async with aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                await act()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wanted(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A greedy answer of the backend vllm, which has ended."""
+    flags = {"model_path": exact_model, "dtype": "float32", "enforce_eager": True}
+    folder = tmp_path_factory.mktemp("in-process")
+    async with engine_of(folder, backend="vllm", max_context_tokens=2048, **flags) as engine:
+        return await engine.generate(engine.request(60, 0, sampling=GREEDY, top_logprobs=3))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(
+    wanted: Result, exact_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[VllmServer]:
+    async with vllm_server(tmp_path_factory.mktemp("server")) as server:
+        await server.start(exact_model, *FLAGS)
+        await server.until_healthy()
+        yield server
+
+
+async def test_tokens_and_log_probs_equal_the_ones_of_the_backend_vllm(
+    server: VllmServer, wanted: Result, exact_model: Path, tmp_path: Path
+) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        for chunk in (0, 1, 7):
+            request = engine.request(60, chunk, sampling=GREEDY, top_logprobs=3)
+            result = await engine.generate(request)
+            assert result.ids == wanted.ids
+            assert np.abs(np.subtract(result.logprobs, wanted.logprobs)).max() < 1e-5
+            assert result.top_ids == wanted.top_ids
+            tops = np.subtract(result.top_logprobs, wanted.top_logprobs)
+            assert np.abs(tops).max() < 1e-5
+            assert result.spans == [(0, 0, 60)]
+        exact = torch_logprobs(exact_model, result.ids)
+        assert np.abs(exact - result.logprobs).max() < 1e-5
+
+
+async def test_a_seed_repeats_an_answer_and_unlikely_tokens_have_their_candidates(
+    server: VllmServer, exact_model: Path, tmp_path: Path
+) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        hot = {"temperature": 1.5}
+        first, again, other = [
+            await engine.generate(engine.request(40, 0, sampling=hot | {"seed": seed}))
+            for seed in (7, 7, 8)
+        ]
+        assert first.ids == again.ids != other.ids
+        sampled = await engine.generate(engine.request(40, 1, sampling=hot, top_logprobs=2))
+        rows = models.torch_logprobs(exact_model, [5, 6, 7, 8] * 4 + sampled.ids)[15:-1]
+        best = np.argsort(-rows, axis=1)[:, :2]
+        assert not set(sampled.ids) <= set(best.ravel().tolist())
+        assert sampled.top_ids == best.tolist()
+
+
+async def test_an_engine_attaches_again_and_keeps_the_version_of_the_weights(
+    server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
+) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        await engine.update(5, other_model_dir)
+        ids = (await engine.generate(engine.request(20, 0, sampling=GREEDY))).ids
+        await engine.process.kill()
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        result = await engine.generate(engine.request(20, 0, sampling=GREEDY))
+        assert (result.ids, result.spans) == (ids, [(5, 0, 20)])
+        await engine.update(6, exact_model)
+
+
+async def test_a_pause_by_another_process_shows_as_silence(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        result = Result()
+        async for response in engine.stream(engine.request(400, 1)):
+            result.take(response)
+            if result.messages == 3:
+                await server.call("/pause?mode=keep", b"")
+                await engine.until(lambda info: info.stuck_ms > 600)
+                await server.call("/resume", b"")
+        assert len(result.ids) == 400
+
+
+async def test_weights_of_another_process_are_noticed_and_fence_the_engine(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        result = Result()
+        renamed = json.dumps({"new_version": "77"}).encode()
+        with pytest.raises((EngineFaultError, EngineDeadError)):
+            await after_three(
+                engine, result, lambda: server.call("/update_weight_version", renamed)
+            )
+        assert len(result.ids) < LONG
+        assert await engine.process.exit_code() != 0
+        assert "restart the engine to attach again" in (tmp_path / "engine.log").read_text()
+    async with engine_of(tmp_path / "again", attach=server.url) as engine:
+        assert (await engine.generate(engine.request(5, 0))).spans == [(77, 0, 5)]
+
+
+async def test_a_server_that_is_killed_ends_the_engine_and_the_next_one_waits_for_it(
+    server: VllmServer, other_model_dir: Path, tmp_path: Path
+) -> None:
+    """It runs after the tests of the first server."""
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        result = Result()
+        with pytest.raises(EngineDeadError, match="was lost"):
+            await after_three(engine, result, server.kill)
+        assert 3 <= len(result.ids) < LONG
+        assert await engine.process.exit_code() != 0
+    await server.start(other_model_dir, *FLAGS)  # restarted, with other weights
+    async with engine_of(tmp_path / "again", attach=server.url) as engine:
+        result = await engine.generate(engine.request(20, 0, sampling=GREEDY))
+        assert result.spans == [(0, 0, 20)]
+        exact = torch_logprobs(other_model_dir, result.ids)
+        assert np.abs(exact - result.logprobs).max() < 1e-4
+        with pytest.raises(RollmeshError, match="max_adapters"):
+            await engine.load_adapter("math", 1, b"adapter")
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_mesh_brings_its_weights_to_a_server_that_was_restarted(
+    server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
+) -> None:
+    """It runs last: the server was restarted with other weights, and is once more."""
+    flags = {"backend": "vllm-http", "attach": server.url}
+    async with scripted_mesh(tmp_path, exact_model, **flags) as mesh, mesh.client() as client:
+        await client.push_weights(exact_model, 1)
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            await ask(agent, user("one"), max_tokens=12)
+            await server.kill()
+            assert await mesh.processes["engine"].exit_code() != 0
+            await server.start(other_model_dir, *FLAGS)
+            await mesh.start("engine", **flags)
+            await streamed(agent, user("two"), max_tokens=12)
+        result = await delivered(client, session)
+    for trajectory in result.trajectories:
+        assert {span.policy_version for span in trajectory.version_spans} == {1}
+        rows = models.torch_logprobs(exact_model, trajectory.token_ids.tolist())
+        for one in trajectory.segments:
+            if one.sampled:
+                at = np.arange(one.start, one.end)
+                exact = rows[at - 1, trajectory.token_ids[at]]
+                assert np.abs(exact - trajectory.logprobs[at]).max() < 1e-5
+    assert len(result.trajectories) == 2
