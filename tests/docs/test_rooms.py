@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (3_506, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_991, 22),
-    "services/engine/rollmesh/engine": (6_428, 26),
+    "services/engine/rollmesh/engine": (6_433, 26),
     "services/router/rollmesh/router": (4_376, 17),
     "services/collector/rollmesh/collector": (4_852, 13),
     "services/collector/rollmesh/scorer": (375, 6),
@@ -17,7 +17,7 @@ CEILINGS = {
     "clients/rollmesh/client": (4_918, 16),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_210, 12),
-    "clients/rollmesh/launch": (539, 4),
+    "clients/rollmesh/launch": (544, 4),
     "clients/rollmesh/cli": (1_450, 7),
     "clients/rollmesh/conformance": (3_656, 36),
 }

@@ -96,6 +96,12 @@ def test_a_number_of_engines_that_is_none_is_named(engines: object) -> None:
         plan(mesh={"engines": engines})
 
 
+def test_two_engines_do_not_attach_to_one_server() -> None:
+    with pytest.raises(ConfigError, match=r"^mesh\.engines: is 2, and engine\.attach names one"):
+        plan(mesh={"engines": 2}, engine={"attach": "http://127.0.0.1:8000"})
+    assert plan(mesh={"engines": 1}, engine={"attach": "http://127.0.0.1:8000"})
+
+
 @pytest.mark.parametrize(
     ("table", "setting", "value"),
     [("engine", "port", "http"), ("sidecar", "port", [1]), ("gateway", "grace_ms", "soon")],

@@ -251,9 +251,7 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
         yield from _check_https(config)
     if service == "engine" and (problem := config.missing_package()):
         yield f"engine.{problem}"
-    loads = service == "gateway" or (
-        service == "engine" and config.backend == "vllm" and not config.attach
-    )
+    loads = service == "gateway" or (service == "engine" and config.loads_model)
     if loads and not config.model_path.is_dir():
         yield (
             f"{service}.model_path: {config.model_path} is no folder; give the one of the model, "

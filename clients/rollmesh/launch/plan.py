@@ -191,6 +191,11 @@ def _of_models(
         table = {**own_table(tables, service, model), **over}
         count = model.config.engines if service == "engine" else model.config.gateways
         gpus = model.config.gpus_per_engine if service == "engine" else 0
+        if service == "engine" and count > 1 and table.get("attach"):
+            raise ConfigError(
+                f"mesh.engines: is {count}, and engine.attach names one server; give 1, and run "
+                "`rollmesh engine --attach` for each further server"
+            )
         for at in range(count):
             yield Process(
                 f"{service}-{model.infix}{at}",

