@@ -15,6 +15,8 @@ from tests.waiting import until
 
 EXTENSION = "rollmesh.engine.vllm.worker_extension.WeightReceiver"
 _START_S = 600.0
+_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its path: on a CPU, `uni` becomes a worker that busy-waits and starves control calls."""
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
@@ -41,7 +43,7 @@ class VllmServer:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "2048",
             "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "64",
-            "--distributed-executor-backend", "uni", *flags,
+            "--distributed-executor-backend", _EXECUTOR, *flags,
         ]  # fmt: skip
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(

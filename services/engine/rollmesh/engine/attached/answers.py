@@ -243,10 +243,8 @@ def _expect(holds: bool, problem: str) -> None:
         raise EngineFaultError(f"the server's answer cannot be right: {problem}")
 
 
-def read_scores(
-    body: Any, request: ScoreInput, version_of: Callable[[str], int], *, samples_last: bool
-) -> Scores | None:
-    """Returns the scores in an answer. None if the request was aborted.
+def read_scores(body: Any, request: ScoreInput, *, samples_last: bool) -> tuple[str, Scores] | None:
+    """Returns the name of the weights and the scores. None if the request was aborted.
 
     Raises:
         EngineFaultError: The answer cannot be right.
@@ -255,20 +253,14 @@ def read_scores(
         (choice,) = body["choices"]
         if choice["finish_reason"] == "abort":
             return None
-        return _scores(body, choice, request, version_of, samples_last)
+        return _scores(body, choice, request, samples_last)
     except _MALFORMED as error:
         raise EngineFaultError(
             f"the server's scores are malformed: {type(error).__name__}: {error}"
         ) from error
 
 
-def _scores(
-    body: Any,
-    choice: Any,
-    request: ScoreInput,
-    version_of: Callable[[str], int],
-    samples_last: bool,
-) -> Scores:
+def _scores(body: Any, choice: Any, request: ScoreInput, samples_last: bool) -> tuple[str, Scores]:
     rows = [[{"token_id": int(id_), **one} for id_, one in row.items()] for row in _positions(body)]
     if samples_last:
         rows.append(choice["logprobs"]["content"][0]["top_logprobs"])
@@ -285,7 +277,7 @@ def _scores(
         top_ids[at] = [one["token_id"] for one in found]
         top_logprobs[at] = [_number(one["logprob"], float("-inf")) for one in found]
     (span, *_) = choice["weight_versions"]
-    return Scores(logprobs, top_ids, top_logprobs, version_of(span["version"]))
+    return str(span["version"]), Scores(logprobs, top_ids, top_logprobs, 0)
 
 
 def _positions(body: Any) -> list[Any]:

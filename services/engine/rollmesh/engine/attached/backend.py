@@ -7,6 +7,7 @@ before its tokens leave the engine under a wrong version.
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import secrets
@@ -225,9 +226,11 @@ class AttachedBackend:
             async with self._server.stream(_GENERATE, body, most) as stream:
                 await self._check_connection(stream)
                 found = await stream.whole()
-            return await asyncio.to_thread(
-                read_scores, found, request, self._version_of, samples_last=samples_last
-            )
+            read = await asyncio.to_thread(read_scores, found, request, samples_last=samples_last)
+            if read is None:
+                return None
+            name, scores = read
+            return dataclasses.replace(scores, policy_version=self._version_of(name))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts requests. Each finishes with the tokens sampled so far."""
