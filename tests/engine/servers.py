@@ -61,11 +61,6 @@ class VllmServer:
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
 
-    def freeze(self) -> None:
-        """Stops it where it is. Its connections stay open."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
     async def call(self, path: str, body: bytes | None = None) -> str:
         """Calls a route, with POST if there is a body."""
         return await asyncio.to_thread(self._call, path, body)

@@ -60,6 +60,7 @@ class StandIn:
         self.info = description()
         self.name = "default"
         self.calls: list[str] = []
+        self.keys: set[str | None] = set()
         self.status: dict[str, int] = {}
         self.silent: set[str] = set()
         self.choice: dict[str, Any] = {}
@@ -75,6 +76,7 @@ class StandIn:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         self.calls.append(path)
+        self.keys.add(request.headers.get("authorization"))
         if path in self.silent:
             await asyncio.sleep(3600)
         if status := self.status.get(path):
@@ -393,3 +395,22 @@ async def test_a_fence_ends_the_answers_in_progress(server: StandIn) -> None:
         assert not backend.died.is_set()  # the caller is told before
         await asyncio.wait_for(backend.died.wait(), 20)
         assert len(messages) == 1
+
+
+async def test_a_second_engine_on_one_server_ends_the_first(server: StandIn) -> None:
+    async with attached(server) as first, attached(server) as second:
+        await asyncio.wait_for(first.died.wait(), 20)
+        assert "another process changed them" in first.death
+        assert await sampled(second)
+
+
+async def test_the_key_of_the_server_comes_from_a_file(server: StandIn, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    async with attached(server, attach_key_file=str(file)):
+        assert server.keys == {"Bearer secret"}
+
+
+async def test_a_paused_server_is_resumed_by_the_engine_that_attaches(server: StandIn) -> None:
+    async with attached(server):
+        assert "/resume" in server.calls
