@@ -695,11 +695,8 @@ class LeaseTable:
         if not fitting:
             why = self.fleet.why_none(request.stream.hello, pool.adapter)
             return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
-        of_share = " for its adapter's share" if pool.share < 1 else ""
-        return EnginesBusyError(
-            f"all {fitting} engines are full{of_share}",
-            retry_delay_ms=self._delay_ms(pool, now_ms),
-        )
+        full = f"all {fitting} engines are full{' for its adapter' * (pool.share < 1)}"
+        return EnginesBusyError(full, retry_delay_ms=self._delay_ms(pool, now_ms))
 
     def _delay_ms(self, pool: Pool, now_ms: int) -> int:
         """Estimates how long one more request for engines of a pool would wait, milliseconds."""
