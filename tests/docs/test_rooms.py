@@ -6,9 +6,9 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (7_375, 49),
-    "services/runtime/rollmesh/mesh": (3_506, 8),
+    "services/runtime/rollmesh/mesh": (3_512, 8),
     "services/gateway/rollmesh/chat": (8_634, 41),
-    "services/gateway/rollmesh/gateway": (8_991, 22),
+    "services/gateway/rollmesh/gateway": (8_992, 22),
     "services/engine/rollmesh/engine": (6_428, 26),
     "services/router/rollmesh/router": (4_373, 17),
     "services/collector/rollmesh/collector": (4_852, 13),

@@ -100,7 +100,8 @@ async def test_they_are_those_of_the_distribution_that_was_sampled(
     cases = [(name, given) for name, given in CASES.items() for _ in range(2)]
     for (name, given), result in zip(cases, results, strict=True):
         wanted = expected(model_dir, result.ids, given)
-        assert result.logprobs == pytest.approx(wanted, abs=1e-5), name
+        # 1.2e-5 was seen at -4.4: the batch decides in which order float32 sums are made.
+        assert result.logprobs == pytest.approx(wanted, abs=2e-5), name
 
 
 async def test_given_tokens_are_scored_at_temperature_one_all_the_same(

@@ -89,7 +89,8 @@ async def test_a_peer_that_pings_all_the_time_is_disconnected(router: ServicePro
                         reasons.append(int.from_bytes(payload[4:8]))
                     if kind in {GOAWAY, PING}:
                         break
-            assert [kind async for kind, _ in frames if kind == PING] == []
+            async for _ in frames:  # until the server closes. It may have sent a ping of its own
+                pass
         assert reasons == [ENHANCE_YOUR_CALM]
         await ask(channel)
 

@@ -218,6 +218,8 @@ def _order(
         model=config.model,
         banned_token_ids=deps.banned_ids,
     )
+    if request.adapter is not None:
+        complete.adapter.CopyFrom(request.adapter)
     for one in prompt.images:
         complete.images.add(sha256=one.sha256, offset=one.offset, length=one.length)
     generation = Generation(complete, deps.vocabulary_tokens, prompt.crc32)
@@ -231,7 +233,6 @@ def _order(
         timeout_ms=config.turn_timeout_ms,
         is_sent=lambda: turn.has_emitted,
         group_id=spec.group_id,
-        adapter=request.adapter,
         images={one.sha256: one.data for one in turn.images.values()} if turn.images else {},
         load_images=partial(_load_images, store, spec.session_id),
     )

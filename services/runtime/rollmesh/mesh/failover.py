@@ -265,9 +265,6 @@ class Order:
     is_sent: Callable[[], bool]
     """Returns whether a part was sent to a client that cannot take it back."""
     group_id: str = ""
-    adapter: sampling_pb2.AdapterRef | None = None
-    """The adapter that samples. None if the base model does. A version of 0 means the newest
-    revision that the engine of its first token holds."""
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes of the images of its prompt, by hash. Those in the request have none."""
     load_images: LoadImages | None = None
@@ -280,6 +277,15 @@ class Order:
     """Ends the wait for a lease, and in quarantine."""
     began_ms: int = field(default_factory=clock.monotonic_ms)
     """When it was wanted, on the monotonic clock."""
+    adapter: sampling_pb2.AdapterRef | None = field(init=False, default=None)
+    """The adapter of the request. None if the base model samples. A version of 0 means the newest
+    revision that the engine of the first token holds, which the request names from then on."""
+
+    def __post_init__(self) -> None:
+        """Takes the adapter from the request."""
+        if self.generation.adapter is not None:
+            self.adapter = sampling_pb2.AdapterRef()
+            self.adapter.CopyFrom(self.generation.adapter)
 
     @property
     def left_ms(self) -> int:
@@ -446,7 +452,7 @@ class Failover:
             generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
             return None
         suspect, grant = leased
-        if order.adapter is not None:
+        if grant.HasField("adapter"):
             generation.request.adapter.CopyFrom(grant.adapter)
         request = engine_pb2.StreamedGenerate(
             max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms

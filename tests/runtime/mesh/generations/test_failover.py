@@ -263,7 +263,8 @@ async def test_images_that_nobody_has_are_the_callers() -> None:
 
 def with_adapter() -> Order:
     order = order_of()
-    order.generation.request.adapter.CopyFrom(sampling_pb2.AdapterRef(name="math", version=7))
+    order.adapter = sampling_pb2.AdapterRef(name="math", version=7)
+    order.generation.request.adapter.CopyFrom(order.adapter)
     return order
 
 
