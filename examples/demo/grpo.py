@@ -171,8 +171,8 @@ class Trainer:
         The divergence [nats per token] is exact at each sampled token.
         """
         rows = [sample.row for sample in samples]
-        scores = _scores(self._model, rows, self._temperature)
-        reference = _scores(self._reference, rows, self._temperature).full
+        scores = row_scores(self._model, rows, self._temperature)
+        reference = row_scores(self._reference, rows, self._temperature).full
         divergence = (scores.full.exp() * (scores.full - reference)).sum(1)
         before = torch.cat([sample.before for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples])
@@ -189,7 +189,7 @@ class Trainer:
         parts: list[torch.Tensor] = []
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[start : start + _ROWS_AT_ONCE]
-            scores = _scores(self._model, part, self._temperature)
+            scores = row_scores(self._model, part, self._temperature)
             parts += scores.chosen.split(scores.counts.tolist())
         return iter(parts)
 
@@ -198,7 +198,7 @@ def _load(model_path: Path) -> Any:
     return Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
 
-class _Scores(NamedTuple):
+class RowScores(NamedTuple):
     """A policy's log-probs for the masked tokens of B rows, row by row."""
 
     full: torch.Tensor
@@ -209,7 +209,8 @@ class _Scores(NamedTuple):
     """Number of masked tokens per row [B], int64."""
 
 
-def _scores(model: Any, rows: list[Row], temperature: float) -> _Scores:
+def row_scores(model: Any, rows: list[Row], temperature: float) -> RowScores:
+    """Returns the log-probs of a policy at a temperature."""
     longest = max(len(row.token_ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -222,7 +223,7 @@ def _scores(model: Any, rows: list[Row], temperature: float) -> _Scores:
     counted = mask[:, shared + 1 :]
     full = torch.log_softmax(model.lm_head(hidden[counted]) / temperature, -1)
     chosen = full.gather(1, ids[:, shared + 1 :][counted][:, None]).squeeze(1)
-    return _Scores(full, chosen, counted.sum(1))
+    return RowScores(full, chosen, counted.sum(1))
 
 
 def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Sample]:

@@ -14,7 +14,6 @@ _STOP_TIMEOUT_S = 60
 _MESH = """\
 [mesh]
 data_dir = "{data}"
-model_path = "{model}"
 
 [engine]
 backend = "vllm"
@@ -25,11 +24,21 @@ lease_capacity = 128
 logprobs = "{logprobs}"
 max_adapters = {adapters}
 """
+_MODEL = """
+[[model]]
+name = "{name}"
+model_path = "{path}"
+"""
 
 
 @asynccontextmanager
 async def running_mesh(
-    folder: Path, model: Path, context: int, logprobs: str = "raw", adapters: int = 0
+    folder: Path,
+    model: Path,
+    context: int,
+    logprobs: str = "raw",
+    adapters: int = 0,
+    teacher: Path | None = None,
 ) -> AsyncIterator[MeshAddresses]:
     """Runs `rollmesh up` with real vLLM. Yields the addresses of the services.
 
@@ -39,11 +48,14 @@ async def running_mesh(
         context: Longest context, tokens.
         logprobs: Of which distribution the log-probabilities are.
         adapters: Number of adapter revisions for which the engine has room.
+        teacher: Folder of a further model, "teacher". None if there is none.
     """
     config = folder / "mesh.toml"
     data = folder / "mesh"
     settings = {"context": context, "logprobs": logprobs, "adapters": adapters}
-    config.write_text(_MESH.format(data=data, model=model, **settings))
+    models = {"policy": model} | ({"teacher": teacher} if teacher is not None else {})
+    tables = [_MODEL.format(name=name, path=path) for name, path in models.items()]
+    config.write_text(_MESH.format(data=data, **settings) + "".join(tables))
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

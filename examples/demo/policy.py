@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_policy(
     *,
     seed: int,
     steps: int = _STEPS,
+    fault: float = _FAULT,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> PolicyReport:
     """Makes tokenizer and weights, and writes them as a model directory.
@@ -56,6 +58,7 @@ def make_policy(
         path: Folder to be loaded by vLLM and the gateway.
         seed: Seed of weights, demonstrations and their order.
         steps: Number of supervised steps. With few of them, it is a random policy.
+        fault: Probability of each fault of a demonstration. The tokenizer does not depend on it.
         progress: Called with step, number of steps and loss.
     """
     started = time.monotonic()
@@ -65,7 +68,8 @@ def make_policy(
     texts = ["".join(_demonstration(task, dice, template)) for task in make_tasks(3000, seed)]
     tokenizer = make_tokenizer(texts, _VOCABULARY, path, CONTEXT_TOKENS)
     model = _make_model(tokenizer)
-    loss = _supervise(model, tokenizer, template, dice, seed, steps, progress)
+    demonstrate = partial(_demonstration, dice=dice, template=template, fault=fault)
+    loss = _supervise(model, tokenizer, demonstrate, seed, steps, progress)
     model.save_pretrained(path)
     generation = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": 0}
     (path / "generation_config.json").write_text(json.dumps(generation))
@@ -96,14 +100,16 @@ def _make_model(tokenizer: Tokenizer) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> list[str]:
+def _demonstration(
+    task: Task, dice: random.Random, template: ChatTemplate, fault: float = _FAULT
+) -> list[str]:
     """Returns a conversation as alternating pieces of context and answer, with random faults."""
     asked = (Message("system", SYSTEM_PROMPT), Message("user", task.question))
     render_context = make_context(json.dumps(TOOLS).encode(), b"")
     prompt = template.render(asked, render_context, generation_prompt=True)
-    if dice.random() < _FAULT:
+    if dice.random() < fault:
         return [prompt, f"I am not sure.{END}"]
-    wrong = dice.random() < _FAULT
+    wrong = dice.random() < fault
     operation = (
         dice.choice([other for other in OPERATIONS if other != task.operation])
         if wrong
@@ -114,7 +120,7 @@ def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> l
     result = Message("tool", str(made.result), tool_call_id="c")
     called = template.render((*asked, call), render_context).removesuffix("\n")
     told = template.render((*asked, call, result), render_context, generation_prompt=True)
-    silent = dice.random() < _FAULT
+    silent = dice.random() < fault
     answer = "The calculation is done." if silent else f"The answer is {made.result}."
     return [prompt, called[len(prompt) :], told[len(called) :], f"{answer}{END}"]
 
@@ -122,8 +128,7 @@ def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> l
 def _supervise(
     model: Any,
     tokenizer: Tokenizer,
-    template: ChatTemplate,
-    dice: random.Random,
+    demonstrate: Callable[[Task], list[str]],
     seed: int,
     steps: int,
     progress: Callable[[int, int, float], None] | None,
@@ -137,9 +142,7 @@ def _supervise(
     tasks = iter(make_tasks(steps * _BATCH, seed + 1))
     loss = torch.zeros(())
     for step in range(steps):
-        rows = [
-            _encode(_demonstration(next(tasks), dice, template), tokenizer) for _ in range(_BATCH)
-        ]
+        rows = [_encode(demonstrate(next(tasks)), tokenizer) for _ in range(_BATCH)]
         ids, labels = _padded(rows)
         loss = _loss(model, ids, labels)
         optimizer.zero_grad()

@@ -66,3 +66,20 @@ async def test_trl_learns_through_the_mesh(tmp_path: Path, policy: Path) -> None
     assert _learned(result), said
     assert result["drift_tokens"] == 0
     assert result["logprob_mean_abs_diff"] < 1e-4
+
+
+async def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
+    """Both models are made for it, by fewer supervised steps than the example takes."""
+    command = ["-m", "examples.distill", "--steps", "5", "--supervised", "150"]
+    output, said = await run_to_end(
+        sys.executable,
+        *command,
+        "--folder",
+        tmp_path / "run",
+        cwd=ROOT,
+        env=_ENVIRONMENT,
+        limit_s=_PROGRAM_S,
+    )
+    result = json.loads(output.splitlines()[-1])
+    assert result["loss_last"] < 0.9 * result["loss_first"], said
+    assert (result["drift_tokens"], result["lost"], result["duplicated"]) == (0, 0, 0)
