@@ -12,7 +12,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.client import Client, MeshAddresses, Session, SessionResult
+from rollmesh.client import Client, MeshAddresses, Session, SessionResult, SubscribeOptions
+from rollmesh.v1 import collector_pb2
 from tests.locks import Locks
 from tests.processes import ServiceProcess, reserved_port, running
 from tests.waiting import until
@@ -137,10 +138,14 @@ async def scripted_mesh(
         yield mesh
 
 
-async def delivered(client: Client, session: Session) -> SessionResult:
-    """What the collector delivers of a session. Others may come before it."""
-    consumer = f"reader-of-{session.session_id}"
-    async with client.subscribe(consumer, unit="session") as deliveries, asyncio.timeout(120):
+async def delivered(client: Client, session: Session, **rules: Any) -> SessionResult:
+    """What the collector delivers of a session by a filter. Others may come before it."""
+    consumer = f"reader-of-{session.session_id}-{rules}"
+    options = SubscribeOptions(filter=collector_pb2.DeliveryFilter(**rules))
+    async with (
+        client.subscribe(consumer, unit="session", options=options) as deliveries,
+        asyncio.timeout(120),
+    ):
         async for delivery in deliveries:
             await deliveries.acknowledge(delivery)
             (result,) = delivery.sessions

@@ -1,6 +1,5 @@
 """Adapters as policies of sessions: the newest, pinned and named revisions, and several at once."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.client import AdapterChoice, Client, Session, SessionResult, SubscribeOptions
+from rollmesh.client import AdapterChoice, Client, Session, SessionResult
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import AdapterUnknownError, InvalidFieldError
 from rollmesh.v1 import collector_pb2, trajectory_pb2
@@ -182,7 +181,7 @@ async def test_two_policies_of_one_session_are_trained_once_each_by_their_own_tr
     assert any("MIXED_POLICIES" in one.reasons for one in all_of_it.trajectories)
     trained: list[tuple[str, tuple[str, int], int]] = []
     for name in ("planner", "coder", ""):
-        found = await of_policy(client, f"trainer-of-{name}", session, [name])
+        found = await delivered(client, session, adapters=[name])
         for trajectory in found.trajectories:
             for run in trajectory.segments:
                 mask = trajectory.loss_mask[run.start : run.end]
@@ -205,23 +204,6 @@ async def test_two_policies_of_one_session_are_trained_once_each_by_their_own_tr
     assert len({node for *_, node in trained}) == 4
 
 
-async def of_policy(
-    client: Client, consumer: str, session: Session, adapters: list[str]
-) -> SessionResult:
-    """What a consumer of some policies gets of a session."""
-    options = SubscribeOptions(filter=collector_pb2.DeliveryFilter(adapters=adapters))
-    async with (
-        client.subscribe(consumer, unit="session", options=options) as deliveries,
-        asyncio.timeout(60),
-    ):
-        async for delivery in deliveries:
-            await deliveries.acknowledge(delivery)
-            (result,) = delivery.sessions
-            if result.session_id == session.session_id:
-                return result
-    raise AssertionError("the deliveries ended without the session")
-
-
 async def test_a_consumer_of_another_policy_gets_nothing_of_a_session(
     mesh: Mesh, client: Client
 ) -> None:
@@ -230,9 +212,8 @@ async def test_a_consumer_of_another_policy_gets_nothing_of_a_session(
         await ask(mesh, session, "one")
     async with client.session() as base:
         await ask(mesh, base, "one")
-    first = await of_policy(client, "base", base, [""])
-    assert first.session_id == base.session_id
-    stats = {one.name: one for one in (await client.stats()).consumers}["base"]
+    await delivered(client, base, adapters=[""])
+    (stats,) = (await client.stats()).consumers
     assert {
         name_of(collector_pb2.FilterReason.DESCRIPTOR, one.reason): (one.units, one.trajectories)
         for one in stats.filtered
