@@ -287,3 +287,34 @@ async def test_every_protocol_chooses_a_policy_by_the_model(mesh: Mesh, client: 
         await ask(mesh, session, "five", model="gpt-4o")  # as many agents have it built in
     found = [name for name, _ in policies(await delivered(client, session))]
     assert found == ["coder", "coder", "planner", "coder", "planner"]
+
+
+async def test_a_sidecar_that_asks_the_router_knows_adapters_and_no_other_names(
+    mesh: Mesh, client: Client
+) -> None:
+    flags = {"gateway": "", "router": mesh.address("router"), "unknown_models": "refuse"}
+    sidecar = await mesh.run("sidecar", "routed", port=0, **flags)
+    await push(client, "coder", 8)
+    async with client.session(adapters=["", "coder"]) as session:
+        url = f"http://{sidecar.address}/sessions/{session.api_key}/v1"
+        messages: Any = [{"role": "user", "content": "one"}]
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as agent:
+            said = await agent.chat.completions.create(model="coder", messages=messages)
+            assert said.model == "coder"
+            with pytest.raises(openai.NotFoundError):
+                await agent.chat.completions.create(model="gpt-4o", messages=messages)
+    assert policies(await delivered(client, session)) == [("coder", 8)]
+
+
+async def test_a_revision_that_an_operator_unloads_ends_turns_by_name_and_loses_none(
+    mesh: Mesh, client: Client
+) -> None:
+    await push(client, "math", 1)
+    pinned = AdapterChoice(name="math", pinned=True)
+    async with client.session(adapters=[pinned, ""]) as session:
+        await ask(mesh, session, "one", model="math")
+        await client.unload_adapter("math")
+        with pytest.raises(openai.APIStatusError, match="version 1 of 'math' is not retained"):
+            await ask(mesh, session, "two", model="math")
+        await ask(mesh, session, "two", model="policy")
+    assert policies(await delivered(client, session)) == [("math", 1), ("", 0)]

@@ -135,3 +135,16 @@ def test_adapters_that_sessions_of_a_lost_gateway_name_count_until_another_has_t
     now_ms = 600_000
     assert table.named_adapters("policy") == set()
     assert table.named_adapters("other") == {("math", 5)}
+
+
+def test_a_gateway_that_only_connects_again_names_what_it_names_now() -> None:
+    table, (first,) = table_of(gateway("a"))
+    first.hello.load.pinned_adapters.add(name="math", version=3)
+    again = asyncio.run(table.join(gateway("a")))
+    table.leave(first)  # its earlier stream ends later
+    assert table.named_adapters("policy") == set()
+    again.hello.load.pinned_adapters.add(name="math", version=4)
+    table.leave(again)  # and here the streams end before the next one begins
+    assert table.named_adapters("policy") == {("math", 4)}
+    asyncio.run(table.join(gateway("a")))
+    assert table.named_adapters("policy") == set()

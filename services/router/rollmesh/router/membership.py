@@ -142,6 +142,7 @@ class Members:
                     f"{former.hello.address}; give each replica its own id"
                 )
         self._check_alike(hello)
+        self._left.pop(hello.instance_id, None)  # it reports itself again
         member = self._members[key] = Member(hello)
         return member
 
@@ -216,12 +217,11 @@ class Members:
         hello = member.hello
         if self.has(member):
             del self._members[_key(hello)]
-        if hello.load.pinned_adapters:
-            adapters = [(one.name, one.version) for one in hello.load.pinned_adapters]
-            self._left.pop(hello.instance_id, None)
-            self._left[hello.instance_id] = clock.monotonic_ms(), hello.model, adapters
-            while len(self._left) > _MOST_LEFT:
-                del self._left[next(iter(self._left))]
+            if hello.load.pinned_adapters:
+                adapters = [(one.name, one.version) for one in hello.load.pinned_adapters]
+                self._left[hello.instance_id] = clock.monotonic_ms(), hello.model, adapters
+                while len(self._left) > _MOST_LEFT:
+                    del self._left[next(iter(self._left))]
         member.heard.set()
 
     def end(self, error: RollmeshError) -> None:

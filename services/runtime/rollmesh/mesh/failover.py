@@ -381,7 +381,7 @@ class Failover:
                 await asyncio.sleep(delay_ms / 1000)
                 continue
             except AdapterUnknownError:
-                if order.is_outlived:
+                if attempt is None and order.is_outlived:
                     order.generation = generation.anew()
                     yield None
                     continue

@@ -285,6 +285,45 @@ async def test_an_engine_without_the_adapter_is_left_for_another_and_is_no_loss(
     assert fleet.outcomes == ["ADAPTER_UNKNOWN", "answered"]
 
 
+def newest() -> Order:
+    """An order of the newest revision, which is 7 at its first engine."""
+    order = with_adapter()
+    assert order.adapter is not None
+    order.adapter.version = 0
+    return order
+
+
+async def test_an_answer_goes_on_with_its_revision_where_an_engine_still_has_it() -> None:
+    fleet, order = Fleet([some(1, 2), DEAD], [AdapterUnknownError("unloaded")], [last(4)]), newest()
+    assert await run(fleet, order) == ([[1, 2], [4]], [1, 2, 4])
+    assert [one.version for one in fleet.adapters if one] == [0, 7, 7]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_an_answer_begins_anew_where_its_revision_is_retained_no_longer(
+    monkeypatch: pytest.MonkeyPatch, *, is_sent: bool
+) -> None:
+    fleet, order = Fleet([some(1, 2), DEAD], [last(4)]), newest()
+    order.is_sent = lambda: is_sent
+    lease = fleet.lease
+
+    @asynccontextmanager
+    async def retaining_none(**asked: Any) -> AsyncIterator[leases_pb2.LeaseGrant]:
+        if asked["adapter"].version:
+            raise AdapterUnknownError("not retained")
+        async with lease(**asked) as grant:
+            yield grant
+
+    monkeypatch.setattr(fleet, "lease", retaining_none)
+    if is_sent:
+        with pytest.raises(AdapterUnknownError):
+            await run(fleet, order)
+        assert len(fleet.requests) == 1
+    else:
+        assert await run(fleet, order) == ([[1, 2], None, [4]], [4])
+        assert order.generation.restarted
+
+
 async def test_an_adapter_that_no_engine_has_is_the_callers() -> None:
     fleet, order = Fleet(*[[AdapterUnknownError("not loaded")]] * 9), with_adapter()
     with pytest.raises(AdapterUnknownError):
