@@ -137,7 +137,7 @@ def test_adapters_that_sessions_of_a_lost_gateway_name_count_until_another_has_t
     assert table.named_adapters("other") == {("math", 5)}
 
 
-def test_a_gateway_that_only_connects_again_names_what_it_names_now() -> None:
+def test_a_gateway_that_connects_again_drops_its_former_adapters() -> None:
     table, (first,) = table_of(gateway("a"))
     first.hello.load.pinned_adapters.add(name="math", version=3)
     again = asyncio.run(table.join(gateway("a")))
