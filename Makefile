@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-async kills soak chaos fuzz lock clean
+.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-mesh bench-async kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -170,6 +170,9 @@ bench-router: .venv/.ready  # What a lease costs, and a simulated week under eac
 
 bench-streaming: .venv/.ready  # What it costs to take tokens as they are sampled, by 256 generations on vLLM
 	.venv/bin/python -m benchmarks.streaming
+
+bench-mesh: .venv/.ready  # Tokens per second and CPU: the mesh and `vllm serve`, with the same policy
+	.venv/bin/python -m benchmarks.mesh
 
 bench-adapter: .venv/.ready  # A revision of an adapter to the engines, and the pause that it costs
 	.venv/bin/python -m benchmarks.adapter

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +74,12 @@ async def measure(
         "shape": shape.plan(),
     }
     async with _generator(plan) as process:
-        await at_rest(system)
+        await at_rest(system.pids.values())
         before = {name: cpu_ms(pid) for name, pid in system.pids.items()}
         result = await _result(process)
     if close:
         await system.close()
-    await at_rest(system)
+    await at_rest(system.pids.values())
     turns = sessions * (shape.turns - shape.fill_turns)
     latencies = sorted(ms for session in result["latencies_ms"] for ms in session)
     used = {name: cpu_ms(pid) - before[name] for name, pid in system.pids.items()}
@@ -108,7 +108,7 @@ async def measure_stall(system: System, shape: Shape, heavy: int, seed: int) -> 
     async with _generator(plan) as process:
         result = await _result(process)
     await system.close()
-    await at_rest(system)
+    await at_rest(system.pids.values())
     return result
 
 
@@ -141,11 +141,11 @@ async def _result(process: Process) -> dict[str, Any]:
     return result
 
 
-async def at_rest(system: System) -> None:
-    """Waits until a system is idle, so that deferred work is counted, and not in the next run."""
+async def at_rest(pids: Collection[int]) -> None:
+    """Waits until processes are idle, so that deferred work is counted, and not in the next run."""
     last, deadline = math.inf, time.monotonic() + _SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
-        now = sum(cpu_ms(pid) for pid in system.pids.values())
+        now = sum(map(cpu_ms, pids))
         if now - last <= _SETTLE_MS and math.isfinite(last):
             return
         last = now
