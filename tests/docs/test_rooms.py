@@ -5,18 +5,18 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_375, 49),
-    "services/runtime/rollmesh/mesh": (3_512, 8),
+    "services/runtime/rollmesh/runtime": (7_379, 49),
+    "services/runtime/rollmesh/mesh": (3_790, 10),
     "services/gateway/rollmesh/chat": (8_634, 41),
     "services/gateway/rollmesh/gateway": (8_992, 22),
     "services/engine/rollmesh/engine": (6_428, 26),
     "services/router/rollmesh/router": (4_373, 17),
-    "services/collector/rollmesh/collector": (4_852, 13),
+    "services/collector/rollmesh/collector": (5_237, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),
-    "clients/rollmesh/client": (4_918, 16),
+    "clients/rollmesh/client": (4_769, 15),
     "clients/rollmesh/batches": (1_386, 6),
-    "clients/rollmesh/integrations": (2_210, 12),
+    "clients/rollmesh/integrations": (2_235, 12),
     "clients/rollmesh/launch": (544, 4),
     "clients/rollmesh/cli": (1_450, 7),
     "clients/rollmesh/conformance": (3_656, 36),

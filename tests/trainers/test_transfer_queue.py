@@ -102,3 +102,15 @@ async def test_the_pages_snippet_writes_a_prompt_and_its_row(ran: Any) -> None:
     prompt, row = ran["snippet"]
     assert prompt == "u"
     assert row.startswith("u_")
+
+
+async def test_scores_of_a_teacher_are_columns_as_verls_own_teachers_make_them(ran: Any) -> None:
+    """A row is about the next token. The last one is empty, as those before the first answer."""
+    found = ran["taught"]
+    dtype, ids, logprobs = found["wide"]
+    assert (dtype, ids) == ("torch.int32", [[0, 0], [4, 5], [6, 7], [8, 9], [0, 0]])
+    assert logprobs[1] == pytest.approx([-0.4, -0.5])
+    assert (logprobs[0], logprobs[4]) == ([0, 0], [0, 0])
+    _, ids, logprobs = found["narrow"]
+    assert ids == [[0], *([one] for one in found["token_ids"][2:]), [0]]
+    assert logprobs == [[0], [-1], [-2], [-3], [0]]

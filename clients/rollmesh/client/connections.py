@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import grpc
 
-from rollmesh.client.retries import retried
 from rollmesh.mesh.directory import (
     CollectorDirectory,
     GatewayDirectory,
@@ -17,7 +16,9 @@ from rollmesh.mesh.directory import (
     SidecarDirectory,
     journal_of,
 )
+from rollmesh.mesh.retries import retried
 from rollmesh.mesh.routers import Routers
+from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.errors import (
@@ -102,6 +103,7 @@ class Connections:
         self._routers = Routers(addresses.router, identity)
         self._collectors = CollectorDirectory(addresses.router, addresses.collector, identity)
         self._sidecars = SidecarDirectory(addresses.router, addresses.sidecar, identity)
+        self._scoring = ScoringEngines(addresses.router, identity)
 
     async def __aenter__(self) -> Self:
         """Returns itself."""
@@ -114,7 +116,13 @@ class Connections:
         traceback: TracebackType | None,
     ) -> None:
         """Closes the channels."""
-        for part in (self._gateways, self._routers, self._collectors, self._sidecars):
+        for part in (
+            self._gateways,
+            self._routers,
+            self._collectors,
+            self._sidecars,
+            self._scoring,
+        ):
             await part.aclose()
         while self._channels:  # calls that end meanwhile may open others
             _, channel = self._channels.popitem()

@@ -55,6 +55,11 @@ class SubscribeOptions:
     """The filter. None: everything passes."""
     policy_version: int | None = None
     """The version being trained. Update it with `Subscription.report_version`."""
+    teacher: str = ""
+    """Name of a model of the mesh that scores every trajectory before its delivery. It must have
+    the tokenizer of the policy. Empty: none."""
+    top_k: int = 0
+    """Number of most likely ids that the teacher names at each position, at most 256."""
 
 
 class Subscription(Background):
@@ -110,6 +115,7 @@ class Subscription(Background):
             groups=options.groups or collector_pb2.GroupPolicy(),
             filter=options.filter or collector_pb2.DeliveryFilter(),
             policy_version=options.policy_version,
+            teacher=filled(collector_pb2.Teacher, model=options.teacher, top_k=options.top_k),
         )
         self._create = filled(
             collector_pb2.CreateConsumerRequest, consumer=settings, start=options.start

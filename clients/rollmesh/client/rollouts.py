@@ -471,6 +471,10 @@ class RolloutSettings:
     """
     consumer: str = ""
     """Name at the collector for `on_session`. One for each trainer."""
+    teacher: str = ""
+    """Name of a model that scores the trajectories of `on_session`, as of `SubscribeOptions`."""
+    teacher_top_k: int = 0
+    """Number of most likely ids that the teacher names at each position."""
     progress: bool | None = None
     """Whether to show progress on standard error. None: if it is a terminal."""
 
@@ -1196,7 +1200,9 @@ def _deliveries(
         options=SubscribeOptions(
             filter=collector_pb2.DeliveryFilter(
                 model=settings.model, purposes=[purpose_of(settings.purpose)]
-            )
+            ),
+            teacher=settings.teacher,
+            top_k=settings.teacher_top_k,
         ),
     )
 

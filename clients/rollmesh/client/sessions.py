@@ -24,8 +24,9 @@ from rollmesh.client.arguments import (
     read_sampling,
 )
 from rollmesh.client.connections import Connections
-from rollmesh.client.retries import retried
+from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
+from rollmesh.mesh.retries import retried
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, text_of
 from rollmesh.runtime.errors import (
@@ -37,6 +38,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
+    engine_pb2,
     gateway_pb2,
     sampling_pb2,
     session_pb2,
@@ -731,6 +733,8 @@ class Trajectory:
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
     """Its images by ascending start, and the tokens that stand for each. The files are in the
     session's `images`."""
+    teacher: Scores | None = None
+    """The scores of the consumer's teacher, from `prompt_tokens` on. None without a teacher."""
 
     @property
     def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
@@ -766,7 +770,17 @@ class Trajectory:
             path,
             proto.reward if proto.HasField("reward") else None,
             read_images(proto),
+            _teacher(proto),
         )
+
+
+def _teacher(proto: trajectory_pb2.Trajectory) -> Scores | None:
+    if not proto.HasField("teacher"):
+        return None
+    request = engine_pb2.ScoreTokensRequest(
+        token_ids_u32le=proto.tokens.token_ids_u32le, start=proto.teacher.start
+    )
+    return read_scores(request, proto.teacher)
 
 
 @dataclass(frozen=True, slots=True)

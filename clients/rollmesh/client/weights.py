@@ -16,6 +16,7 @@ import numpy as np
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
+from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.errors import InvalidFieldError, NoEngineError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
@@ -187,21 +188,6 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
         for key, value in config.items()
     }
-
-
-def weights_of(
-    response: router_pb2.ListReplicasResponse, model: str, field: str = "model"
-) -> router_pb2.ModelWeights:
-    """Returns the weights of a model, which `field` names. An empty name selects the only model.
-
-    Raises:
-        InvalidFieldError: The mesh has no such model, or several and no name was given.
-    """
-    found = [one for one in response.models if model in {"", one.model}]
-    if len(found) != 1:
-        names = ", ".join(one.model for one in response.models) or "none"
-        raise InvalidFieldError(field, f"is {model!r}; name one of the mesh's ({names})")
-    return found[0]
 
 
 class WeightCalls(Connections):

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollmesh.client.sync import Client
-from rollmesh.client.weights import Transfer, weights_of
+from rollmesh.client.weights import Transfer
+from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.codec.cuda_handles import json_handles
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import router_pb2

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session, sync
-from rollmesh.client.retries import retried
+from rollmesh.mesh.retries import retried
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RemoteError,

@@ -24,6 +24,7 @@ from tests.collector.collectors import (
     subscribing,
 )
 from tests.collector.records import record, trajectory, tree_record
+from tests.waiting import until
 
 
 async def test_large_units_that_were_granted_together_all_come(stub: Any) -> None:
@@ -248,6 +249,34 @@ async def test_a_late_acknowledgement_counts_once(stub: Any) -> None:
             assert await stream.acknowledged() == {"a"}
         stats = await consumer_stats(stub)
         assert (stats.acknowledged, stats.leased, stats.ready) == (1, 0, 0)
+
+
+async def test_a_unit_acknowledged_while_it_waits_behind_a_large_one_is_not_sent(
+    stub: Any,
+) -> None:
+    """As by a trainer whose last stream broke before its acknowledgement was sent."""
+    large = record("large")
+    large.trajectories[0].CopyFrom(trajectory("large", 300_000))
+    await ingest(stub, large)
+    await ingest_all(stub, "small")
+    async with subscribing(stub) as reader:
+        await reader.opened()
+        await reader.grant(2)
+
+        async def both_are_leased() -> bool:
+            return (await consumer_stats(stub)).leased == 2
+
+        await until(both_are_leased)
+        await reader.acknowledge("small")
+
+        async def it_is_settled() -> bool:
+            return (await consumer_stats(stub)).acknowledged == 1
+
+        await until(it_is_settled)
+        await ingest_all(stub, "next")
+        assert await reader.delivered(1) == ["large"]
+        assert await reader.acknowledged() == {"small"}
+        assert await reader.delivered(1) == ["next"]
 
 
 async def test_a_consumer_that_ends_its_side_still_hears_of_acknowledgements(stub: Any) -> None:

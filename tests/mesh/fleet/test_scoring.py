@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from tests.controls import ABORT_ALL, KEEP, RESUME, pause, sleep
 from tests.processes import ServiceProcess, running
 from tests.waiting import until
 
+_Entered = TypeVar("_Entered")
 VOCABULARY = 400
 STEP = {"tokens_per_second": 4, "lease_capacity": 2}
 """A sequence takes a quarter of a second, so what happens meanwhile happens in the middle."""
@@ -44,7 +45,11 @@ class Fleet:
         own: dict[str, object] = {"backend": "scripted", "vocabulary_tokens": VOCABULARY}
         own |= {"engine_id": engine_id, "router": self.router.address}
         process = running("engine", self.folder / engine_id, **{**own, **flags})
-        self.engines[engine_id] = await self._stack.enter_async_context(process)
+        self.engines[engine_id] = await self.enter(process)
+
+    async def enter(self, context: AbstractAsyncContextManager[_Entered]) -> _Entered:
+        """Enters a context that ends with the fleet."""
+        return await self._stack.enter_async_context(context)
 
     async def stub(self, engine_id: str) -> Any:
         channel = await self._stack.enter_async_context(

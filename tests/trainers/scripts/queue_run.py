@@ -5,13 +5,15 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import transfer_queue as tq
 
 from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
-from rollmesh.client import SessionResult
+from rollmesh.client import Scores, SessionResult
 from rollmesh.integrations.verl.manager import Settings, load_runner
 from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
 from rollmesh.runtime.errors import InvalidFieldError
@@ -151,6 +153,22 @@ def tensordicts() -> dict[str, Any]:
     }
 
 
+def taught() -> dict[str, Any]:
+    """The columns of teachers that name two ids at each position, and none."""
+    one = trajectory("t", [(2, False, False), (3, True, True)])
+    own, ids = np.array([0, 0, -1, -2, -3], np.float32), np.arange(10).reshape(5, 2)
+    wide = Scores(own, ids, (ids / -10).astype(np.float32), start=2, policy_version=1)
+    narrow = Scores(own, ids[:, :0], wide.top_logprobs[:, :0], start=2, policy_version=1)
+    found: dict[str, Any] = {"token_ids": one.token_ids.tolist()}
+    for name, scores in (("wide", wide), ("narrow", narrow)):
+        result = session("s", [replace(one, teacher=scores)])
+        fields = queue_rows(rows_of([result]), prompt("u")).fields
+        columns = {key: fields[key][0] for key in ("teacher_ids", "teacher_logprobs")}
+        found[name] = [str(columns["teacher_ids"].dtype)]
+        found[name] += [column.tolist() for column in columns.values()]
+    return found
+
+
 def snippet(text: str) -> list[str]:
     """Runs the pages' snippet of the writer. Returns the keys of the rows it wrote."""
     names: dict[str, Any] = {
@@ -172,7 +190,7 @@ def main() -> None:
     with running_queue():
         result: dict[str, Any] = {"groups": groups(), "statuses": statuses()}
         result["snippet"] = snippet(json.loads(sys.argv[1])["snippet"])
-    result |= {"refusals": refusals(), "tensordicts": tensordicts()}
+    result |= {"refusals": refusals(), "tensordicts": tensordicts(), "taught": taught()}
     print(json.dumps(result))  # noqa: T201
 
 

@@ -62,6 +62,9 @@ class Settings:
     model: str = RolloutSettings.model
     adapter: str = ""
     """Name of the adapter that is trained, as `engine_kwargs` has it. Empty: the model itself."""
+    teacher: str = RolloutSettings.teacher
+    teacher_top_k: int = RolloutSettings.teacher_top_k
+    """As verl's `distillation_loss.topk`. 0 for the losses that need the tokens' own."""
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
     limits: TimeLimits = field(default_factory=TimeLimits)
@@ -89,7 +92,16 @@ class Settings:
     @property
     def rollout(self) -> dict[str, Any]:
         """Keyword arguments of a rollout."""
-        names = ("model", "concurrency", "timeout_s", "limits", "retries", "sampling_policy")
+        names = (
+            "model",
+            "teacher",
+            "teacher_top_k",
+            "concurrency",
+            "timeout_s",
+            "limits",
+            "retries",
+            "sampling_policy",
+        )
         adapters = [self.adapter] if self.adapter else []
         return {"adapters": adapters, **{name: getattr(self, name) for name in names}}
 

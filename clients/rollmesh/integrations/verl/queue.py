@@ -125,13 +125,15 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
 
     `prompts` int64 [P]. `responses`, `response_mask`, `loss_mask` int64 [R]. `input_ids`,
     `attention_mask`, `position_ids` int64 [P + R]. `rollout_log_probs`, `rm_scores` float32 [R].
-    `num_turns` int64 [].
+    `num_turns` int64 []. With a teacher also its `teacher_ids` int32 [P + R, K] and
+    `teacher_logprobs` float32 [P + R, K]: K most likely ids, or the token itself with K = 1. As in
+    verl's `compute_teacher_logprobs_single`, a row is about the next token, so the last is empty.
     """
     trajectory = row.trajectory
     prompt = trajectory.prompt_tokens
     ids = _tensor(trajectory.token_ids, np.int64)
     mask = _tensor(trajectory.loss_mask[prompt:], np.int64)
-    return {
+    found = {
         "prompts": ids[:prompt],
         "responses": ids[prompt:],
         "response_mask": mask,
@@ -143,6 +145,16 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
         "rm_scores": _tensor(row.rewards[prompt:], np.float32),
         "num_turns": torch.tensor(_messages(row), dtype=torch.int64),
     }
+    if (scores := trajectory.teacher) is not None:
+        top_ids, top_logprobs = scores.top_ids, scores.top_logprobs
+        if not top_ids.shape[1]:
+            top_ids = trajectory.token_ids[:, None].astype(np.int64)
+            top_logprobs = scores.logprobs[:, None]
+        of_next = np.zeros(top_ids.shape, np.int32), np.zeros(top_ids.shape, np.float32)
+        of_next[0][scores.start - 1 : -1] = top_ids[scores.start :]
+        of_next[1][scores.start - 1 : -1] = top_logprobs[scores.start :]
+        found["teacher_ids"], found["teacher_logprobs"] = map(torch.from_numpy, of_next)
+    return found
 
 
 def vision_columns(row: Row, processor: ImageProcessor) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import distributed
 from verl.workers.rollout import base, replica
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.client.weights import weights_of
+from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.errors import InvalidFieldError
 

@@ -113,6 +113,10 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """Trained tokens of the trajectory were sampled with other numerics."""
     FILTER_REASON_ADAPTER: _FilterReason.ValueType  # 17
     """No trained token of the trajectory was sampled by one of the consumer's adapters."""
+    FILTER_REASON_TEACHER: _FilterReason.ValueType  # 18
+    """The consumer's teacher cannot score the trajectory: it is too long for the model, has images, or is a
+    tree.
+    """
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -155,6 +159,10 @@ FILTER_REASON_NUMERICS: FilterReason.ValueType  # 16
 """Trained tokens of the trajectory were sampled with other numerics."""
 FILTER_REASON_ADAPTER: FilterReason.ValueType  # 17
 """No trained token of the trajectory was sampled by one of the consumer's adapters."""
+FILTER_REASON_TEACHER: FilterReason.ValueType  # 18
+"""The consumer's teacher cannot score the trajectory: it is too long for the model, has images, or is a
+tree.
+"""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 class _GroupState:
@@ -336,6 +344,7 @@ class Consumer(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TEACHER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, 1 to 128 printable characters. It cannot change."""
     unit: Global___DeliveryUnit.ValueType
@@ -362,6 +371,10 @@ class Consumer(_message.Message):
     def filter(self) -> Global___DeliveryFilter:
         """The filter. Default: nothing is filtered out."""
 
+    @_builtins.property
+    def teacher(self) -> Global___Teacher:
+        """Has another model score every trajectory before its delivery. An empty one ends that."""
+
     def __init__(
         self,
         *,
@@ -372,10 +385,11 @@ class Consumer(_message.Message):
         lease_ms: _builtins.int | None = ...,
         policy_version: _builtins.int | None = ...,
         seen_unix_ms: _builtins.int = ...,
+        teacher: Global___Teacher | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "teacher", b"teacher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "teacher", b"teacher", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
@@ -387,6 +401,36 @@ class Consumer(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
+
+@_typing.final
+class Teacher(_message.Message):
+    """A model that scores the trajectories of a consumer. A unit waits as long as no engine of the model can
+    score. The scores are stored, so a trajectory is scored once for all consumers with the same teacher.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of a model of the mesh. Streams end with INVALID_ARGUMENT (INVALID_FIELD) if its tokenizer is not
+    that of the model that answered in the sessions.
+    """
+    top_k: _builtins.int
+    """Number K of most likely ids at each position, at most 256."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        top_k: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Teacher: _TypeAlias = Teacher  # noqa: Y015
 
 @_typing.final
 class CreateConsumerRequest(_message.Message):
@@ -1219,6 +1263,7 @@ class ConsumerStats(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     FILTERED_FIELD_NUMBER: _builtins.int
+    UNSCORED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     acknowledged: _builtins.int
@@ -1229,6 +1274,10 @@ class ConsumerStats(_message.Message):
     """Units that wait for delivery."""
     streams: _builtins.int
     """Streams open at this collector."""
+    unscored: _builtins.int
+    """Units fetched by this collector that wait for the scores of the consumer's teacher. They are among
+    `ready`.
+    """
     @_builtins.property
     def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
         """Units that it did not get, one entry per reason."""
@@ -1242,10 +1291,11 @@ class ConsumerStats(_message.Message):
         ready: _builtins.int = ...,
         streams: _builtins.int = ...,
         filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
+        unscored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "filtered", b"filtered", "leased", b"leased", "name", b"name", "ready", b"ready", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "filtered", b"filtered", "leased", b"leased", "name", b"name", "ready", b"ready", "streams", b"streams", "unscored", b"unscored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -404,6 +404,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Try another engine. If routers answer this, push a later revision, or name one that ListReplicas
     shows.
     """
+    ERROR_REASON_VOCABULARY_MISMATCH: _ErrorReason.ValueType  # 68
+    """INVALID_ARGUMENT. A teacher has another tokenizer than the model whose tokens it is to score.
+
+    Name a teacher with the same tokenizer. The message has the digests of both.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -784,6 +789,11 @@ does not retain the revision of a lease.
 
 Try another engine. If routers answer this, push a later revision, or name one that ListReplicas
 shows.
+"""
+ERROR_REASON_VOCABULARY_MISMATCH: ErrorReason.ValueType  # 68
+"""INVALID_ARGUMENT. A teacher has another tokenizer than the model whose tokens it is to score.
+
+Name a teacher with the same tokenizer. The message has the digests of both.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -419,6 +419,7 @@ class Trajectory(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    TEACHER_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Stable id: the same on every export and redelivery of the leaf."""
     session_id: _builtins.str
@@ -455,6 +456,10 @@ class Trajectory(_message.Message):
         twice.
         """
 
+    @_builtins.property
+    def teacher(self) -> Global___TeacherScores:
+        """The scores of the consumer's teacher. Only in deliveries to a consumer that has one."""
+
     def __init__(
         self,
         *,
@@ -470,16 +475,63 @@ class Trajectory(_message.Message):
         turns: _builtins.int = ...,
         reward: _builtins.float | None = ...,
         images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
+        teacher: Global___TeacherScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "teacher", b"teacher", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
+
+@_typing.final
+class TeacherScores(_message.Message):
+    """Log-probabilities of a trajectory's tokens under another model, as ScoreTokens returns them. M is the
+    number of tokens from `start` on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    policy_version: _builtins.int
+    """Version of its weights, which all values are of."""
+    start: _builtins.int
+    """Index of the first token that has scores: the first sampled one."""
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of each token, nats: M 32-bit floats, little-endian."""
+    top_ids_u32le: _builtins.bytes
+    """The K most likely ids at each position, the most likely first: M rows of K unsigned 32-bit integers,
+    little-endian.
+    """
+    top_logprobs_f32le: _builtins.bytes
+    """Log-probability of each of those, nats: M rows of K 32-bit floats, little-endian."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        start: _builtins.int = ...,
+        logprobs_f32le: _builtins.bytes = ...,
+        top_ids_u32le: _builtins.bytes = ...,
+        top_logprobs_f32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs_f32le", b"logprobs_f32le", "model", b"model", "policy_version", b"policy_version", "start", b"start", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TeacherScores: _TypeAlias = TeacherScores  # noqa: Y015
 
 @_typing.final
 class TrajectoryNode(_message.Message):

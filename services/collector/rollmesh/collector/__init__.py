@@ -5,13 +5,14 @@ and the delivery that a trainer receives. Its modules:
 
     log       pure decisions: units, groups, filters, consumers' settings
     store     tables and transactions, over `sqlite` or `postgres`
-    streams   which units each stream of a consumer gets, deadlines and retention
-    service   the RPCs and the process
+    streams   which units each stream of a consumer gets
+    service   the RPCs, deadlines and retention, and the process
 
 Read first: `log`, `streams`.
 
-`scoring` calls a scorer before delivery, `commands` and `export` are command-line tools. Other
-packages and tests import only the names below. It may import `mesh`, `runtime` and `v1`.
+`scoring` calls a scorer and `teachers` the engines of a teacher before delivery. `commands` and
+`export` are command-line tools. Other packages and tests import only the names below. It may import
+`mesh`, `runtime` and `v1`.
 """
 
 from rollmesh.collector.config import CollectorConfig

@@ -13,7 +13,7 @@ the *arrays*, the bytes that only a delivery reads. Everything in this module re
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
@@ -158,6 +158,8 @@ def own_log(consumer: str) -> str:
 Row: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 """The unit of filtering: a trajectory, or the complete tree of a session."""
 Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
+RowKey: TypeAlias = tuple[str, int]
+"""A row by the id of its session and its index there."""
 _OTHER_POLICY = trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES
 _BYTES_PER_TOKEN = 9  # in storage order: 4 for the id, 4 for the log-probability, 1 for the mask
 
@@ -400,10 +402,19 @@ class Verdict:
     """The trajectories removed from each session, with reasons."""
 
 
-def judge(consumer: pb.Consumer, heads: Sequence[session_pb2.SessionRecord]) -> Verdict:
+def judge(
+    consumer: pb.Consumer,
+    heads: Sequence[session_pb2.SessionRecord],
+    unscorable: Collection[RowKey] = (),
+) -> Verdict:
     """Evaluates a consumer's filter on the sessions of one unit.
 
     The policy lag counts from the consumer's policy version. Without one it is ignored.
+
+    Args:
+        consumer: The consumer's settings.
+        heads: The sessions.
+        unscorable: The trajectories that the consumer's teacher has refused.
     """
     rules = consumer.filter
     grouped = consumer.unit == GROUP and not rules.ungrouped
@@ -417,6 +428,10 @@ def judge(consumer: pb.Consumer, heads: Sequence[session_pb2.SessionRecord]) -> 
         refusal = _refusal(rules, head)
         rows = rows_of(head)
         reasons = [refusal or _reason(rules, version, row) for row in rows]
+        if consumer.HasField("teacher"):
+            for at, row in enumerate(rows):
+                if (head.session_id, at) in unscorable or _has_no_scores(row):
+                    reasons[at] = reasons[at] or pb.FILTER_REASON_TEACHER
         refused.append(refusal)
         kept.append([at for at, reason in enumerate(reasons) if not reason])
         for why, count in sorted(Counter(filter(None, reasons)).items()):
@@ -483,6 +498,11 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
     return pb.FILTER_REASON_UNSPECIFIED
 
 
+def _has_no_scores(row: Row) -> bool:
+    """Returns whether no teacher can score a row: a tree, or tokens of images."""
+    return isinstance(row, trajectory_pb2.TrajectoryTree) or bool(row.images)
+
+
 def _lineages(row: Row) -> set[trajectory_pb2.Lineage.ValueType]:
     """Returns the lineage of a trajectory, or all lineages in a tree, of which one must match."""
     if isinstance(row, trajectory_pb2.Trajectory):
@@ -520,11 +540,15 @@ class Loaded:
     """The arrays of each session, as `split` returned them, or empty if it is not delivered."""
     attempt: int = 0
     """Delivery attempt number, or 0 if it is not delivered."""
+    scores: Mapping[RowKey, bytes] = field(default_factory=dict)
+    """The scores of its trajectories by the consumer's teacher."""
+    unscored: tuple[RowKey, ...] = ()
+    """The trajectories that are delivered once the teacher has scored them."""
 
     @property
     def delivers(self) -> bool:
-        """Whether anything is left to deliver."""
-        return not self.verdict.reason
+        """Whether it is delivered now."""
+        return not self.verdict.reason and not self.unscored
 
     def drop_damaged(self, error: SessionDamagedError) -> None:
         """Drops the unit because one of its sessions is damaged."""
@@ -550,6 +574,10 @@ class Loaded:
             for head, arrays, kept in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
                 session = delivery.sessions.add()
                 session.CopyFrom(head)
+                if self.scores:
+                    for at in kept:
+                        scores = self.scores[session.session_id, at]
+                        session.trajectories[at].teacher.MergeFromString(scores)
                 join(session, arrays, kept)
         except SessionDamagedError as error:
             self.drop_damaged(error)
@@ -557,13 +585,22 @@ class Loaded:
         return response
 
 
-def judge_unit(unit: Unit, heads: Sequence[bytes | None], consumer: pb.Consumer) -> Loaded | None:
+_NO_SCORES: Mapping[RowKey, bytes] = {}
+
+
+def judge_unit(
+    unit: Unit,
+    heads: Sequence[bytes | None],
+    consumer: pb.Consumer,
+    scores: Mapping[RowKey, bytes] = _NO_SCORES,
+) -> Loaded | None:
     """Decides whether a unit is delivered.
 
     Args:
         unit: The unit.
         heads: The stored head of each of its sessions, or None for one that was removed.
         consumer: The settings of its consumer.
+        scores: Stored scores of the consumer's teacher. Empty bytes are a refusal.
 
     Returns:
         The unit without arrays, or None if one of its sessions was removed, because the consumer
@@ -581,7 +618,13 @@ def judge_unit(unit: Unit, heads: Sequence[bytes | None], consumer: pb.Consumer)
         for row in (row for head in loaded.heads for row in rows_of(head)):
             if consumer.filter.adapters:
                 train_policies(row, consumer.filter.adapters)
-        loaded.verdict = judge(consumer, loaded.heads)
+        refused = {key for key, data in scores.items() if not data}
+        loaded.verdict = judge(consumer, loaded.heads, refused)
+        if consumer.HasField("teacher") and not loaded.verdict.reason:
+            loaded.scores = scores
+            kept = zip(loaded.heads, loaded.verdict.kept, strict=True)
+            wanted = [(head.session_id, at) for head, rows in kept for at in rows]
+            loaded.unscored = tuple([key for key in wanted if key not in scores])
     return loaded
 
 
@@ -644,8 +687,15 @@ def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]
 # Settings of consumers: validation, defaults, and changes.
 
 DEFAULT_LEASE_MS = 600_000
-_Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version"]
-_CHANGEABLE: tuple[_Changeable, ...] = ("groups", "filter", "lease_ms", "policy_version")
+_Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version", "teacher"]
+_MOST_TOP_K = 256
+_CHANGEABLE: tuple[_Changeable, ...] = (
+    "groups",
+    "filter",
+    "lease_ms",
+    "policy_version",
+    "teacher",
+)
 
 
 def created(consumer: pb.Consumer) -> pb.Consumer:
@@ -710,6 +760,8 @@ def _changed(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
         new.ClearField("groups")
     if not new.filter.ListFields():
         new.ClearField("filter")
+    if not new.teacher.ListFields():
+        new.ClearField("teacher")
     new.ClearField("seen_unix_ms")
     _check(new)
     return new
@@ -728,6 +780,11 @@ def _check(consumer: pb.Consumer) -> None:
     for path, message, name in least_one:
         if message.HasField(name) and getattr(message, name) < 1:  # type: ignore[arg-type]
             raise InvalidFieldError(f"consumer.{path}", "is 0; give at least 1")
+    if consumer.HasField("teacher"):
+        check_name("consumer.teacher.model", consumer.teacher.model)
+        if consumer.teacher.top_k > _MOST_TOP_K:
+            problem = f"is {consumer.teacher.top_k}; give at most {_MOST_TOP_K}"
+            raise InvalidFieldError("consumer.teacher.top_k", problem)
     if consumer.HasField("policy_version"):
         check_version("consumer.policy_version", consumer.policy_version)
     elif rules.HasField("max_policy_lag"):

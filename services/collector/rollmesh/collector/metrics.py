@@ -42,6 +42,11 @@ SCORES = Counter(
     "Sessions scored or given up, and tries that failed.",
     ["outcome"],
 )
+TEACHER_SCORES = Counter(
+    "rollmesh_collector_teacher_scores_total",
+    "Trajectories that teachers scored or refused, and tries that failed.",
+    ["outcome"],
+)
 REMOVED = Counter(
     "rollmesh_collector_removed_sessions_total", "Sessions removed after all had settled them."
 )
@@ -57,17 +62,23 @@ READY = Gauge(
 )
 REGISTERED = Gauge("rollmesh_collector_registered", "1 while the collector is registered.")
 LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", ["consumer"])
+UNSCORED = Gauge(
+    "rollmesh_collector_unscored", "Units that wait for the scores of a teacher.", ["consumer"]
+)
 
 
-def watch(name: str, ready: Callable[[], int], leased: Callable[[], int]) -> None:
+def watch(
+    name: str, ready: Callable[[], int], leased: Callable[[], int], unscored: Callable[[], int]
+) -> None:
     """Makes the gauges report a consumer's state whenever they are read."""
     READY.labels(name).set_function(ready)
     LEASED.labels(name).set_function(leased)
+    UNSCORED.labels(name).set_function(unscored)
 
 
 def forget(name: str) -> None:
     """Removes the series of a deleted consumer."""
-    for metric in (READY, LEASED, DELIVERIES, ACKNOWLEDGED, FILTERED):
+    for metric in (READY, LEASED, UNSCORED, DELIVERIES, ACKNOWLEDGED, FILTERED):
         metric.remove_by_labels({"consumer": name})
 
 

@@ -1,9 +1,10 @@
 """The collector as a service: its RPCs, its store, and its place in the mesh."""
 
 import asyncio
+import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -14,14 +15,17 @@ from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created, 
 from rollmesh.collector.scoring import RemoteScorer, Scoring, wants_score
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import Store
-from rollmesh.collector.streams import Consumer, Subscriptions, check_count, maintain
+from rollmesh.collector.streams import Consumer, Subscriptions, check_count
+from rollmesh.collector.teachers import Teachers
 from rollmesh.mesh.routers import Membership
+from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.records import check_name, check_session
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
+    RollmeshError,
     SessionDamagedError,
     SessionUnknownError,
     StoreAwayError,
@@ -33,6 +37,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.tasks import first_of
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,
@@ -41,6 +46,7 @@ from rollmesh.v1 import (
     session_pb2,
 )
 
+_log = logging.getLogger(__name__)
 _READ_PAGE = 100
 _MAX_REASON_CHARS = 4096
 _MAX_METADATA = 65_536
@@ -107,7 +113,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             await self.subscriptions.refresh()
             work = maintain(self.store, self.subscriptions, config.tick_ms, config.consumer_ttl_ms)
             maintenance = tasks.create_task(work)
-            async with self._scorer(), self._registered(address):
+            async with self._scorer(), self._teachers(), self._registered(address):
                 yield
             maintenance.cancel()
 
@@ -139,6 +145,20 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         async with open_channel(config.scorer) as channel, asyncio.TaskGroup() as tasks:
             scorer = RemoteScorer(channel, config.scorer_timeout_ms / 1000)
             running = tasks.create_task(self._scoring.run(scorer, config.scorer_concurrency))
+            yield
+            running.cancel()
+
+    @asynccontextmanager
+    async def _teachers(self) -> AsyncIterator[None]:
+        """Has teachers score what consumers want scored, if a router knows the engines."""
+        if not self._config.router:
+            yield
+            return
+        async with (
+            aclosing(ScoringEngines(self._config.router)) as engines,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = tasks.create_task(self.subscriptions.teach(Teachers(self.store, engines)))
             yield
             running.cancel()
 
@@ -307,6 +327,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         except ConsumerUnknownError:  # deleted since
             return None
         stats.leased, stats.streams = len(consumer.leased), len(consumer.streams)
+        stats.unscored = len(consumer.unscored)
         stats.ready = max(stats.ready - stats.leased, 0)
         return stats
 
@@ -380,3 +401,66 @@ def _page_size(
     if not 0 < size <= _MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {size}; give 1 to {_MAX_PAGE}")
     return size
+
+
+# Work beside the RPCs: deadlines, changes by other collectors, retention.
+
+_RETAIN_EVERY_S, _RETAIN_TURN_MS = 2.0, 1500
+_AFTER_ERROR_S = 1.0
+_ATTEND_EVERY_MS = 60_000.0
+_PATIENCE_MS = 3_600_000
+
+
+async def maintain(
+    store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
+) -> None:
+    """Runs until cancelled. Errors are logged and counted, and the work is retried."""
+
+    async def tick() -> None:
+        if await store.tick(clock.steady_unix_ms()):
+            subscriptions.announce()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def expire() -> None:
+        await subscriptions.expire()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def listen() -> None:
+        for name in await store.changed():
+            await subscriptions.moved(name)
+        await subscriptions.refresh()
+        subscriptions.announce()
+
+    async def retain() -> None:
+        if await store.turn("retain", _RETAIN_TURN_MS):
+            metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
+        await asyncio.sleep(_RETAIN_EVERY_S)
+
+    # Consumers get time to reconnect before the time without a collector counts against them.
+    patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
+
+    async def attend() -> None:
+        expires = consumer_ttl_ms and clock.monotonic_ms() >= patient_until
+        await subscriptions.attend(consumer_ttl_ms if expires else None)
+        every_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else None
+        await asyncio.sleep((every_ms or _ATTEND_EVERY_MS) / 1000)
+
+    async with asyncio.TaskGroup() as group:
+        for work in (tick, expire, listen, retain, attend):
+            group.create_task(_for_ever(work))
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await work()
+        except RollmeshError as error:
+            metrics.STORE_ERRORS.labels(error.reason).inc()
+            _log.warning(
+                "store failed, will retry", extra=fields(reason=error.reason, error=str(error))
+            )
+            await asyncio.sleep(_AFTER_ERROR_S)
+        except Exception as error:  # one bad row must not stop the rest
+            metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
+            _log.error("maintenance failed, will retry", exc_info=error)
+            await asyncio.sleep(_AFTER_ERROR_S)

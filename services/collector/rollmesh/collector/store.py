@@ -839,6 +839,7 @@ def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> pb.S
         first,
     )
     tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", first - 1, name)
+    tx.db.run("DELETE FROM scores WHERE length(scores) = 0")  # a teacher may have changed
     _count_open(tx, name)
     tx.backend.tell(tx, name, moved=True)
     return pb.SeekResponse(again=again, skipped=skipped)
@@ -1009,15 +1010,19 @@ def read_units(
         tx.db.listed(ids),
     )
     heads: dict[str, bytes] = dict(rows)
+    scores = _scores(tx, consumer, ids)
     found: list[Loaded | None] = []
     out: list[Loaded] = []
     size = 0
     for unit in units:
-        loaded = log.judge_unit(unit, [heads.get(one) for one in unit.session_ids], consumer)
+        loaded = log.judge_unit(
+            unit, [heads.get(one) for one in unit.session_ids], consumer, scores
+        )
         found.append(loaded)
         if loaded and loaded.delivers:
             out.append(loaded)
             size += sum(map(log.arrays_size, loaded.heads))
+            size += sum([len(data) for (one, _), data in scores.items() if one in unit.session_ids])
             if size >= LOAD_BYTES:
                 break
     arrays = tx.backend.arrays(tx, [one for loaded in out for one in loaded.unit.session_ids])
@@ -1106,6 +1111,87 @@ def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms
     return [id_ for id_ in dict.fromkeys(one.unit_id for one in settlements) if id_ in done]
 
 
+# What teachers have scored.
+
+
+class Unscored(NamedTuple):
+    """A trajectory that a teacher is to score."""
+
+    key: log.RowKey
+    model: str
+    """The model that answered in its session."""
+    token_ids: bytes
+    """uint32 [N], little-endian."""
+    start: int
+    """Index of the first sampled token."""
+
+
+def _teacher_key(teacher: pb.Teacher) -> str:
+    """Returns under which key a teacher's scores are stored."""
+    return f"{teacher.top_k}:{teacher.model}"
+
+
+def _scores(
+    tx: Transaction, consumer: pb.Consumer, session_ids: Sequence[str]
+) -> dict[log.RowKey, bytes]:
+    """Returns the stored scores of a consumer's teacher. Empty ones are a refusal."""
+    if not consumer.HasField("teacher"):
+        return {}
+    rows = tx.db.rows(
+        "SELECT session_id, row_index, scores FROM scores"
+        f" WHERE teacher = ?1 AND session_id {tx.db.within(2)}",
+        _teacher_key(consumer.teacher),
+        tx.db.listed(session_ids),
+    )
+    return {(session_id, at): bytes(data) for session_id, at, data in rows}
+
+
+def find_unscored(
+    tx: Transaction, consumer: pb.Consumer, unit: Unit, session_id: str
+) -> list[Unscored]:
+    """Returns the trajectories of a session that its consumer's teacher is to score.
+
+    Those of a damaged session have no token ids.
+    """
+    (loaded,) = read_units(tx, consumer, [unit])
+    rows = [at for one, at in loaded.unscored if one == session_id] if loaded else []
+    if loaded is None or not rows:
+        return []
+    head = loaded.heads[unit.session_ids.index(session_id)]
+    arrays = tx.backend.arrays(tx, [session_id])[session_id]
+    if not isinstance(arrays, SessionDamagedError):
+        log.join(head, arrays)
+    trajectories = [(at, head.trajectories[at]) for at in rows]
+    return [
+        Unscored((session_id, at), head.model, row.tokens.token_ids_u32le, row.prompt_tokens)
+        for at, row in trajectories
+    ]
+
+
+def add_scores(
+    tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: bytes, most_bytes: int
+) -> None:
+    """Stores the scores of a trajectory, or empty bytes if the teacher cannot score it.
+
+    Nothing changes if it has some, or if its session was removed.
+
+    Raises:
+        StoreFullError: There is no room until sessions are settled and removed.
+    """
+    if tx.backend.stored_bytes(tx) + len(scores) > most_bytes:
+        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    added = tx.db.changed(
+        "INSERT INTO scores (session_id, row_index, teacher, scores)"
+        " SELECT session_id, ?2, ?3, ?4 FROM sessions WHERE session_id = ?1"
+        " ON CONFLICT (session_id, teacher, row_index) DO NOTHING",
+        *key,
+        _teacher_key(teacher),
+        scores,
+    )
+    if added:
+        tx.backend.resized(tx, len(scores))
+
+
 # Removal of the groups of sessions that every consumer has settled.
 
 _NEEDED = """
@@ -1149,6 +1235,13 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     in_logs += [(name, *key) for name in sorted(logs) for key in groups]
     db.run_many("DELETE FROM units WHERE log = ?1 AND unit_id = ?2", in_logs)
     db.run_many("DELETE FROM reward_requests WHERE session_id = ?1", ids)
+    of_ids = f"FROM scores WHERE session_id {db.within(1)}"
+    listed_ids = db.listed([session_id for (session_id,) in ids])
+    size: int = db.value(
+        f"SELECT CAST(coalesce(sum(length(scores)), 0) AS BIGINT) {of_ids}", listed_ids
+    )
+    tx.backend.resized(tx, -size)
+    db.run(f"DELETE {of_ids}", listed_ids)
     db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)
     db.run_many("DELETE FROM sessions WHERE group_key = ?1", groups)
     db.run_many("DELETE FROM groups WHERE group_key = ?1", groups)
@@ -1324,6 +1417,7 @@ class Store(Backend):
     fetch = _method(fetch)
     load = _method(load)
     settle = _method(settle)
+    unscored = _method(find_unscored, reads=True)
     seek = _method(seek)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
@@ -1338,6 +1432,11 @@ class Store(Backend):
     session = _method(read_session, reads=True)
     sessions_after = _method(sessions_after, reads=True)
     counts = _method(counts, reads=True)
+
+    async def add_scores(self, teacher: pb.Teacher, key: log.RowKey, scores: bytes) -> None:
+        """Stores the scores of a trajectory. See `add_scores`."""
+        most = self._retention.max_bytes
+        await self.write(lambda tx: add_scores(tx, teacher, key, scores, most))
 
     async def tick(self, now_ms: int) -> bool:
         """Acts on deadlines that have passed and returns whether anything became deliverable."""
@@ -1416,6 +1515,9 @@ CREATE TABLE IF NOT EXISTS filtered_counts (
 CREATE TABLE IF NOT EXISTS reward_requests (
   session_id {text} NOT NULL, request_id {text} NOT NULL, digest {blob} NOT NULL,
   PRIMARY KEY (session_id, request_id)){by_key};
+CREATE TABLE IF NOT EXISTS scores (
+  session_id {text} NOT NULL, teacher {text} NOT NULL, row_index BIGINT NOT NULL,
+  scores {blob} NOT NULL, PRIMARY KEY (session_id, teacher, row_index));
 CREATE TABLE IF NOT EXISTS removed (
   id {text} PRIMARY KEY, removed_ms BIGINT NOT NULL){by_key};
 CREATE INDEX IF NOT EXISTS removed_by_time ON removed (removed_ms);

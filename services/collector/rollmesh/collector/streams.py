@@ -1,4 +1,4 @@
-"""Serves consumers: which units each stream gets, and the work that runs beside them.
+"""Serves consumers: which units each stream gets.
 
 The store knows all unsettled units. A `Consumer` holds as many as its streams can take, and
 decides without I/O. Invariants: a unit is held at most once, either ready or leased. A stream never
@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +27,14 @@ from rollmesh.collector.log import (
     check_version,
 )
 from rollmesh.collector.store import Store, consumer_unknown
+from rollmesh.collector.teachers import Teachers
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
     RollmeshError,
     ShuttingDownError,
+    VocabularyMismatchError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun, contained, finish
@@ -42,6 +44,7 @@ from rollmesh.v1 import collector_pb2 as pb
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _MOST_FETCHED = 64
+_AFTER_ERROR_S = 1.0
 _MAX_CREDITS = 65_536
 _MAX_ACKNOWLEDGED = 4096
 """Of one message."""
@@ -77,6 +80,8 @@ class Consumer:
     """Heap of the units that wait for a stream with credits."""
     leased: dict[str, DeliveryLease] = field(default_factory=dict)
     """By unit id: what was sent and is not yet acknowledged."""
+    unscored: dict[str, Unit] = field(default_factory=dict)
+    """By unit id: units that wait for the scores of the consumer's teacher."""
     streams: dict[int, int] = field(default_factory=dict)
     """The credits of each open stream."""
     _queued: set[str] = field(default_factory=set)
@@ -107,9 +112,10 @@ class Consumer:
         those returned by streams.
         """
         self._settled.clear()
-        if not self.more or len(self.ready) >= _MOST_FETCHED:
+        held = len(self.ready) + len(self.unscored)
+        if not self.more or held >= _MOST_FETCHED:
             return 0
-        return max(min(sum(self.streams.values()) - len(self.ready), _MOST_FETCHED), 0)
+        return max(min(sum(self.streams.values()) - held, _MOST_FETCHED), 0)
 
     def add_page(self, page: Page) -> None:
         """Adds a page from the store."""
@@ -124,12 +130,14 @@ class Consumer:
         self.ready.clear()
         self._queued.clear()
         self.leased.clear()
+        self.unscored.clear()
         self._late.clear()
         self.cursor, self.more = 0, True
 
     def add(self, unit: Unit) -> None:
         """Adds a unit. A known unit is ignored."""
-        if unit.unit_id not in self._queued and unit.unit_id not in self.leased:
+        held = (self._queued, self.leased, self.unscored)
+        if not any(unit.unit_id in one for one in held):
             self._queued.add(unit.unit_id)
             heapq.heappush(self.ready, unit)
 
@@ -183,9 +191,28 @@ class Consumer:
         self.leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
         return unit
 
+    def hold(self, unit: Unit) -> None:
+        """Takes a unit back from its stream until it has the scores of a teacher."""
+        if self.leased.pop(unit.unit_id, None) is not None:
+            self.unscored[unit.unit_id] = unit
+
+    def scored(self, unit: Unit) -> None:
+        """Makes a unit ready again that was held, unless it was given back meanwhile."""
+        if self.unscored.get(unit.unit_id) is unit:
+            del self.unscored[unit.unit_id]
+            self.add(unit)
+
+    def change(self, settings: pb.Consumer) -> None:
+        """Takes new settings. Units that wait for another teacher become ready."""
+        held = list(self.unscored.values()) if settings.teacher != self.settings.teacher else []
+        self.settings = settings
+        for unit in held:
+            self.scored(unit)
+
     def settle(self, unit_id: str) -> None:
-        """Marks a unit as settled, ready or leased. Unknown units are ignored."""
+        """Marks a unit as settled, wherever it is. Unknown units are ignored."""
         self._settled.add(unit_id)
+        self.unscored.pop(unit_id, None)
         if self.leased.pop(unit_id, None) is None and unit_id in self._queued:
             self._queued.discard(unit_id)
             self.ready = [unit for unit in self.ready if unit.unit_id != unit_id]
@@ -266,6 +293,9 @@ class Subscriptions:
         """
         self.store = store
         self.tasks = tasks
+        self._lessons: asyncio.Queue[tuple[Consumer, Unit]] | None = None
+        """Units that consumers hold for a teacher, which are as many as they fetch. None without
+        `teach`."""
         self._known: dict[str, Consumer] = {}
         self._streams: set[Stream] = set()
 
@@ -278,6 +308,29 @@ class Subscriptions:
         """Signals that something may have become deliverable."""
         for consumer in self._known.values():
             consumer.more = True
+        self._wake_all()
+
+    async def teach(self, teachers: Teachers) -> None:
+        """Has the units scored that consumers with a teacher hold. Runs until cancelled."""
+        self._lessons = asyncio.Queue()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                consumer, unit = await self._lessons.get()
+                group.create_task(self._teach(teachers, consumer, unit))
+
+    async def _teach(self, teachers: Teachers, consumer: Consumer, unit: Unit) -> None:
+        def is_wanted() -> bool:
+            return consumer.unscored.get(unit.unit_id) is unit
+
+        try:
+            await teachers.score(consumer.settings, unit, is_wanted)
+        except VocabularyMismatchError as error:
+            refusal = VocabularyMismatchError("consumer.teacher.model", error.message)
+            self._end_of(consumer.name, refusal)
+        except Exception as error:  # one unit must not stop the others
+            _log.error("unit not scored, will retry", exc_info=error)
+            await asyncio.sleep(_AFTER_ERROR_S)
+        consumer.scored(unit)
         self._wake_all()
 
     def end_streams(self) -> None:
@@ -405,7 +458,8 @@ class Subscriptions:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        self._known.pop(name, None)
+        if (known := self._known.pop(name, None)) is not None:
+            known.reset()
         metrics.forget(name)
         self._end_of(name, consumer_unknown(name))
 
@@ -422,8 +476,13 @@ class Subscriptions:
             consumer = known
         else:
             consumer = self._known[settings.name] = Consumer(settings)
-            metrics.watch(settings.name, lambda: len(consumer.ready), lambda: len(consumer.leased))
-        consumer.settings = settings
+            metrics.watch(
+                settings.name,
+                lambda: len(consumer.ready),
+                lambda: len(consumer.leased),
+                lambda: len(consumer.unscored),
+            )
+        consumer.change(settings)
         return consumer
 
     async def _give_back(self, consumer: Consumer, *, if_unread: bool = False) -> None:
@@ -453,7 +512,12 @@ class Subscriptions:
         name = first.hello.consumer
         check_consumer_name("hello.consumer", name)
         await self.store.touch([name], clock.steady_unix_ms())
-        stream = Stream(self._know(await self.store.consumer(name)))
+        consumer = self._know(await self.store.consumer(name))
+        if consumer.settings.HasField("teacher") and self._lessons is None:
+            raise InvalidFieldError(
+                "consumer.teacher", "needs a router; give the collector the setting router"
+            )
+        stream = Stream(consumer)
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
         reader.add_done_callback(lambda _: stream.end())  # however it ended
@@ -528,7 +592,13 @@ class Subscriptions:
         """Returns a stream's next response, or None if there is none, or no credits."""
         while not stream.ended:
             if stream.loaded:
-                return stream.loaded.popleft()
+                response = stream.loaded.popleft()
+                lease = stream.consumer.leased.get(response.delivery.delivery_id)
+                if lease is not None and lease.stream_id == stream.id:
+                    return response
+                # Acknowledged since, which this client is told first, or taken back.
+                stream.consumer.refund(stream.id)
+                continue
             await self._fetch(stream.consumer)
             now = clock.monotonic_ms()
             while len(stream.taken) < _MOST_TAKEN and (
@@ -568,6 +638,9 @@ class Subscriptions:
                 consumer.refund(stream.id)
             if loaded is None:
                 consumer.settle(unit.unit_id)
+            elif loaded.unscored and self._lessons is not None:
+                consumer.hold(unit)
+                self._lessons.put_nowait((consumer, unit))
             elif response is None:
                 await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
             else:
@@ -605,66 +678,3 @@ def check_count(field_name: str, values: Sequence[object], most: int) -> None:
     if len(values) > most:
         problem = f"has {len(values)} entries; send at most {most} at once"
         raise InvalidFieldError(field_name, problem)
-
-
-# Background work of a collector: deadlines, changes by other collectors, retention.
-
-_RETAIN_EVERY_S, _RETAIN_TURN_MS = 2.0, 1500
-_AFTER_ERROR_S = 1.0
-_ATTEND_EVERY_MS = 60_000.0
-_PATIENCE_MS = 3_600_000
-
-
-async def maintain(
-    store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
-) -> None:
-    """Runs until cancelled. Errors are logged and counted, and the work is retried."""
-
-    async def tick() -> None:
-        if await store.tick(clock.steady_unix_ms()):
-            subscriptions.announce()
-        await asyncio.sleep(tick_ms / 1000)
-
-    async def expire() -> None:
-        await subscriptions.expire()
-        await asyncio.sleep(tick_ms / 1000)
-
-    async def listen() -> None:
-        for name in await store.changed():
-            await subscriptions.moved(name)
-        await subscriptions.refresh()
-        subscriptions.announce()
-
-    async def retain() -> None:
-        if await store.turn("retain", _RETAIN_TURN_MS):
-            metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
-        await asyncio.sleep(_RETAIN_EVERY_S)
-
-    # Consumers get time to reconnect before the time without a collector counts against them.
-    patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
-
-    async def attend() -> None:
-        expires = consumer_ttl_ms and clock.monotonic_ms() >= patient_until
-        await subscriptions.attend(consumer_ttl_ms if expires else None)
-        every_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else None
-        await asyncio.sleep((every_ms or _ATTEND_EVERY_MS) / 1000)
-
-    async with asyncio.TaskGroup() as group:
-        for work in (tick, expire, listen, retain, attend):
-            group.create_task(_for_ever(work))
-
-
-async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        try:
-            await work()
-        except RollmeshError as error:
-            metrics.STORE_ERRORS.labels(error.reason).inc()
-            _log.warning(
-                "store failed, will retry", extra=fields(reason=error.reason, error=str(error))
-            )
-            await asyncio.sleep(_AFTER_ERROR_S)
-        except Exception as error:  # one bad row must not stop the rest
-            metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
-            _log.error("maintenance failed, will retry", exc_info=error)
-            await asyncio.sleep(_AFTER_ERROR_S)

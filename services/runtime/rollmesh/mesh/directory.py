@@ -54,7 +54,7 @@ _LIST_TIMEOUT_S = 5.0
 RETRY_MS = 1000
 """Retry delay while the router does not know the wanted member, milliseconds."""
 _LIST_AGE_MS = 250
-_KEPT_MS = 3_600_000
+KEPT_MS = 3_600_000
 """Time after which a member is forgotten that no router lists and no caller uses, milliseconds."""
 
 
@@ -518,7 +518,7 @@ class GatewayDirectory(Directory):
         self._models = sorted({gateway.model for gateway in response.gateways})
         self._names, self._adapters = set(response.models), set(response.adapters)
         self._addresses = [gateway.address for gateway in response.gateways]
-        before_ms = clock.monotonic_ms() - _KEPT_MS
+        before_ms = clock.monotonic_ms() - KEPT_MS
         for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
             del self._known[journal_id]
         await self._close_unused(before_ms, {one.address for one in self._known.values()})
@@ -672,7 +672,7 @@ class CollectorDirectory(Directory):
         )
         self._known = await self._members(router_pb2.REPLICA_KIND_COLLECTOR, none)
         self._lost = [one for one in self._lost if one in self._known]
-        await self._close_unused(clock.monotonic_ms() - _KEPT_MS, self._known)
+        await self._close_unused(clock.monotonic_ms() - KEPT_MS, self._known)
 
 
 class SidecarDirectory(Directory):

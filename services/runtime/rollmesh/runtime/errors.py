@@ -294,6 +294,10 @@ class ModelMismatchError(InvalidFieldError, reason="MODEL_MISMATCH"):
     """The request names a model that the engine or the gateway does not serve."""
 
 
+class VocabularyMismatchError(InvalidFieldError, reason="VOCABULARY_MISMATCH"):
+    """A teacher has another tokenizer than the model whose tokens it is to score."""
+
+
 class RequestIdInUseError(RollmeshError, code="ALREADY_EXISTS", reason="REQUEST_ID_IN_USE"):
     """A generation with this id is already running."""
 

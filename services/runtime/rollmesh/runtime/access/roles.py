@@ -52,7 +52,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "rollmesh.v1.RouterService": {
         "PlaceSession": _OPERATES,
         "ListGateways": _OPERATES | _TALKS,
-        "ListReplicas": _OPERATES | {_R.GATEWAY},
+        "ListReplicas": _OPERATES | {_R.GATEWAY, _R.COLLECTOR},
         "ControlEngines": _OPERATES,
         "PushWeights": _OPERATES,
         "PushAdapter": _OPERATES,
