@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (8_992, 22),
     "services/engine/rollmesh/engine": (6_428, 26),
     "services/router/rollmesh/router": (4_373, 17),
-    "services/collector/rollmesh/collector": (5_237, 14),
+    "services/collector/rollmesh/collector": (5_227, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),
     "clients/rollmesh/client": (4_769, 15),

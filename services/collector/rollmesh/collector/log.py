@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 from urllib.parse import quote, unquote
 
 from google.protobuf.message import DecodeError
@@ -689,13 +689,7 @@ def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]
 DEFAULT_LEASE_MS = 600_000
 _Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version", "teacher"]
 _MOST_TOP_K = 256
-_CHANGEABLE: tuple[_Changeable, ...] = (
-    "groups",
-    "filter",
-    "lease_ms",
-    "policy_version",
-    "teacher",
-)
+_CHANGEABLE: tuple[_Changeable, ...] = get_args(_Changeable)
 
 
 def created(consumer: pb.Consumer) -> pb.Consumer:
@@ -756,12 +750,9 @@ def _changed(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
         if changes.HasField(name):
             new.ClearField(name)
             new.MergeFrom(pb.Consumer(**{name: getattr(changes, name)}))
-    if not new.groups.ListFields():  # an empty one is the default
-        new.ClearField("groups")
-    if not new.filter.ListFields():
-        new.ClearField("filter")
-    if not new.teacher.ListFields():
-        new.ClearField("teacher")
+    for message in ("groups", "filter", "teacher"):  # an empty one is the default
+        if not getattr(new, message).ListFields():
+            new.ClearField(message)
     new.ClearField("seen_unix_ms")
     _check(new)
     return new

@@ -72,6 +72,7 @@ class Teachers:
                     for one in await self._store.unscored(consumer, unit, session_id):
                         scores = await self._scores(consumer.teacher, one)
                         await self._store.add_scores(consumer.teacher, one.key, scores)
+                        metrics.TEACHER_SCORES.labels("scored" if scores else "refused").inc()
             except VocabularyMismatchError:
                 raise
             except RollmeshError as error:  # no engine now, an unknown model, or the store
@@ -102,13 +103,11 @@ class Teachers:
         except InvalidFieldError as error:
             if error.field not in _OF_SEQUENCE:
                 raise
-            metrics.TEACHER_SCORES.labels("refused").inc()
             _log.warning(
                 "trajectory refused by its teacher",
                 extra=fields(teacher=teacher.model, session_id=one.key[0], error=str(error)),
             )
             return b""
-        metrics.TEACHER_SCORES.labels("scored").inc()
         scores = trajectory_pb2.TeacherScores(
             model=teacher.model,
             policy_version=found.policy_version,
