@@ -2,9 +2,10 @@
 
     make chaos
 
-A mesh of 3 scripted engines, 2 gateways, 2 routers and 2 collectors, with its journals and its
-store in one PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a trainer that
-acknowledges and pushes weights. Meanwhile processes are killed and stopped, links between any two
+A mesh of two models, with 5 scripted engines, 3 gateways, 2 routers and 2 collectors, with its
+journals and its store in one PostgreSQL, serves agents (the OpenAI SDK, at two sidecars) and a
+trainer that acknowledges, pushes weights of the one model and an adapter of the other, and has the
+other one score every trajectory. Meanwhile processes are killed and stopped, links between any two
 of them break, fall silent or slow down, and disks are full. Clients that are stopped are slow
 readers, and some agents read slowly by habit. Which events happen in which order follows from the
 seed, which is printed.
@@ -50,7 +51,7 @@ _START_S = 300.0
 _WARM_UP_S = 20.0
 """Age from which the memory of a process is watched, seconds."""
 _CLIENTS = ("agents", "trainer")
-_TOLD = ("agent_errors_unexplained", "wrong_versions", "crashes")
+_TOLD = ("agent_errors_unexplained", "wrong_versions", "wrong_scores", "crashes")
 
 
 @dataclass
@@ -215,6 +216,9 @@ async def run_chaos(
         "pushes": len(audit.pushed),
         "versions": len(set(chain.from_iterable(audit.versions.values()))),
         "wrong_versions": audit.wrong_versions,
+        "adapter_versions": len({one for one in audit.pushed if isinstance(one, str)}),
+        "scored": audit.scored[True],
+        "wrong_scores": audit.scored[False],
         "migrated": len(audit.migrated),
         "redelivered": audit.redelivered,
         "agent_errors": len(audit.failures),

@@ -23,9 +23,17 @@ from rollmesh.runtime.config import read_mesh
 from tests.faults.proxy import Proxy
 from tests.processes import reserved_port
 
-_COUNTS = {"routers": 2, "engines": 3, "gateways": 2, "sidecars": 2, "collectors": 2}
+_COUNTS = {"routers": 2, "sidecars": 2, "collectors": 2}
+_STUDENT = "student"
+_MODELS: list[dict[str, Any]] = [
+    {"name": "policy", "engines": 3, "gateways": 2},
+    {"name": _STUDENT, "engines": 2, "gateways": 1, "engine": {"max_adapters": 12}},
+]
+"""Weights of the first one are pushed, and adapters of the second, which is the teacher, too."""
 _DISK_MB = 256
-_HABITS = Habits(agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1)
+_HABITS = Habits(
+    agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1, student=_STUDENT
+)
 _PUSH_EVERY_S = 3.0
 _NEEDED = ("gateway", "sidecar", "database")
 """Services without which agents get no answers. Others may be away."""
@@ -95,6 +103,7 @@ async def running_mesh(folder: Path, seed: int, *, locked: bool = False) -> Asyn
     """
     tables = read_mesh(write_mesh(folder))
     tables["mesh"] |= _COUNTS
+    tables["model"] = _MODELS
     tables["engine"] |= {"tokens_per_second": 100, "reply_tokens": 80}
     async with AsyncExitStack() as stack:
         database, disk = _database(stack)
@@ -156,7 +165,8 @@ async def _clients(mesh: Mesh, seed: int, stack: AsyncExitStack) -> list[Lane]:
         return json.dumps(mesh.addresses(await mesh.wiring.routers(name, stack), sidecar))
 
     trainer_log = str(matrix.trainer_log)
-    lanes = [lane("trainer", await addresses("trainer"), trainer_log, "0", str(_PUSH_EVERY_S))]
+    pushes = (str(_PUSH_EVERY_S), _STUDENT)
+    lanes = [lane("trainer", await addresses("trainer"), trainer_log, "0", *pushes)]
     habits = json.dumps(asdict(_HABITS))
     for at in range(len(mesh.wiring.of("sidecar"))):
         where = await addresses(f"agents-{at}", at)

@@ -25,6 +25,7 @@ import numpy as np
 import openai
 from openai import AsyncOpenAI
 
+from benchmarks.kills.trainer import ADAPTER
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2
@@ -48,6 +49,8 @@ class Habits:
     """Fraction of turns that are streamed and read slowly."""
     left: float = 0.15
     """Fraction of turns that are streamed and left at the first chunk. The rest is not streamed."""
+    student: str = ""
+    """A further model, whose newest adapter samples half of the sessions. Empty: there is none."""
     slow_s: float = 0.05
     """Time that a slow reader takes for a chunk, seconds."""
 
@@ -81,9 +84,15 @@ class Agents:
     async def run(self, client: Client) -> None:
         """Runs sessions one after the other until stopped."""
         while not self.stopping:
+            request = gateway_pb2.CreateSessionRequest()
+            if self._habits.student:
+                request.model = self._random.choice(["policy", self._habits.student])
+            if request.model == self._habits.student != "":
+                request.adapters.add(name=ADAPTER)
             try:
-                session = await client.open_session(gateway_pb2.CreateSessionRequest())
-            except RollmeshError:
+                session = await client.open_session(request)
+            except RollmeshError:  # such as an adapter that was not pushed yet
+                await asyncio.sleep(self._habits.pause_s)
                 continue
             self._note("OPEN", session.session_id, session.api_key)
             await self._converse(session)
@@ -105,14 +114,14 @@ class Agents:
             for turn in range(self._random.randint(1, self._habits.most_turns)):
                 if self.stopping:
                     return
-                text = await self._turn(agent, messages)
+                text = await self._turn(agent, session.model, messages)
                 if text is not None:
                     messages.append({"role": "assistant", "content": text})
                 messages.append({"role": "user", "content": f"go on {turn}"})
                 if self._habits.pause_s:
                     await asyncio.sleep(self._random.expovariate(1 / self._habits.pause_s))
 
-    async def _turn(self, agent: AsyncOpenAI, messages: list[Any]) -> str | None:
+    async def _turn(self, agent: AsyncOpenAI, model: str, messages: list[Any]) -> str | None:
         """Takes one turn. Returns its text, or None if there was no answer or the agent left."""
         streamed, slow, left = itertools.accumulate(
             (self._habits.streamed, self._habits.slow, self._habits.left)
@@ -123,13 +132,13 @@ class Agents:
             try:
                 if kind >= left:
                     answer = await agent.chat.completions.create(
-                        model="policy", messages=messages, extra_body=_IDS
+                        model=model, messages=messages, extra_body=_IDS
                     )
                     (choice,) = answer.choices
                     self._answered(answer.id, (choice.model_extra or {})["token_ids"])
                     return choice.message.content or ""
                 pause_s = self._habits.slow_s if streamed <= kind < slow else 0.0
-                return await self._stream(agent, messages, pause_s, leave=kind >= slow)
+                return await self._stream(agent, model, messages, pause_s, leave=kind >= slow)
             except openai.APIError as error:  # broken stream, or retries exhausted: ask again
                 ended = time.monotonic()
                 self._note("FAILED", f"{began:.3f}", f"{ended:.3f}", type(error).__name__)
@@ -138,11 +147,11 @@ class Agents:
         return None
 
     async def _stream(
-        self, agent: AsyncOpenAI, messages: list[Any], pause_s: float, *, leave: bool
+        self, agent: AsyncOpenAI, model: str, messages: list[Any], pause_s: float, *, leave: bool
     ) -> str | None:
         answer = _Streamed()
         async with await agent.chat.completions.create(
-            model="policy", messages=messages, stream=True, extra_body=_IDS
+            model=model, messages=messages, stream=True, extra_body=_IDS
         ) as stream:
             async for chunk in stream:
                 if leave:

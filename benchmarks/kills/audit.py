@@ -36,13 +36,15 @@ class Audit:
     """CRC-32 of the token ids that the trainer received, by turn."""
     migrated: set[str] = field(default_factory=set)
     """Turns that one engine began and another one completed."""
-    versions: dict[str, list[int]] = field(default_factory=dict)
-    """Policy versions that sampled each turn."""
+    versions: dict[str, list[int | str]] = field(default_factory=dict)
+    """Versions that sampled each turn: of the weights, or as text of an adapter."""
+    scored: Counter[bool] = field(default_factory=Counter)
+    """Trajectories that came with the scores of a teacher, by whether these were right."""
     answered_s: dict[str, float] = field(default_factory=dict)
     """When the agent had each answer, on the monotonic clock."""
-    pushing_s: dict[int, float] = field(default_factory=dict)
+    pushing_s: dict[int | str, float] = field(default_factory=dict)
     """When the push of each version began. Version 0 is what engines begin with."""
-    pushed: set[int] = field(default_factory=set)
+    pushed: set[int | str] = field(default_factory=set)
     """Versions whose push was accepted, as far as the trainer knows."""
     changed: int = 0
     """Redeliveries that differ from the first delivery."""
@@ -96,6 +98,7 @@ class Audit:
             return
         self.received[session_id] = digest
         self.drift += session["drift"]
+        self.scored.update(session.get("scores", []))
         for turn, is_trained, is_migrated, crc, versions in session["turns"]:
             self.tokens[turn] = crc
             self.versions[turn] = versions
@@ -131,7 +134,7 @@ class Audit:
     @property
     def wrong_versions(self) -> int:
         """Turns with a version that nobody pushed, or only after the agent had the answer."""
-        begun_s = {0: 0.0, **self.pushing_s}
+        begun_s: dict[int | str, float] = {0: 0.0, **self.pushing_s}
         return sum(
             any(
                 one not in begun_s or begun_s[one] > self.answered_s.get(turn, begun_s[one])

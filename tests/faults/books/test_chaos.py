@@ -13,7 +13,7 @@ from tests.paths import ROOT
 from tests.processes import run_to_end
 
 _TARGETS: dict[Kind, list[str]] = {kind: [f"{kind}-{at}" for at in range(3)] for kind in Kind}
-_WRONG = (*BOOKS, "agent_errors_unexplained", "wrong_versions", "crashes")
+_WRONG = (*BOOKS, "agent_errors_unexplained", "wrong_versions", "wrong_scores", "crashes")
 
 
 def events(seed: int, seconds: float = 100) -> list[Event]:
@@ -63,6 +63,7 @@ async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Pa
     assert found["stops"] > 0
     assert found["cuts"] > 0
     assert found["answered"] > 0
+    assert found["scored"] > 0
     assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)
 
 
@@ -72,6 +73,7 @@ async def test_a_few_failures_lose_and_double_nothing_over_tls_with_tokens(tmp_p
     assert found["kills"] > 0
     assert found["cuts"] > 0
     assert found["answered"] > 0
+    assert found["scored"] > 0
     assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)
 
 
@@ -82,4 +84,6 @@ async def test_two_minutes_of_failures_lose_and_double_nothing(tmp_path: Path) -
     assert found["kills"] > 10
     assert found["answered"] == found["delivered"] > 100
     assert found["versions"] > 5
+    assert found["adapter_versions"] > 2
+    assert found["scored"] > 100
     assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)
