@@ -191,7 +191,8 @@ kills: .venv/.ready  # SIGKILL 500 times at every boundary; answered turns must 
 
 wheel: .venv-build/.ready ## Builds the wheels into dist/, in seconds
 	.venv-build/bin/python -m hatchling build -t wheel
-	cd clients/conformance && ../../.venv-build/bin/python -m hatchling build -t wheel -d ../../dist
+	cd services/gateway/chat && $(CURDIR)/.venv-build/bin/python -m hatchling build -t wheel -d $(CURDIR)/dist
+	cd clients/conformance && $(CURDIR)/.venv-build/bin/python -m hatchling build -t wheel -d $(CURDIR)/dist
 
 CHAOS ?=
 
@@ -213,7 +214,7 @@ fuzz: .venv-fast/.ready  # SECONDS=120 SEED=0: messages and bodies that nobody s
 VERSION ?=
 DRY_RUN ?=
 
-release: .venv/.ready  # VERSION=X.Y.Z: changelog, version, wheel, images, commit, tag; DRY_RUN=1 only prints
+release: .venv/.ready  # VERSION=X.Y.Z: changelog, version, wheels, images, commit, tag; DRY_RUN=1 only prints
 	.venv/bin/python -m scripts.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 docs: .venv-check/.ready ## Builds the documentation's site into build/site; a broken link fails
@@ -290,7 +291,7 @@ proto-check: .venv-check/.ready  # Proto lint, breaking changes, drift of the st
 
 UV = .venv-check/bin/uv
 LOCK = $(UV) pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url \
-  --custom-compile-command "make lock"
+  --no-emit-package rollmesh-chat --custom-compile-command "make lock"
 EXTRAS = --extra engine $(foreach service,$(SERVICES),--extra $(service))
 
 lock: .venv-check/.ready ## Makes the locks again from pyproject.toml

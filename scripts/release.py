@@ -1,4 +1,4 @@
-"""Makes a release: changelog, version, wheel, images, commit and tag. It pushes nothing.
+"""Makes a release: changelog, version, wheels, images, commit and tag. It pushes nothing.
 
 python -m scripts.release 0.2.0 [--dry-run]
 """
@@ -16,9 +16,11 @@ ROOT = Path(__file__).parents[1]
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 _PROJECT_VERSION = re.compile(r'(?m)^version = "(.*)"$')
 _UNRELEASED = "## [Unreleased]\n"
-_WHEEL_NAME = "dist/rollmesh-{version}-py3-none-any.whl"
-_PAGES = ("README.md", "docs/getting-started.md")
-"""Pages that name the wheel."""
+_WHEEL_NAME = "-{version}-py3-none-any.whl"
+_PAGES = ("README.md", "docs/**/*.md", "scripts/pages/*.py")
+"""Files that may name a wheel."""
+_CHAT = re.compile(r"(rollmesh-chat(?:\[mistral\])?==)[\d.]+")
+"""The distribution of this repository that others of it need, in the same version."""
 
 
 class ReleaseError(Exception):
@@ -62,18 +64,22 @@ class Release:
         found = _PROJECT_VERSION.search(project)
         if found is None:
             raise ReleaseError("pyproject.toml: has no version")
+        project = _PROJECT_VERSION.sub(f'version = "{self.version}"', project, count=1)
         old, new = (_WHEEL_NAME.format(version=one) for one in (found[1], self.version))
         texts = {
-            "pyproject.toml": _PROJECT_VERSION.sub(f'version = "{self.version}"', project, count=1),
+            "pyproject.toml": _CHAT.sub(rf"\g<1>{self.version}", project),
             "CHANGELOG.md": self._changelog(),
-            **{name: self._read(name).replace(old, new) for name in _PAGES},
         }
+        pages = sorted(one for pattern in _PAGES for one in self.root.glob(pattern))
+        for page in (str(one.relative_to(self.root)) for one in pages):
+            if old in (text := self._read(page)):
+                texts[page] = text.replace(old, new)
         return {self.root / name: text for name, text in texts.items()}
 
     def commands(self) -> list[list[str]]:
         """Returns what is run once the files are written."""
         return [
-            [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+            ["make", "wheel"],
             ["docker", "compose", "build"],
             ["git", "commit", "-qam", f"Release {self.version}"],
             ["git", "tag", "-a", self.tag, "-m", f"rollmesh {self.version}"],

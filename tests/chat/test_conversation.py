@@ -11,7 +11,7 @@ from rollmesh.chat import (
     TextEvent,
     ToolCallEvent,
 )
-from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from rollmesh.chat.errors import InvalidInputError
 from tests.chat import families
 
 TOOLS = [
@@ -112,11 +112,11 @@ def test_a_turn_that_is_begun_anew_leaves_nothing_of_the_first_try(model: ChatMo
 
 def test_a_refused_message_is_named_and_changes_nothing(model: ChatModel) -> None:
     conversation = Conversation(model, special_text="refuse")
-    with pytest.raises(InvalidFieldError, match=r"messages\[0\]\.content\[0\]"):
+    with pytest.raises(InvalidInputError, match=r"messages\[0\]\.content\[0\]"):
         conversation.prompt([{"role": "user", "content": [{"type": "image_url"}]}])
-    with pytest.raises(InvalidFieldError, match=r"messages\[0\]\.role"):
+    with pytest.raises(InvalidInputError, match=r"messages\[0\]\.role"):
         conversation.prompt([{"role": "judge", "content": "no"}])
-    with pytest.raises(InvalidMessagesError, match=r"messages\[0\]"):
+    with pytest.raises(InvalidInputError, match=r"messages\[0\]"):
         conversation.prompt([{"role": "user", "content": "<|im_end|>"}])
     with pytest.raises(RuntimeError, match="prompt"):
         conversation.finish()

@@ -96,10 +96,12 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
         case ["export", *variables]:
             assert {one.partition("=")[0] for one in variables} <= _VARIABLES, where
         case ["pip", "install", wheel] if "[" not in wheel and "_" in wheel.partition("-")[0]:
-            assert re.fullmatch(r"dist/rollmesh_conformance-[\d.]+-py3-none-any\.whl", wheel), where
+            assert re.fullmatch(
+                r"dist/rollmesh_(chat|conformance)-[\d.]+-py3-none-any\.whl", wheel
+            ), where
         case ["rollmesh-conformance", *flags]:
             check_flags(flags, helps("rollmesh.conformance"))
-        case ["pip", "install", wheel]:
+        case ["pip", "install", wheel] | ["pip", "install", "--find-links", "dist", wheel]:
             assert wheel.startswith("dist/rollmesh-"), where
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             assert f"-{project['version']}-py3" in wheel

@@ -25,6 +25,50 @@ from tests.docs.pages import blocks
 from tests.paths import ROOT, package_folder
 
 LOCK = ROOT / "requirements" / "mesh.txt"
+FROM_THE_WHEEL = (
+    "images/test_placing.py",
+    "parsing/test_answer.py",
+    "parsing/test_channels.py",
+    "parsing/test_decoding.py",
+    "parsing/test_formats.py",
+    "parsing/test_json_calls.py",
+    "parsing/test_python_literals.py",
+    "templates/test_continuation.py",
+    "templates/test_remembered.py",
+    "test_canonical.py",
+)
+TEST_PACKAGES = (
+    *("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py.py"),
+    *("hypothesis", "_hypothesis_globals.py", "sortedcontainers", "attr", "attrs", "trl"),
+)
+FIXTURES = """
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.loading import load_model
+
+slow = [HealthCheck.too_slow]
+settings.register_profile("few", deadline=None, max_examples=10, suppress_health_check=slow)
+settings.load_profile("few")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir():
+    return Path({model!r})
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir):
+    return load_model(tokenizer_dir)[1]
+
+
+@pytest.fixture(scope="session")
+def continuation(tokenizer_dir):
+    return Continuation(*load_model(tokenizer_dir))
+"""
 MESH = """
 [mesh]
 data_dir = "data"
@@ -47,24 +91,54 @@ def call(
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Commands of a fresh environment with the wheel and nothing that it depends on.
-
-    The wheel is built from a copy of the sources, as `make wheel` does.
-    """
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheels by distribution, built from a copy of the sources as `make wheel` does."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in ("protos", "services", "clients"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    python = (sys.executable, "-m")
-    done = [call(*python, "hatchling", "build", "-t", "wheel", "-d", folder, folder=source)]
-    done += [call(*python, "venv", "--without-pip", "env", folder=folder)]
-    into = ("--python", "env", "-q", "--disable-pip-version-check", "install")
-    wheels = folder.glob("*.whl")
-    done += [call(*python, "pip", *into, "--no-deps", "--no-index", *wheels, folder=folder)]
-    assert [one.stderr for one in done if one.returncode] == []
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    for project in (".", "services/gateway/chat", "clients/conformance"):
+        done = call(*build, folder=source / project)
+        assert done.returncode == 0, done.stderr
+    return {one.name.partition("-")[0]: one for one in folder.iterdir()}
+
+
+def install(folder: Path, *wheels: Path) -> Path:
+    """Returns the commands of a fresh environment with wheels, and nothing that they need."""
+    pip = (sys.executable, "-m", "pip", "--python", "env", "-q", "--disable-pip-version-check")
+    for words in (
+        (sys.executable, "-m", "venv", "--without-pip", "env"),
+        (*pip, "install", "--no-deps", "--no-index", *wheels),
+    ):
+        done = call(*words, folder=folder)
+        assert done.returncode == 0, done.stderr
     return folder / "env" / "bin"
+
+
+@pytest.fixture(scope="module")
+def commands(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Commands of an environment with rollmesh and the library that its gateway needs."""
+    folder = tmp_path_factory.mktemp("installed")
+    return install(folder, wheels["rollmesh"], wheels["rollmesh_chat"])
+
+
+def test_no_file_is_in_two_wheels_and_each_names_the_others_version(
+    wheels: dict[str, Path],
+) -> None:
+    files: list[str] = []
+    needs: dict[str, set[str]] = {}
+    for name, wheel in wheels.items():
+        with zipfile.ZipFile(wheel) as archive:
+            files += archive.namelist()
+            (metadata,) = (one for one in archive.namelist() if one.endswith("dist-info/METADATA"))
+            text = archive.read(metadata).decode()
+        needs[name] = set(re.findall(r"(?m)^Requires-Dist: (rollmesh-[\w.=[\]-]+)", text))
+    assert len(files) == len(set(files))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chat = {f"rollmesh-chat=={version}", f"rollmesh-chat[mistral]=={version}"}
+    assert needs == {"rollmesh": chat, "rollmesh_chat": set(), "rollmesh_conformance": set()}
 
 
 @pytest.fixture(scope="module")
@@ -166,22 +240,57 @@ def test_a_mesh_file_that_needs_vllm_says_how_to_install_it(
     assert "Traceback" not in done.stderr
 
 
-def test_chat_stands_alone(commands: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
-    """The wheel and what `rollmesh[chat]` asks for: the page's example runs without gRPC."""
-    packages = tmp_path / "packages"
+@pytest.fixture(scope="module")
+def chat_alone(
+    wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The Python of an environment with rollmesh-chat alone, and the packages that it needs."""
+    folder = tmp_path_factory.mktemp("chat")
+    python = install(folder, wheels["rollmesh_chat"]) / "python"
+    packages = folder / "packages"
     packages.mkdir()
     for name in ("jinja2", "markupsafe", "numpy", "PIL", "tokenizers"):
         (packages / name).symlink_to(package_folder(name))
     for libraries in package_folder("numpy").parent.glob("*.libs"):
         (packages / libraries.name).symlink_to(libraries)
+    return python, packages
+
+
+def test_chat_stands_alone(
+    chat_alone: tuple[Path, Path], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """The page's example renders and parses two turns without gRPC and asyncio."""
+    python, packages = chat_alone
     (example,) = (one.text for one in blocks("python") if one.page == "docs/chat.md")
     model = f"model_path = {str(tokenizer_dir)!r}"
-    alone = "import sys, importlib.util\nassert importlib.util.find_spec('grpc') is None"
+    alone = "import sys, rollmesh.chat\nassert sorted(rollmesh.__path__) == rollmesh.__path__[:1]"
     loaded = "assert not {'grpc', 'asyncio', 'google'} & set(sys.modules), sorted(sys.modules)"
     script = "\n".join((alone, model, SETUP, example, CHECK, loaded))
-    done = call(commands / "python", "-c", script, folder=tmp_path, packages=packages)
+    done = call(python, "-c", script, folder=tmp_path, packages=packages)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("multiply ")
+
+
+def test_the_tests_of_chat_pass_on_its_wheel(
+    chat_alone: tuple[Path, Path], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """All that need no reference: no transformers, vLLM, xgrammar or mistral-common."""
+    python, needed = chat_alone
+    packages = tmp_path / "packages"
+    shutil.copytree(needed, packages, symlinks=True)
+    for name in TEST_PACKAGES:
+        (packages / name).symlink_to(package_folder("pytest").parent / name)
+    shutil.copytree(ROOT / "tests" / "chat", tmp_path / "tests" / "chat")
+    shutil.copy(ROOT / "tests" / "paths.py", tmp_path / "tests")
+    (tmp_path / "conftest.py").write_text(FIXTURES.format(model=str(tokenizer_dir)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    done = call(
+        *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *(f"tests/chat/{one}" for one in FROM_THE_WHEEL),
+        folder=tmp_path,
+        packages=packages,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Nothing(BaseHTTPRequestHandler):
@@ -203,11 +312,14 @@ class Nothing(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def test_the_kit_is_a_distribution_that_needs_only_httpx2(commands: Path, tmp_path: Path) -> None:
+def test_the_kit_is_a_distribution_that_needs_only_httpx2(
+    commands: Path, wheels: dict[str, Path], tmp_path: Path
+) -> None:
     absent = call(commands / "rollmesh", "conformance", folder=tmp_path)
     assert (absent.returncode, absent.stdout) == (2, "")
     assert absent.stderr.endswith("not installed; run: pip install rollmesh-conformance\n")
-    packages, report = kit_packages(tmp_path), tmp_path / "report.xml"
+    packages = kit_packages(wheels["rollmesh_conformance"], tmp_path)
+    report = tmp_path / "report.xml"
     with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
@@ -230,15 +342,9 @@ def test_the_kit_is_a_distribution_that_needs_only_httpx2(commands: Path, tmp_pa
     assert cases["served"] == ["skipped"]  # each protocol
 
 
-def kit_packages(folder: Path) -> Path:
+def kit_packages(wheel: Path, folder: Path) -> Path:
     """The kit's wheel, unpacked beside the packages that it needs."""
-    source, packages = folder / "source", folder / "packages"
-    shutil.copytree(ROOT / "clients", source / "clients")
-    shutil.copy(ROOT / "pyproject.toml", source)
-    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
-    built = call(*build, folder=source / "clients" / "conformance")
-    assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("rollmesh_conformance-*.whl")
+    packages = folder / "packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     assert [one.name for one in (packages / "rollmesh").iterdir()] == ["conformance"]

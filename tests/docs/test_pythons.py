@@ -13,7 +13,7 @@ TESTED: list[str] = json.loads(re.findall(r"^ +python: (\[.*\])$", _NIGHTLY, re.
 _CLASSIFIER = "Programming Language :: Python :: "
 
 
-@pytest.mark.parametrize("folder", [".", "clients/conformance"])
+@pytest.mark.parametrize("folder", [".", "clients/conformance", "services/gateway/chat"])
 def test_a_package_names_the_tested_versions(folder: str) -> None:
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     named = [one for one in project["classifiers"] if one.startswith(_CLASSIFIER)]

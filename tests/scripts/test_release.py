@@ -10,7 +10,7 @@ from tests.paths import ROOT
 
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A thing.\n\n## [0.1.0] - 2026-01-01\n"
 FILES = {
-    "pyproject.toml": '[project]\nname = "rollmesh"\nversion = "0.1.0"\n',
+    "pyproject.toml": 'version = "0.1.0"\nneeds = ["rollmesh-chat[mistral]==0.1.0"]\n',
     "CHANGELOG.md": CHANGELOG,
     "README.md": "pip install 'dist/rollmesh-0.1.0-py3-none-any.whl[mesh]'\n",
     "docs/getting-started.md": "pip install 'dist/rollmesh-0.1.0-py3-none-any.whl[mesh]'\n",
@@ -43,7 +43,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     said = capsys.readouterr().out
     for what in (
         "write CHANGELOG.md",
-        "hatchling build -t wheel",
+        "make wheel",
         "docker compose build",
         "v0.2.0",
     ):
@@ -89,7 +89,8 @@ def test_a_release_has_a_changelog_a_version_a_commit_and_a_tag(repository: Path
     WithoutBuilds("0.2.0", "2026-01-02", repository).make()
     changelog = (repository / "CHANGELOG.md").read_text()
     assert "## [Unreleased]\n\n## [0.2.0] - 2026-01-02\n\n### Added\n\n- A thing." in changelog
-    assert 'version = "0.2.0"' in (repository / "pyproject.toml").read_text()
+    project = (repository / "pyproject.toml").read_text()
+    assert 'version = "0.2.0"\nneeds = ["rollmesh-chat[mistral]==0.2.0"]' in project
     assert "rollmesh-0.2.0-py3" in (repository / "README.md").read_text()
     assert git(repository, "log", "-1", "--format=%s") == "Release 0.2.0"
     assert git(repository, "describe") == "v0.2.0"
@@ -110,5 +111,8 @@ def test_a_build_that_fails_leaves_no_trace(repository: Path) -> None:
 
 def test_the_next_release_of_this_repository_can_be_made() -> None:
     changed = Release("9.9.9", "2026-01-02").files()
+    assert changed[ROOT / "pyproject.toml"].count("==9.9.9") == 2
     assert "rollmesh-9.9.9-py3" in changed[ROOT / "README.md"]
+    for page in ("docs/conformance.md", "scripts/pages/conformance.py"):
+        assert "rollmesh_conformance-9.9.9-py3" in changed[ROOT / page]
     assert "## [9.9.9] - 2026-01-02" in changed[ROOT / "CHANGELOG.md"]

@@ -116,6 +116,8 @@ def _packages(extra: str) -> set[str]:
 
 
 def _is_installed(package: str) -> bool:
+    if package.startswith("rollmesh-"):  # an editable install has no metadata of it
+        return find_spec(package.replace("-", ".")) is not None
     try:
         metadata.distribution(package)
     except metadata.PackageNotFoundError:

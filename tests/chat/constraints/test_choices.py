@@ -6,8 +6,8 @@ import pytest
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.constraints import Calls, Wanted, constraint_of
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.runtime.errors import InvalidFieldError
 from tests.chat.constraints.grammars import CONTEXT, REQUIRED, TOOLS
 
 
@@ -29,7 +29,7 @@ def test_a_format_that_is_not_known_is_refused_and_the_known_ones_are_named(
     wanted: Wanted, field: str
 ) -> None:
     form = AnswerFormat("vllm:pythonic", reasoning=False)
-    with pytest.raises(InvalidFieldError, match=r"deepseek_v3, .*hermes") as caught:
+    with pytest.raises(InvalidInputError, match=r"deepseek_v3, .*hermes") as caught:
         constraint_of(wanted, form, CONTEXT, inside_reasoning=False)
     assert caught.value.field == field
 
@@ -37,7 +37,7 @@ def test_a_format_that_is_not_known_is_refused_and_the_known_ones_are_named(
 def test_a_name_that_formats_cannot_carry_is_refused() -> None:
     tools = [{"type": "function", "function": {"name": 'a"b'}}]
     context = make_context(json.dumps(tools).encode(), b"")
-    with pytest.raises(InvalidFieldError, match="cannot be required"):
+    with pytest.raises(InvalidInputError, match="cannot be required"):
         constraint_of(
             REQUIRED, AnswerFormat("hermes", reasoning=False), context, inside_reasoning=False
         )
@@ -54,7 +54,7 @@ def test_a_name_that_formats_cannot_carry_is_refused() -> None:
 def test_a_tool_that_is_no_function_is_not_required(tool: object) -> None:
     form = AnswerFormat("hermes", reasoning=False)
     none = make_context(json.dumps([tool]).encode(), b"")
-    with pytest.raises(InvalidFieldError, match="no function with a name") as caught:
+    with pytest.raises(InvalidInputError, match="no function with a name") as caught:
         constraint_of(REQUIRED, form, none, inside_reasoning=False)
     assert caught.value.field == "tools_json"
     beside = make_context(json.dumps([*TOOLS, tool]).encode(), b"")

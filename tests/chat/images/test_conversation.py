@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.chat import ChatModel, Conversation
-from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError, InvalidMessagesError
+from rollmesh.chat.errors import InvalidInputError
 from tests.chat import families
 from tests.chat.images.pictures import data_url, image_part, picture
 
@@ -45,7 +45,7 @@ def test_images_of_three_turns_keep_their_ids_and_ranges(model: ChatModel) -> No
     for one in found:
         run = longer[one.offset : one.offset + one.length]
         assert set(run) == {PAD}
-    assert conversation.images[found[1].sha256].data == second
+    assert conversation.images[found[1].sha256] == second
 
 
 def test_ids_of_images_and_videos_are_named_for_the_engine_to_ban(model: ChatModel) -> None:
@@ -88,25 +88,25 @@ def test_a_part_that_is_no_image_is_named(
 ) -> None:
     conversation = Conversation(model)
     text = {"type": "text", "text": "See"}
-    with pytest.raises(InvalidFieldError, match=problem) as caught:
+    with pytest.raises(InvalidInputError, match=problem) as caught:
         conversation.prompt([{"role": "user", "content": [text, part]}])
     assert caught.value.field == f"messages[0].content{field}"
 
 
 def test_a_picture_that_is_too_long_for_the_model_is_refused(model: ChatModel) -> None:
     message = {"role": "user", "content": [image_part(picture(2010, 2))]}
-    with pytest.raises(InvalidMessagesError, match="2010 x 2 pixels"):
+    with pytest.raises(InvalidInputError, match="2010 x 2 pixels"):
         Conversation(model).prompt([message])
 
 
 def test_a_model_without_images_refuses_them(tokenizer_dir: Path) -> None:
     conversation = Conversation(ChatModel.load(tokenizer_dir))
-    with pytest.raises(InvalidMessagesError, match="no images in user messages"):
+    with pytest.raises(InvalidInputError, match="no images in user messages"):
         conversation.prompt([{"role": "user", "content": [image_part(picture())]}])
     assert conversation.banned_token_ids == ()
 
 
 def test_a_lying_media_type_is_refused(model: ChatModel) -> None:
     part = {"type": "image_url", "image_url": data_url(picture(), "image/webp")}
-    with pytest.raises(InvalidImageError, match="said to be image/webp and is image/png"):
+    with pytest.raises(InvalidInputError, match="said to be image/webp and is image/png"):
         Conversation(model).prompt([{"role": "user", "content": [part]}])

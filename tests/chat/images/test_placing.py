@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.images import ConstantRule, GridRule, Placeholder, PlacementError, expand, locate
 from rollmesh.chat.messages import Image
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.chat.tokenizer import TokenIds
 
 PAD, VIDEO = 90, 91
 RULE = GridRule(PAD, (PAD, VIDEO), square=28, min_pixels=56 * 56, max_pixels=28 * 28 * 16)

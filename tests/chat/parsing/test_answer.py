@@ -8,7 +8,7 @@ from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.parsing.vllm.answers import Reading
+from rollmesh.chat.parsing.whole import Reading
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.chat.parsing.writers import Characters
 

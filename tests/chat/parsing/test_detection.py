@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat.parsing.detection import SIGNS, choose, detect
+from rollmesh.chat.parsing.detection import SIGNS, choose, detect, vllm_names
 from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.parser import ToolCallEvent
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.chat.parsing.schemas import Schema
-from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from rollmesh.chat.templates.jinja import ChatTemplate
 from rollmesh.chat.templates.loading import printer
 from rollmesh.chat.tokenizer import Tokenizer
@@ -179,7 +178,7 @@ def test_calls_of_a_format_that_nobody_knows_are_unknown_and_not_hermes() -> Non
 @pytest.mark.vllm
 def test_formats_left_to_vllm_exist_in_vllm() -> None:
     detected = {name.removeprefix(VLLM) for name, _ in SIGNS if name.startswith(VLLM)}
-    assert detected <= vllm_parsers.names()
+    assert detected <= vllm_names()
 
 
 def chosen(source: str, tokenizer: Tokenizer, tool_parser: str = "auto") -> AnswerFormat:

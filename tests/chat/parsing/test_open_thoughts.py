@@ -11,7 +11,7 @@ from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS
-from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
+from rollmesh.chat.parsing.whole import Reading, WholeCallParser
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.chat.parsing.writers import CALL, CALL_END, CALLS, CALLS_END, SEP, Characters
 

@@ -9,13 +9,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 
 from rollmesh.chat.check import report
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.parsing.detection import check_readable, choose
 from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
 from rollmesh.chat.templates.jinja import ChatTemplate
 from rollmesh.chat.templates.loading import printer
 from rollmesh.chat.templates.profile import Kind, TemplateProfile
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.runtime.errors import InvalidFieldError
 from tests.chat import families
 
 CONTROL = re.compile(r"<\|[a-z_]+\|>")
@@ -101,7 +101,7 @@ def test_a_printed_call_that_no_parser_reads_makes_the_format_unknown(tmp_path: 
     found = chosen(template(FUNCTIONARY, says), tmp_path)
     assert found.tools == UNKNOWN
     assert "prints a call as '<function=look_up>{" in found.why
-    with pytest.raises(InvalidFieldError, match=re.escape("prints a call as '<function=look_up>")):
+    with pytest.raises(InvalidInputError, match=re.escape("prints a call as '<function=look_up>")):
         check_readable(found, b"[]")
     shown = report(TemplateProfile(Kind.APPEND_ONLY, "<|eot|>"), found)
     assert "Requests with tools are refused: the chat template prints a call as" in shown
@@ -171,7 +171,7 @@ def test_every_template_keeps_the_format_that_its_parser_reads_back(name: str) -
 )
 def test_a_name_that_a_format_cannot_carry_is_refused_by_name(tools: str, name: str) -> None:
     given = json.dumps([{"type": "function", "function": {"name": name}}]).encode()
-    with pytest.raises(InvalidFieldError, match=re.escape(f"carry the name {name[:80]!r}")):
+    with pytest.raises(InvalidInputError, match=re.escape(f"carry the name {name[:80]!r}")):
         check_readable(AnswerFormat(tools, reasoning=False), given)
     check_readable(AnswerFormat("none", reasoning=False), given)
 

@@ -18,8 +18,7 @@ from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messag
 from rollmesh.chat.templates.continuation import Continuation, Seen
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.chat.tokenizer import ModelTokenizer, TokenIds
 from tests.chat import families
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rollmesh.chat.messages import (
 from rollmesh.chat.templates.continuation import Continuation, Seen
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.chat.tokenizer import TokenIds
 from tests.chat import families
 
 BARE = make_context(b"", b"")

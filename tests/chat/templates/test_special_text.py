@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
 from rollmesh.chat.templates.loading import load_template
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.runtime.errors import InvalidMessagesError
 from tests.chat import families
 
 NAMES = ("qwen3", "llama3_1", "gptoss", "gemma4_v2", "deepseekv3", "phi3", "muse_glimmer")
@@ -114,7 +114,7 @@ def test_every_text_of_a_message_counts(
     parity, plain, refuse = (SpecialText(tokenizer, one) for one in ("parity", "plain", "refuse"))
     assert parity.apply(groups, 0, BARE) == (groups, BARE, True)
     assert parity.apply(groups, 2, BARE) == (groups, BARE, False)
-    with pytest.raises(InvalidMessagesError, match=r"messages\[1\]: spells a special token"):
+    with pytest.raises(InvalidInputError, match=r"messages\[1\]: spells a special token"):
         refuse.apply(groups, 0, BARE)
     shown, _, becomes = plain.apply(groups, 0, BARE)
     assert not becomes
@@ -136,7 +136,7 @@ def test_tools_and_options_count_where_a_conversation_begins(
     parity, plain, refuse = (SpecialText(tokenizer, one) for one in ("parity", "plain", "refuse"))
     assert parity.apply(groups, 0, context) == (groups, context, True)
     assert parity.apply(groups, 1, context) == (groups, context, False)
-    with pytest.raises(InvalidMessagesError, match="tools: spells a special token"):
+    with pytest.raises(InvalidInputError, match="tools: spells a special token"):
         refuse.apply(groups, 0, context)
     _, hidden, _ = plain.apply(groups, 0, context)
     assert hidden.key == context.key

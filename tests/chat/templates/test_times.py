@@ -95,7 +95,7 @@ def test_a_conversation_keeps_the_time_of_its_beginning(
 ) -> None:
     clock_of("user", tmp_path)
     now = [EVENING]
-    monkeypatch.setattr("rollmesh.runtime.clock.unix_ms", lambda: now[0] * 1000)
+    monkeypatch.setattr("time.time_ns", lambda: now[0] * 10**9)
     model = ChatModel.load(tmp_path)
     conversation = Conversation(model)
     first = conversation.prompt([{"role": "user", "content": "q"}])

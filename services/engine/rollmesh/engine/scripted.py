@@ -139,7 +139,7 @@ def _ids(given: str | list[int], config: EngineConfig) -> TokenIds:
     file = config.model_path / "tokenizer.json"
     if util.find_spec("tokenizers") is None or not file.is_file():
         raise ConfigError(
-            f"script: a text needs the package tokenizers and {file}; install rollmesh[chat] and "
+            f"script: a text needs the package tokenizers and {file}; install it and "
             "give model_path, or write ids"
         )
     from tokenizers import Tokenizer  # only for texts

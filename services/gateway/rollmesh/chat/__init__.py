@@ -1,8 +1,7 @@
 """Token-exact chat templates and answer parsing: messages to ids, sampled ids to messages.
 
-A standalone library: it does not load grpc and needs only `rollmesh[chat]`. May import `v1`, and
-`runtime` for arrays, errors and bounded caches. vLLM runs only in the worker process of
-`parsing.vllm`.
+A distribution of its own, `rollmesh-chat`: it imports nothing else of rollmesh, and loads neither
+grpc nor asyncio.
 """
 
 from typing import TYPE_CHECKING, Any

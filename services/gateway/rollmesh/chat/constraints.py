@@ -10,8 +10,9 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.calls import channels, gemma_calls, json_calls as object_formats
@@ -27,8 +28,6 @@ from rollmesh.chat.parsing.formats import (
     tool_schemas,
 )
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
-from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _MOST_WHITESPACE = 32  # characters in a row. Without a limit some models never stop writing them
 _NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # names that every format can carry
@@ -72,10 +71,14 @@ class Wanted:
     strict: bool = False
     """Whether a schema is refused if a part of it cannot be enforced."""
 
-    def refused(self, error: InvalidConstraintError) -> InvalidConstraintError:
-        """Returns an engine's error with the `ChatRequest` field that the constraint came from."""
-        field = "json_format" if self.json_schema is not None else "tools_json"
-        return InvalidConstraintError(field, error.message)
+
+class Constraint(NamedTuple):
+    """What an answer is constrained to."""
+
+    structural_tag_json: str
+    """The structural tag."""
+    strict: bool
+    """Whether it must be refused if a part of a schema cannot be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +155,18 @@ CONSTRAINED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
 
 def constraint_of(
     wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
-) -> engine_pb2.Constraint | None:
+) -> Constraint | None:
     """Returns the constraint of an answer. None if the answer is free.
 
     Raises:
-        InvalidFieldError: The model's format or the name of a tool does not allow the constraint.
+        InvalidInputError: The model's format or the name of a tool does not allow the constraint.
     """
     forms: list[_Format] = []
     strict = wanted.strict
     has_functions = bool(context.tools_json and tool_schemas(context.tools_json))
     callable_ = has_functions and wanted.calls is not Calls.NONE
     if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
-        raise InvalidFieldError("parallel_tool_calls", _not_served(format_))
+        raise InvalidInputError("parallel_tool_calls", _not_served(format_))
     if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
         callable_ and wanted.json_schema is not None
     ):
@@ -178,7 +181,7 @@ def constraint_of(
     reasoning = _reasoning(format_, inside=inside_reasoning)
     tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
     text = write_json(tag)
-    return engine_pb2.Constraint(structural_tag_json=text, strict=strict)
+    return Constraint(text, strict)
 
 
 def _syntax(format_: AnswerFormat) -> _Syntax:
@@ -188,7 +191,7 @@ def _syntax(format_: AnswerFormat) -> _Syntax:
         else format_.tools
     )
     if name not in _SYNTAXES:
-        raise InvalidFieldError("tool_choice", _not_served(format_))
+        raise InvalidInputError("tool_choice", _not_served(format_))
     return _SYNTAXES[name]
 
 
@@ -200,14 +203,14 @@ def _not_served(format_: AnswerFormat) -> str:
 def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
     schemas = tool_schemas(context.tools_json)
     if not schemas:
-        raise InvalidFieldError(
+        raise InvalidInputError(
             "tools_json", "has no function with a name, so no call can be required; send one"
         )
     if wanted.calls is Calls.NAMED:
         schemas = {wanted.tool_name: schemas[wanted.tool_name]}
     for name in schemas:
         if not _NAME.fullmatch(name):
-            raise InvalidFieldError(
+            raise InvalidInputError(
                 "tools_json",
                 f"{name!r} cannot be required; name it with letters, digits and _ - . : / only",
             )
@@ -294,20 +297,15 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
     `SamplingParams.update_from_tokenizer`.
 
     Raises:
-        InvalidFieldError: A word has no tokens.
+        InvalidInputError: A word has no tokens.
     """
     sequences: list[list[int]] = []
     for at, word in enumerate(words):
         plain: list[int] = tokenizer.encode(word.lstrip()).tolist()
         if not plain:
-            raise InvalidFieldError(f"bad_words[{at}]", "encodes to no tokens; leave it out")
+            raise InvalidInputError(f"bad_words[{at}]", "encodes to no tokens; leave it out")
         sequences.append(plain)
         after: list[int] = tokenizer.encode(f" {word.lstrip()}").tolist()
         if len(after) == len(plain) and after[0] != plain[0]:
             sequences.append(after)
     return sequences
-
-
-def is_masked(sampling: sampling_pb2.SamplingParams) -> bool:
-    """Returns whether the request masks tokens or changes their likelihood."""
-    return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.images import (
-    HeldImages,
     ImageRefusedError,
     ImageRule,
     Placeholder,
@@ -18,9 +18,11 @@ from rollmesh.chat.images import (
     load_reserved_ids,
     load_rule,
     locate,
+    read_image,
     reserved_texts,
 )
 from rollmesh.chat.messages import (
+    Image,
     Message,
     MessageGroup,
     RenderContext,
@@ -34,15 +36,11 @@ from rollmesh.chat.parsing.detection import check_readable, choose
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent
 from rollmesh.chat.templates.continuation import Continuation, Seen
-from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.jinja import TemplateRenderError, unix_now
 from rollmesh.chat.templates.loading import load_model, printer
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
-from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError, TokenIds
 
 _REFUSALS = (TemplateRenderError, TemplateRefusedError, SpecialTextError)
 
@@ -76,7 +74,7 @@ class ChatModel:
             ModelFilesError: A file is missing or cannot be read.
             TemplateRenderError: The chat template does not compile.
             TemplateRefusedError: The chat template cannot be continued exactly.
-            ConfigError: There is no such parser.
+            InvalidInputError: There is no such parser, or it needs the gateway.
         """
         template, tokenizer = load_model(Path(path))
         format_ = choose(
@@ -89,7 +87,7 @@ class ChatModel:
         )
         if format_.tools.startswith(VLLM):
             if tool_parser != "auto":
-                raise ConfigError(f"tool_parser: {tool_parser} needs the gateway")
+                raise InvalidInputError("tool_parser", f"{tool_parser} needs the gateway")
             format_ = replace(
                 format_,
                 tools=UNKNOWN,
@@ -131,17 +129,17 @@ class Conversation:
                 "refuse" (an error).
 
         Raises:
-            InvalidFieldError: There are tools, and the format of their calls is not known.
+            InvalidInputError: There are tools, and the format of their calls is not known.
         """
         self._model = model
         context = make_context(_dump(tools), _dump(template_options))
         if tools:
             check_readable(model.format, context.tools_json)
-        self._context = replace(context, now=clock.unix_ms() // 1000)
+        self._context = replace(context, now=unix_now())
         reserved = reserved_texts(model.reserved_ids, model.tokenizer)
         self._special_text = SpecialText(model.tokenizer, special_text, reserved)
-        self.images = HeldImages()
-        """The images of all messages, each once."""
+        self.images: dict[str, bytes] = {}
+        """The files of all images, by the SHA-256 of their bytes, hexadecimal."""
         self._held: list[_HeldGroup] = []
         self._turn: _Turn | None = None
         self._answer = Message("assistant")
@@ -189,14 +187,11 @@ class Conversation:
             Ids of the complete prompt, uint32 [N].
 
         Raises:
-            InvalidFieldError: A message has another form.
-            InvalidMessagesError: The chat template refuses the messages.
+            InvalidInputError: A message has another form, or the template refuses the messages.
         """
-        fresh = group_messages(
-            read_messages(messages, self.images.read_part), begins=not self._held
-        )
+        fresh = group_messages(read_messages(messages, self._read_image), begins=not self._held)
         if not fresh:
-            raise InvalidFieldError(
+            raise InvalidInputError(
                 "messages", "is empty; give the messages that follow the last answer"
             )
         start, groups = len(self._held), [*(one.messages for one in self._held), *fresh]
@@ -207,7 +202,7 @@ class Conversation:
                 groups, self._context, tag
             )
         except (*_REFUSALS, PlacementError, ImageRefusedError) as error:
-            raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+            raise InvalidInputError("messages", f"the chat template: {error}") from error
         held = [_HeldGroup(*one) for one in zip(fresh, added, strict=True)]
         self._turn = _Turn(
             held, opening, _new_answer(self._model, self._context, inside=inside), []
@@ -236,6 +231,11 @@ class Conversation:
             end = one.end = end + len(one.token_ids)
         self._turn = None
         return events
+
+    def _read_image(self, field: str, part: Mapping[str, Any]) -> Image:
+        image, data = read_image(field, part)
+        self.images[image.sha256] = data
+        return image
 
     def _begun(self) -> "_Turn":
         if self._turn is None:

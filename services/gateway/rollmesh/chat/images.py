@@ -4,7 +4,11 @@ A run depends on the width and height of the image only. The rules are arithmeti
 the model, so no pixels are needed, and neither torch nor transformers.
 """
 
+import base64
+import hashlib
+import io
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.messages import Image, MessageGroup, images_of
-from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, read_json
-from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.runtime.codec.images import CheckedImage, ImageLimits, check_image, read_data_url
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TokenIds, read_json
 
 _ID_NAMES = (
     "image_token_id",
@@ -197,53 +199,66 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-# Images of one conversation, each held once.
+# Images of messages in OpenAI's form.
+
+_FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF")}
+_DATA_URL = re.compile(r"data:(?P<type>[^;,]*)[^,]*;base64,", re.ASCII)
+_MOST_FILE_BYTES, _MOST_FILE_PIXELS = 20 * 1024 * 1024, 16 * 1024 * 1024
 
 
-class HeldImages:
-    """Images by the hash of their bytes."""
+def read_image(field: str, part: Mapping[str, Any]) -> tuple[Image, bytes]:
+    """Returns the image of an `image_url` part and the bytes of its file.
 
-    def __init__(self, limits: ImageLimits | None = None) -> None:
-        """Starts empty."""
-        self._limits = limits or ImageLimits()
-        self._images: dict[str, CheckedImage] = {}
+    The image is at the beginning of a content. Its file is decoded once.
 
-    def __getitem__(self, sha256: str) -> CheckedImage:
-        """Returns an image by its hash.
+    Args:
+        field: Names the part in errors.
+        part: The part. Its URL is a data URL in base64.
 
-        Raises:
-            KeyError: There is no such image.
-        """
-        return self._images[sha256]
+    Raises:
+        InvalidInputError: The part has another form, or the file is not a PNG, JPEG, WebP or GIF of
+            one frame, at most 20 MiB and 16 Mi pixels.
+    """
+    given, field = part.get("image_url"), f"{field}.image_url"
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise InvalidInputError(field, "has no url; give a data URL")
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise InvalidInputError(field, "is not a data URL in base64; send the image itself")
+    if (len(url) - found.end()) // 4 * 3 > _MOST_FILE_BYTES + 2:
+        problem = f"has more than {_MOST_FILE_BYTES} bytes; send a smaller image"
+        raise InvalidInputError(field, problem)
+    try:
+        data = base64.b64decode(url[found.end() :], validate=True)
+    except ValueError as error:
+        raise InvalidInputError(field, f"is not base64: {error}") from error
+    width, height = _decoded_size(field, data, found["type"].lower().replace("/jpg", "/jpeg"))
+    return Image(0, hashlib.sha256(data).hexdigest(), width, height), data
 
-    def add(self, data: bytes, field: str, media_type: str = "") -> Image:
-        """Returns an image, checked unless it is held already, at the beginning of a content.
 
-        Args:
-            data: The bytes of the file.
-            field: Names the image in errors.
-            media_type: Media type that the sender gives. Empty if it gives none.
+def _decoded_size(field: str, data: bytes, media_type: str) -> tuple[int, int]:
+    from PIL import Image as Pictures
 
-        Raises:
-            InvalidImageError: It is broken, too large, or not an image.
-        """
-        checked = check_image(data, field, media_type, self._limits)
-        held = self._images.setdefault(checked.sha256, checked)
-        return Image(0, held.sha256, held.width, held.height)
-
-    def read_part(self, field: str, part: Mapping[str, Any]) -> Image:
-        """Returns the image of an OpenAI `image_url` part, which holds a data URL in base64.
-
-        Raises:
-            InvalidFieldError: The part has another form.
-            InvalidImageError: The image is broken, too large, or not an image.
-        """
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, Mapping) else given
-        if not isinstance(url, str):
-            raise InvalidFieldError(f"{field}.image_url", "has no url; give a data URL")
-        media_type, data = read_data_url(url, f"{field}.image_url", self._limits.max_bytes)
-        return self.add(data, f"{field}.image_url", media_type)
+    try:
+        with Pictures.open(io.BytesIO(data), formats=list(_FORMATS)) as picture:
+            width, height = picture.size
+            kind = _FORMATS[picture.format or ""]
+            problem = ""
+            if width * height > _MOST_FILE_PIXELS:
+                problem = f"is {width} x {height} pixels; give at most {_MOST_FILE_PIXELS} together"
+            elif media_type not in {"", kind}:
+                problem = f"is said to be {media_type} and is {kind}; name its media type"
+            elif getattr(picture, "is_animated", False):
+                problem = "has several frames; send one of them"
+            else:
+                picture.load()
+    except Exception as error:  # Pillow's plugins raise whatever a damaged file makes of them
+        problem = f"is broken, or no PNG, JPEG, WebP or GIF: {error}; send the complete file"
+        raise InvalidInputError(field, problem) from error
+    if problem:
+        raise InvalidInputError(field, problem)
+    return width, height
 
 
 # Puts the runs of images into ids, and finds them there.

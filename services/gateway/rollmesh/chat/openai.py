@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias, get_args
 
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.messages import Image, Message, RoleName, ToolCall
-from rollmesh.runtime.errors import InvalidFieldError
 
 ReadImage: TypeAlias = Callable[[str, Mapping[str, Any]], Image]
 """Returns the image of a part, given the part's name in errors."""
@@ -26,7 +26,7 @@ def read_messages(
         read_image: Returns the image of a part of type `image_url`. None refuses such parts.
 
     Raises:
-        InvalidFieldError: A message has another form. The error names the field.
+        InvalidInputError: A message has another form. The error names the field.
     """
     return tuple(
         _read_message(f"messages[{at}]", one, read_image) for at, one in enumerate(messages)
@@ -56,12 +56,12 @@ def write_call(call: ToolCall, arguments: object) -> dict[str, Any]:
 def _read_message(field: str, message: Mapping[str, Any], read_image: ReadImage | None) -> Message:
     role = _ROLES.get(message.get("role"))
     if role is None:
-        raise InvalidFieldError(
+        raise InvalidInputError(
             f"{field}.role", f"give one of {', '.join(sorted(map(str, _ROLES)))}"
         )
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise InvalidFieldError(f"{field}.tool_calls", "is not an array")
+        raise InvalidInputError(f"{field}.tool_calls", "is not an array")
     content, images = _read_content(f"{field}.content", message.get("content"), read_image)
     return Message(
         role,
@@ -88,14 +88,14 @@ def _read_content(
             images.append(replace(read_image(f"{field}[{at}]", part), at=len(text)))
         else:
             served = "text" if read_image is None else "text and image_url"
-            raise InvalidFieldError(f"{field}[{at}]", f"only parts of type {served} are supported")
+            raise InvalidInputError(f"{field}[{at}]", f"only parts of type {served} are supported")
     return text, tuple(images)
 
 
 def _read_call(field: str, call: object) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidFieldError(field, "is not a function call")
+        raise InvalidInputError(field, "is not a function call")
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = write_json(arguments)
@@ -110,5 +110,5 @@ def _read_text(field: str, value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise InvalidFieldError(field, "is not a string")
+        raise InvalidInputError(field, "is not a string")
     return value

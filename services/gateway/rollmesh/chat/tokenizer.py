@@ -4,13 +4,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollmesh.runtime.codec.arrays import TokenIds
+TokenIds: TypeAlias = NDArray[np.uint32]
+"""Token ids, dtype uint32, shape [N]."""
 
 # Noncharacters of Unicode: the first is put into hidden text, the second follows a first that the
 # text itself contains, the others surround special tokens that the template printed.

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tree import Tree
+from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh.failover import Failover
 from rollmesh.mesh.leases import LeaseClient
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from rollmesh.chat.constraints import bad_sequences, constraint_of
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.images import ImageRefusedError, Placeholder, PlacementError
 from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.continuation import Continuation, Seen
@@ -21,7 +22,11 @@ from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tree import Bookmark, Match, Node
 from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
-from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
+from rollmesh.runtime.errors import (
+    ContextLengthExceededError,
+    InvalidFieldError,
+    InvalidMessagesError,
+)
 from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
 
 
@@ -84,7 +89,7 @@ def build_prompt(
     Raises:
         TemplateRenderError: The template refuses a group.
         TemplateRefusedError: It cannot be continued exactly under the render_context's options.
-        InvalidMessagesError: The text spells a special token, and such text is refused.
+        InvalidInputError: The text spells a special token, and such text is refused.
         PlacementError: The template does not show the images of a group, or text spells one.
         ImageRefusedError: The model cannot take an image of that size.
     """
@@ -261,18 +266,26 @@ def _prepare(
         )
     except _REFUSALS as error:
         raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+    except InvalidInputError as error:
+        raise InvalidMessagesError(error.field, error.problem) from error
     opening = deps.answer_format.opening
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
     ids = prompt.ids()
     packed = pack_ids(ids)
+    wanted, format_ = settings.wanted, deps.answer_format
+    try:
+        constraint = constraint_of(wanted, format_, context, inside_reasoning=inside)
+        masked = bad_sequences(settings.bad_words, deps.tokenizer)
+    except InvalidInputError as error:
+        raise InvalidFieldError(error.field, error.problem) from error
     return PromptTokens(
         prompt,
         packed,
         len(ids),
         zlib.crc32(packed),
         inside,
-        constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside),
-        bad_sequences(settings.bad_words, deps.tokenizer),
+        None if constraint is None else engine_pb2.Constraint(**constraint._asdict()),
+        masked,
         prompt.placeholders() if request.conversation.images else [],
     )
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.images import load_reserved_ids, load_rule, reserved_texts
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM
-from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.loading import context_of, load_model, printer, vocabulary_of
 from rollmesh.chat.templates.profile import MOVING
@@ -32,6 +32,7 @@ from rollmesh.gateway.responses import (
 from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tenancy import Gateway, Tenancy
+from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.mesh.engines import EngineClients
 from rollmesh.mesh.failover import Failover
@@ -72,14 +73,17 @@ class GatewayService:
         rule = load_rule(config.model_path)
         self._continuation = Continuation(template, self._tokenizer, rule)
         self._reserved_ids = load_reserved_ids(config.model_path)
-        self._format = choose(
-            template.source,
-            printer(template),
-            self._tokenizer,
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-            shown=self._shown(),
-        )
+        try:
+            self._format = choose(
+                template.source,
+                printer(template),
+                self._tokenizer,
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
+                shown=self._shown(),
+            )
+        except InvalidInputError as error:
+            raise ConfigError(str(error)) from error
         moved = self._continuation.profile.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(

@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from rollmesh.chat.constraints import Calls, is_masked
+from rollmesh.chat.constraints import Calls
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.messages import Message, new_call_id
 from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.detection import check_readable
@@ -147,8 +148,9 @@ class Draft:
         if self.answer.stopped_at is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         # Banned ids are part of the model: they carry no reason.
-        masked = is_masked(request.sampling) or bool(prompt.bad_sequences)
-        if masked or prompt.constraint is not None:
+        asked = request.sampling
+        masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
+        if masked or prompt.bad_sequences or prompt.constraint is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         if request.settings.sampling_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
@@ -166,7 +168,10 @@ async def _sample(
     settings = request.settings
     tools_json = settings.callable_context.tools_json
     if tools_json and settings.wanted.calls is not Calls.NONE:
-        check_readable(deps.answer_format, tools_json)
+        try:
+            check_readable(deps.answer_format, tools_json)
+        except InvalidInputError as error:
+            raise InvalidFieldError(error.field, error.problem) from error
     deps.limits.check(session)
     if request.shared is None:
         prompt: PromptTokens = await begin_prompt(deps, session, request)
@@ -278,7 +283,9 @@ async def _generate(
         metrics.POISON.inc()
         raise
     except InvalidConstraintError as refusal:
-        raise request.settings.wanted.refused(refusal) from refusal
+        is_json = request.settings.wanted.json_schema is not None
+        field = "json_format" if is_json else "tools_json"
+        raise InvalidConstraintError(field, refusal.message) from refusal
     except InvalidFieldError as error:
         # The gateway placed the images: neither these nor the prompt are the agent's fault.
         if not (isinstance(error, _MISMATCHES) or error.field.startswith("images")):

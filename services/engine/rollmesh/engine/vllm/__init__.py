@@ -1,5 +1,5 @@
 """The backend that runs vLLM.
 
 May import `engine.backend` and `engine.requests`. Only this package and
-`chat.parsing.vllm.worker` import vLLM or torch.
+`gateway.vllm_worker` import vLLM or torch.
 """

@@ -13,7 +13,7 @@ from rollmesh.chat.parsing.parser import (
     ToolParser,
 )
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.parsing.vllm.answers import WholeCallParser
+from rollmesh.chat.parsing.whole import WholeCallParser
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # Incremental decoding of sampled ids, and stop strings.

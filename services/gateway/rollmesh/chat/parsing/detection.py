@@ -1,11 +1,15 @@
 """Chooses the parsers of a model: as configured, or as its chat template shows."""
 
+import ast
+import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from rollmesh.chat.canonical import make_context
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.chat.parsing.answer import IncrementalDecoder
 from rollmesh.chat.parsing.formats import (
@@ -18,10 +22,7 @@ from rollmesh.chat.parsing.formats import (
 )
 from rollmesh.chat.parsing.parser import MOST_NAME
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError
 
 # Checks a format by a round trip: the template prints a call, and the format's parser reads it.
 #
@@ -234,7 +235,7 @@ def _available(format_: AnswerFormat) -> AnswerFormat:
         return replace(format_, why="the chat template shows no known tool-call format")
     if not format_.tools.startswith(VLLM):
         return format_
-    if why := vllm_parsers.problem(format_.tools.removeprefix(VLLM)):
+    if why := vllm_problem(format_.tools.removeprefix(VLLM)):
         why = f"the model's calls are read by {format_.tools}; {why}"
         return replace(format_, tools=UNKNOWN, why=why)
     return format_
@@ -263,7 +264,7 @@ def choose(
         shown: Special tokens that are text for parsers of vLLM's.
 
     Raises:
-        ConfigError: There is no such parser, or it cannot be used here.
+        InvalidInputError: There is no such parser, or it cannot be used here.
     """
     found = detect(template_source)
     printed = Printed(render, tokenizer)
@@ -271,14 +272,14 @@ def choose(
         found = _verified(found, template_source, printed)
     tools = found.tools if tool_parser == "auto" else tool_parser
     if tools.startswith(VLLM):
-        if why := vllm_parsers.problem(tools.removeprefix(VLLM)):
-            raise ConfigError(f"tool_parser: {why}")
+        if why := vllm_problem(tools.removeprefix(VLLM)):
+            raise InvalidInputError("tool_parser", why)
     elif tools not in {*FORMATS, *CHANNELS, "none"} and not (
         tools == UNKNOWN and tool_parser == "auto"
     ):
-        raise ConfigError(f"tool_parser: is {tools!r}; give auto or {known_parsers()}")
+        raise InvalidInputError("tool_parser", f"is {tools!r}; give auto or {known_parsers()}")
     if reasoning_parser not in {"auto", "none", "think"}:
-        raise ConfigError("reasoning_parser: give auto, none or think")
+        raise InvalidInputError("reasoning_parser", "give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[reasoning_parser]
     channels = found.tools if found.tools in CHANNELS and tools == "none" else ""
     return replace(
@@ -296,17 +297,17 @@ def check_readable(format_: AnswerFormat, tools_json: bytes) -> None:
     """Checks that calls of tools can be parsed. Called if a request has tools.
 
     Raises:
-        InvalidFieldError: The format of tool calls is unknown, or cannot carry a tool's name.
+        InvalidInputError: The format of tool calls is unknown, or cannot carry a tool's name.
     """
     if format_.tools == UNKNOWN:
-        raise InvalidFieldError(
+        raise InvalidInputError(
             "tools",
             f"{format_.why or 'the format of calls is not known'}, so calls could not be parsed; "
             f"set tool_parser to one of: {known_parsers()}",
         )
     for name in tool_schemas(tools_json):
         if not format_.carries(name):
-            raise InvalidFieldError(
+            raise InvalidInputError(
                 "tools",
                 f"the model's calls ({format_.tools}) cannot carry the name {name[:80]!r}; give at "
                 f"most {MOST_NAME} letters, digits and _ - . : /, and begin with a letter",
@@ -316,6 +317,33 @@ def check_readable(format_: AnswerFormat, tools_json: bytes) -> None:
 def known_parsers() -> str:
     """Returns the values that `tool_parser` may have, for people."""
     known = ", ".join(sorted((*FORMATS, *CHANNELS)))
-    names = vllm_parsers.names()
+    names = vllm_names()
     of_vllm = f"vllm: and one of vLLM's ({', '.join(sorted(names))})" if names else "vllm:NAME"
     return f"none (calls stay text), {known}, or {of_vllm}"
+
+
+# Tool parsers of the installed vLLM, found without importing it.
+
+
+def vllm_problem(name: str) -> str:
+    """Returns why a parser of vLLM's would fail at the first answer. Empty if it would not."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vllm:{name} needs the vllm package, which is not installed"
+    known = vllm_names()
+    lacks = f"vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
+    return lacks if known and name not in known else ""
+
+
+def vllm_names() -> set[str]:
+    """Returns the names of vLLM's parsers, without importing it. Nothing if they are unknown."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return set()
+    source = Path(found.origin).parent / "tool_parsers" / "__init__.py"
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return set()
+    tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    keys = [key for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    return {key.value for key in keys if isinstance(key.value, str)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.calls import (
     channels,
@@ -22,8 +23,7 @@ from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ToolParser
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
 from rollmesh.chat.parsing.schemas import Schemas
-from rollmesh.chat.parsing.vllm.answers import WholeCallParser
-from rollmesh.runtime.caches import ByteCache
+from rollmesh.chat.parsing.whole import WholeCallParser
 
 VLLM = "vllm:"
 """Prefix of the name of a parser that vLLM has."""

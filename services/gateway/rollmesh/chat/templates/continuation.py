@@ -27,11 +27,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.canonical import spelling_key
 from rollmesh.chat.images import ImageEncoder, ImageRule, Placeholder
 from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName, images_of
 from rollmesh.chat.templates.cutter import Cutter
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError, unix_now
 from rollmesh.chat.templates.probing import Probed, probe
 from rollmesh.chat.templates.profile import (
     REWRITING,
@@ -41,10 +42,7 @@ from rollmesh.chat.templates.profile import (
     joined,
 )
 from rollmesh.chat.templates.windows import Ends, TemplateRefusedError, place
-from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime import clock
-from rollmesh.runtime.caches import ByteCache
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.chat.tokenizer import ModelTokenizer, TokenIds
 
 # Compares a template's text with the ids of a session.
 #
@@ -585,7 +583,7 @@ class Continuation:
 
     def _pinned(self, context: RenderContext) -> RenderContext:
         """Returns a context with its time as the template prints it: caches are keyed by it."""
-        return replace(context, now=self._shown_time(context.now or clock.unix_ms() // 1000))
+        return replace(context, now=self._shown_time(context.now or unix_now()))
 
     def _of(self, context: RenderContext) -> Probed:
         template = self._template

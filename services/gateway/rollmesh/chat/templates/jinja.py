@@ -6,6 +6,7 @@ without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` 
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surr
 from rollmesh.chat.messages import Image, Message, RenderContext
 from rollmesh.chat.openai import write_call, write_message
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.runtime import clock
 
 _PROBE = "string7zq"
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -205,7 +205,12 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def unix_now() -> int:
+    """Returns the current time, unix seconds."""
+    return time.time_ns() // 1_000_000_000
+
+
 def _clock(now: int) -> Callable[[str], str]:
     """Returns the function by which templates print the time. 0 is the current time."""
-    moment = datetime.fromtimestamp(now or clock.unix_ms() // 1000).astimezone()
+    moment = datetime.fromtimestamp(now or unix_now()).astimezone()
     return moment.strftime

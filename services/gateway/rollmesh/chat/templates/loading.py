@@ -38,7 +38,7 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
         )
     except ImportError as error:
         raise ModelFilesError(
-            f"{mistral}: is read by mistral_common: pip install 'rollmesh[gateway-mistral]'"
+            f"{mistral}: is read by mistral_common: pip install 'rollmesh-chat[mistral]'"
         ) from error
     own = MistralTokenizer(mistral)
     return MistralTemplate(own), own

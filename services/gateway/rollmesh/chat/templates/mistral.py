@@ -32,8 +32,7 @@ from rollmesh.chat.json_values import replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.openai import write_message
 from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.tokenizer import ModelFilesError
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.chat.tokenizer import ModelFilesError, TokenIds
 
 _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
 _SEAM = _OPEN + _CLOSE

@@ -29,7 +29,7 @@ from rollmesh.chat.messages import (
 )
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.templates.cutter import Boundaries, Cutter
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError, unix_now
 from rollmesh.chat.templates.profile import (
     REWRITING,
     WHITESPACE,
@@ -41,7 +41,6 @@ from rollmesh.chat.templates.profile import (
 )
 from rollmesh.chat.templates.windows import ASKED, CALL, Place, TemplateRefusedError, place
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime import clock
 
 # The conversations over which a chat template is probed.
 
@@ -422,7 +421,7 @@ def probe(
     """
     remembered = RememberedTemplate(template)
     try:
-        options = replace(make_context(b"", options_json), now=clock.unix_ms() // 1000)
+        options = replace(make_context(b"", options_json), now=unix_now())
         return _probe(remembered, tokenizer, options, image)
     finally:
         remembered.forget()

@@ -20,11 +20,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rollmesh.chat.caches import ByteCache
+from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import read_json
 from rollmesh.chat.messages import Image, Message, MessageGroup, RenderContext, ToolCall
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.caches import ByteCache
-from rollmesh.runtime.errors import InvalidMessagesError
 
 _CONTEXTS_BYTES = 16 * 1024 * 1024
 
@@ -64,7 +64,7 @@ class SpecialText:
             becomes special tokens.
 
         Raises:
-            InvalidMessagesError: It spells a special token, and such text is refused.
+            InvalidInputError: It spells a special token, and such text is refused.
         """
         source = context.tools_json, context.options_json
         shown_context, in_context = self._contexts.get(
@@ -74,7 +74,7 @@ class SpecialText:
         spelled = [at for at in range(start, len(groups)) if self._is_spelled(groups[at])]
         found = bool(spelled) or (in_context and start == 0)
         if found and self._refuses:
-            raise InvalidMessagesError(self._field(groups, spelled), _REFUSED)
+            raise InvalidInputError(self._field(groups, spelled), _REFUSED)
         # Some templates print the first message again in a later turn.
         shown = [
             tuple(map(self._shown, group)) if at >= start or at == 0 else group

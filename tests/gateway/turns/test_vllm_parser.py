@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from rollmesh.chat.parsing.detection import vllm_problem
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.parsing.parser import TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.vllm import installed as vllm_parsers
-from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
-from rollmesh.chat.parsing.vllm.client import VllmParser
+from rollmesh.chat.parsing.whole import Reading, WholeCallParser
+from rollmesh.gateway.vllm_parser import VllmParser
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
 
@@ -67,17 +67,17 @@ def test_the_pieces_come_at_the_end() -> None:
 
 @pytest.mark.vllm
 def test_what_cannot_work_is_known_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not vllm_parsers.problem("pythonic")
-    assert "vLLM has no parser 'pythnic'; it has apertus, " in vllm_parsers.problem("pythnic")
+    assert not vllm_problem("pythonic")
+    assert "vLLM has no parser 'pythnic'; it has apertus, " in vllm_problem("pythnic")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs the vllm package, which is not" in vllm_parsers.problem("pythonic")
+    assert "needs the vllm package, which is not" in vllm_problem("pythonic")
 
 
 @pytest.mark.vllm
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from rollmesh.chat.parsing.vllm import installed as vllm_parsers; "
-        "vllm_parsers.problem('pythonic'); sys.exit('vllm' in sys.modules)"
+        "import sys; from rollmesh.chat.parsing.detection import vllm_problem; "
+        "vllm_problem('pythonic'); sys.exit('vllm' in sys.modules)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0

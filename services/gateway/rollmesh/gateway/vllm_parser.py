@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmesh.chat.parsing.vllm.answers import Reading
+from rollmesh.chat.parsing.whole import Reading
 from rollmesh.runtime import clock
 from rollmesh.runtime.process.children import Child, start_child
 from rollmesh.runtime.telemetry.logs import fields
@@ -159,7 +159,7 @@ class VllmParser:
                 raise _WorkerFailedError(f"the worker did not start: {self._why}")
             self._ready, self._started_ms = False, clock.monotonic_ms()
             self._process = await start_child(
-                *(sys.executable, "-m", "rollmesh.chat.parsing.vllm.worker"),
+                *(sys.executable, "-m", "rollmesh.gateway.vllm_worker"),
                 *(self._name, str(self._model_path)),
                 limit=_LINE_BYTES,
             )

@@ -1,6 +1,6 @@
-"""One of vLLM's tool parsers in a process of its own. `client` starts it and asks it.
+"""One of vLLM's tool parsers in a process of its own. `vllm_parser` starts it and asks it.
 
-The only module of `chat` that imports vLLM, which takes ten seconds and half a gigabyte. No
+The only module of the gateway that imports vLLM, which takes ten seconds and half a gigabyte. No
 other imports it. Arguments: the parser's name, the model's folder. It reads requests as lines of
 JSON from standard input, answers each with a line on standard output, and ends with its input.
 """
