@@ -22,8 +22,7 @@ from statistics import median, quantiles
 import numpy as np
 import openai
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message
+from rollmesh.chat import Message, make_context
 from rollmesh.gateway import journal
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.journal import Journal

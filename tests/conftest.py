@@ -8,9 +8,8 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, Phase, settings
 
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import load_template
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
+from rollmesh.chat.templates import Continuation, load_template
 from tests.engine.engines import engine_with
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_model_dir, make_tokenizer_dir, make_vision_dir

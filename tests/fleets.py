@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
 from rollmesh.mesh.directory import journal_of
 from rollmesh.runtime.rpc.channels import open_channel

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult, SubscribeOptions
 from rollmesh.v1 import collector_pb2
 from tests.locks import Locks

@@ -10,7 +10,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as RustTokenizer
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
 from tests.chat import families
 from tests.meshes import CHATML, write_script

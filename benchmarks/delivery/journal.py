@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message
+from rollmesh.chat import Message, make_context
 from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.export import record_bytes, trajectory_ends
 from rollmesh.gateway.journal import Transaction

@@ -21,9 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from examples.demo.chatml import CHAT_TEMPLATE, END, make_tokenizer
 from examples.demo.prefix import hidden_states, shared_length
 from examples.demo.tasks import OPERATIONS, SYSTEM_PROMPT, TOOLS, Task, make_tasks
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall
-from rollmesh.chat.templates.jinja import ChatTemplate
+from rollmesh.chat import Message, ToolCall, make_context
+from rollmesh.chat.templates import ChatTemplate
 
 CONTEXT_TOKENS = 512
 _VOCABULARY = 900

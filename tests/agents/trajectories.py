@@ -1,7 +1,7 @@
 """What a session left with the collector, checked to the token."""
 
 from examples.demo.audit import Audit
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
 from tests import meshes
 from tests.meshes import Mesh

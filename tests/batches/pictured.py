@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rollmesh.chat.images import load_rule
+from rollmesh.chat import load_rule
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
 from rollmesh.v1 import session_pb2, trajectory_pb2
 from tests.batches.records import linear, session

@@ -14,7 +14,7 @@ from rollmesh.batches import (
     rows_of,
     to_torch,
 )
-from rollmesh.chat.messages import Message
+from rollmesh.chat import Message
 from rollmesh.client import Delivery, SessionResult
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError

@@ -17,12 +17,8 @@ from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from rollmesh.chat.messages import Message
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import ChatTemplate
-from rollmesh.chat.templates.probing import SystemRule
-from rollmesh.chat.templates.profile import Finding
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, Tokenizer
+from rollmesh.chat.templates import ChatTemplate, Continuation, Finding, SystemRule
 from tests.paths import package_folder
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 import tracemalloc
 
-from rollmesh.chat.canonical import fingerprint, make_context
-from rollmesh.chat.parsing.formats import tool_schemas
+from rollmesh.chat import fingerprint, make_context
+from rollmesh.chat.parsing import tool_schemas
 
 TOOLS = '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
 

@@ -6,12 +6,12 @@ import pytest
 from rollmesh.chat import (
     ChatModel,
     Conversation,
+    InvalidInputError,
     ParserEvent,
     ReasoningEvent,
     TextEvent,
     ToolCallEvent,
 )
-from rollmesh.chat.errors import InvalidInputError
 from tests.chat import families
 
 TOOLS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Session, SessionResult
 from tests.collector.postgres_server import Database, postgres_database
 from tests.contract.former_code import FormerCode, former_code

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from tests.contract.former_code import FormerCode, former_code
 from tests.meshes import Mesh, write_script
 from tests.processes import run_to_end

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client
 from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.rpc.channels import open_channel

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.docker.compose import Project, secure_project

@@ -47,8 +47,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates import Continuation
+from rollmesh.chat.templates import load_model
 
 slow = [HealthCheck.too_slow]
 settings.register_profile("few", deadline=None, max_examples=10, suppress_health_check=slow)
@@ -107,13 +107,11 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def install(folder: Path, *wheels: Path) -> Path:
     """Returns the commands of a fresh environment with wheels, and nothing that they need."""
-    pip = (sys.executable, "-m", "pip", "--python", "env", "-q", "--disable-pip-version-check")
-    for words in (
-        (sys.executable, "-m", "venv", "--without-pip", "env"),
-        (*pip, "install", "--no-deps", "--no-index", *wheels),
-    ):
-        done = call(*words, folder=folder)
-        assert done.returncode == 0, done.stderr
+    python = (sys.executable, "-m")
+    into = ("--python", "env", "-q", "--disable-pip-version-check", "install")
+    done = [call(*python, "venv", "--without-pip", "env", folder=folder)]
+    done += [call(*python, "pip", *into, "--no-deps", "--no-index", *wheels, folder=folder)]
+    assert [one.stderr for one in done if one.returncode] == []
     return folder / "env" / "bin"
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh

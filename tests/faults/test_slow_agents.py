@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.sidecar import SidecarConfig, turn

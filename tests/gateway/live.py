@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.collector import CollectorConfig, CollectorService
 from rollmesh.engine.backend import GenerateInput, aborted
 from rollmesh.engine.config import EngineConfig

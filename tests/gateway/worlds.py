@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
+from rollmesh.chat import Message, RenderContext, ToolCall, group_messages, make_context
 from rollmesh.gateway.export import blobs_of, export_tree, serialize
 from rollmesh.gateway.tree import Finish, Lineage, Match, Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import Mask, unpack_tokens

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2, trajectory_pb2

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from examples.demo.audit import Audit
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from tests.chat import families
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh, write_script

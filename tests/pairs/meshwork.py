@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, Subscription
 from rollmesh.runtime.access.identity import CallerConfig, Identity
 from rollmesh.runtime.access.tokens import digest_line

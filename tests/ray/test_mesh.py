@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.integrations.ray import Mesh, MeshError, Status
 from rollmesh.runtime.errors import RollmeshError

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from rollmesh.chat.images import load_rule
+from rollmesh.chat import load_rule
 from rollmesh.client import SessionResult
 from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel

@@ -5,12 +5,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.fuzz.decoders.target import Target, expect, framed, frames, one_frame, text_with
-from rollmesh.chat.canonical import make_context
+from rollmesh.chat import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent, make_context
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.parsing.answer import StopStrings
-from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, AnswerFormat, tool_schemas
-from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.parsing import (
+    CHANNELS,
+    FORMATS,
+    AnswerFormat,
+    ReasoningSplitter,
+    StopStrings,
+    tool_schemas,
+)
 
 _MOST_TEXT = 400
 _TOOLS = json.dumps(

@@ -22,7 +22,7 @@ from benchmarks.fuzz.decoders.target import (
     one_frame,
     text_with,
 )
-from rollmesh.chat.messages import RenderContext
+from rollmesh.chat import RenderContext
 from rollmesh.cli.config import check_mesh, installed
 from rollmesh.client.sessions import SessionResult
 from rollmesh.collector.log import join, read_head, split

@@ -17,8 +17,8 @@ from functools import partial
 from inspect import isasyncgenfunction
 from typing import Any
 
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.chat import ModelFilesError
+from rollmesh.chat.templates import TemplateRefusedError
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.service import GatewayService
 from rollmesh.mesh.directory import GatewayDirectory

@@ -10,15 +10,15 @@ import pytest
 from tokenizers import AddedToken
 
 from examples.demo.chatml import make_tokenizer
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints import (
+from rollmesh.chat import (
     CONSTRAINED_FORMATS,
     Calls,
+    RenderContext,
     Wanted,
     constraint_of,
+    make_context,
 )
-from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, AnswerFormat
+from rollmesh.chat.parsing import CHANNELS, FORMATS, AnswerFormat
 from tests.models import CORPUS
 
 SCHEMAS: dict[str, Any] = {

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints import Calls, Wanted, constraint_of
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat import Calls, InvalidInputError, Wanted, constraint_of, make_context
+from rollmesh.chat.parsing import AnswerFormat
 from tests.chat.constraints.grammars import CONTEXT, REQUIRED, TOOLS
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints import constraint_of
-from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat import constraint_of, make_context
+from rollmesh.chat.parsing import HARMONY, AnswerFormat, ReasoningSplitter
 from tests.chat.constraints.grammars import ALL, MARKS, REQUIRED, WRITTEN, Compiler, read
 
 pytestmark = [pytest.mark.vllm]

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from rollmesh.chat.constraints import Calls, Wanted
-from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
-from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS
+from rollmesh.chat import Calls, Wanted
+from rollmesh.chat.parsing import HARMONY, MISTRAL_TAGS, TAGS, AnswerFormat
 from tests.chat.constraints.grammars import (
     ALL,
     ONE,

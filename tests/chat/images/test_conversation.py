@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat import ChatModel, Conversation
-from rollmesh.chat.errors import InvalidInputError
+from rollmesh.chat import ChatModel, Conversation, InvalidInputError
 from tests.chat import families
 from tests.chat.images.pictures import data_url, image_part, picture
 

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.images import ConstantRule, GridRule, Placeholder, PlacementError, expand, locate
-from rollmesh.chat.messages import Image
-from rollmesh.chat.tokenizer import TokenIds
+from rollmesh.chat import (
+    ConstantRule,
+    GridRule,
+    Image,
+    Placeholder,
+    PlacementError,
+    TokenIds,
+    expand,
+    locate,
+)
 
 PAD, VIDEO = 90, 91
 RULE = GridRule(PAD, (PAD, VIDEO), square=28, min_pixels=56 * 56, max_pixels=28 * 28 * 16)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.images import ImageRefusedError, ImageRule, load_rule
-from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.chat import ImageRefusedError, ImageRule, ModelFilesError, load_rule
 
 QWEN: dict[str, Any] = {"image_token_id": 7, "video_token_id": 8, "model_type": "qwen2_5_vl"}
 LLAVA: dict[str, Any] = {"image_token_index": 7, "model_type": "llava"}

@@ -5,9 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollmesh.chat.parsing.calls.python_calls import PythonicFormat
-from rollmesh.chat.parsing.calls.xml_calls import TaggedFormat
-from rollmesh.chat.parsing.formats import FORMATS
+from rollmesh.chat.parsing import FORMATS, PythonicFormat, TaggedFormat
 from tests.chat.parsing.readings import SPELLED, Calls, Pair, Reading, marks_of
 from tests.chat.parsing.writers import WRITERS
 

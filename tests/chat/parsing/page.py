@@ -2,7 +2,7 @@
 
 import sys
 
-from rollmesh.chat.constraints import CONSTRAINED_FORMATS
+from rollmesh.chat import CONSTRAINED_FORMATS
 from tests.chat.parsing.differences import CLASSES
 from tests.chat.parsing.outputs import KINDS
 

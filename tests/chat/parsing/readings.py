@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollmesh.chat.parsing.formats import CHANNELS, FORMATS
+from rollmesh.chat.parsing import CHANNELS, FORMATS
 from tests.chat.parsing.outputs import Output
 from tests.chat.parsing.writers import WRITERS
 

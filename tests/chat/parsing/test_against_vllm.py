@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing import AnswerFormat
 from tests.chat.parsing.differences import CLASSES
 from tests.chat.parsing.outputs import outputs
 from tests.chat.parsing.readings import SPELLED, Pair, Reading, folded

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.parser import ParserEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.parsing.whole import Reading
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, ParserEvent, TextEvent, Tokenizer, ToolCallEvent, make_context
+from rollmesh.chat.parsing import (
+    Answer,
+    AnswerFormat,
+    IncrementalDecoder,
+    Reading,
+    ReasoningSplitter,
+)
 from tests.chat.parsing.writers import Characters
 
 CONTEXT = make_context(

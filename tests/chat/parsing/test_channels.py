@@ -5,8 +5,8 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, ToolCallEvent
+from rollmesh.chat import ParserEvent, ReasoningEvent, ToolCallEvent
+from rollmesh.chat.parsing import AnswerFormat
 from tests.chat.parsing.test_formats import CONTEXT, joined, parse
 
 Vector = tuple[str, str, str, list[tuple[str, str]], str, bool]

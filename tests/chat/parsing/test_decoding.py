@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import example, given, strategies as st
 
-from rollmesh.chat.parsing.answer import IncrementalDecoder, StopStrings
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
+from rollmesh.chat.parsing import IncrementalDecoder, StopStrings
 
 
 @given(text=st.text(max_size=60))

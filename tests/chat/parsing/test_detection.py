@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat.parsing.detection import SIGNS, choose, detect, vllm_names
-from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
-from rollmesh.chat.parsing.parser import ToolCallEvent
-from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.schemas import Schema
-from rollmesh.chat.templates.jinja import ChatTemplate
-from rollmesh.chat.templates.loading import printer
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer, ToolCallEvent
+from rollmesh.chat.parsing import (
+    HARMONY,
+    MISTRAL_TAGS,
+    SIGNS,
+    TAGS,
+    UNKNOWN,
+    VLLM,
+    AnswerFormat,
+    ReasoningSplitter,
+    Schema,
+    choose,
+    detect,
+    vllm_names,
+)
+from rollmesh.chat.templates import ChatTemplate, printer
 from tests.chat.parsing.test_formats import CONTEXT, kimi
 from tests.paths import package_folder
 

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
-from rollmesh.chat.parsing.parser import (
+from rollmesh.chat import (
     ParserEvent,
     ReasoningEvent,
+    RenderContext,
     TextEvent,
     ToolCallEvent,
-    ToolParser,
+    make_context,
 )
+from rollmesh.chat.parsing import FORMATS, HARMONY, AnswerFormat, ToolParser, tool_schemas
 
 TOOLS: list[dict[str, Any]] = [
     {

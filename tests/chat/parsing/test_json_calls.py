@@ -4,8 +4,8 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.calls.json_calls import HERMES, ObjectCallParser
-from rollmesh.chat.parsing.parser import ParserEvent, TextEvent, ToolCallEvent
+from rollmesh.chat import ParserEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.parsing import HERMES, ObjectCallParser
 
 
 def parse(parts: list[str]) -> tuple[ObjectCallParser, list[ParserEvent]]:

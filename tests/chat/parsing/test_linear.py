@@ -11,8 +11,7 @@ from time import thread_time
 
 import pytest
 
-from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, HARMONY
-from rollmesh.chat.parsing.reasoning import TAGS, ReasoningSplitter
+from rollmesh.chat.parsing import CHANNELS, FORMATS, HARMONY, TAGS, ReasoningSplitter
 from tests.chat.parsing.test_formats import parse
 from tests.chat.parsing.writers import WRITERS
 

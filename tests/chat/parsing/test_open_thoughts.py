@@ -5,14 +5,24 @@ from collections.abc import Callable
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS
-from rollmesh.chat.parsing.whole import Reading, WholeCallParser
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import (
+    Message,
+    ParserEvent,
+    ReasoningEvent,
+    TextEvent,
+    Tokenizer,
+    ToolCallEvent,
+    make_context,
+)
+from rollmesh.chat.parsing import (
+    MISTRAL_TAGS,
+    TAGS,
+    Answer,
+    AnswerFormat,
+    IncrementalDecoder,
+    Reading,
+    WholeCallParser,
+)
 from tests.chat.parsing.writers import CALL, CALL_END, CALLS, CALLS_END, SEP, Characters
 
 CONTEXT = make_context(

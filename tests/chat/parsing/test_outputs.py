@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, HARMONY
+from rollmesh.chat import make_context
+from rollmesh.chat.parsing import CHANNELS, FORMATS, HARMONY
 from tests.chat.parsing.outputs import outputs
 from tests.chat.parsing.test_against_vllm import ours
 from tests.chat.parsing.test_formats import joined, parse

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.calls.python_calls import read_call
+from rollmesh.chat.parsing import read_call
 
 CHARS = st.characters(exclude_categories=["Cs"])
 VALUES = st.recursive(

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 
+from rollmesh.chat import InvalidInputError, Tokenizer
 from rollmesh.chat.check import report
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.parsing.detection import check_readable, choose
-from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
-from rollmesh.chat.templates.jinja import ChatTemplate
-from rollmesh.chat.templates.loading import printer
-from rollmesh.chat.templates.profile import Kind, TemplateProfile
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat.parsing import UNKNOWN, AnswerFormat, check_readable, choose
+from rollmesh.chat.templates import ChatTemplate, Kind, TemplateProfile, printer
 from tests.chat import families
 
 CONTROL = re.compile(r"<\|[a-z_]+\|>")

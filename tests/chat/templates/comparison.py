@@ -13,12 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation, Seen
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.tokenizer import ModelTokenizer, TokenIds
+from rollmesh.chat import (
+    Message,
+    MessageGroup,
+    ModelTokenizer,
+    TokenIds,
+    ToolCall,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.templates import (
+    Continuation,
+    ModelTemplate,
+    Seen,
+    TemplateRenderError,
+    load_model,
+)
 from tests.chat import families
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from rollmesh.chat.parsing.detection import choose
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.templates.loading import load_model, printer
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
+from rollmesh.chat.parsing import AnswerFormat, choose
+from rollmesh.chat.templates import load_model, printer
 from tests.chat import families
 from tests.chat.templates.comparison import Model
 from tests.paths import ROOT

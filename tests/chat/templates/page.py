@@ -7,10 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import TemplateProfile
-from rollmesh.chat.templates.windows import TemplateRefusedError
+from rollmesh.chat.parsing import UNKNOWN, AnswerFormat
+from rollmesh.chat.templates import TemplateProfile, TemplateRefusedError, TemplateRenderError
 from tests.chat import families
 from tests.chat.templates.comparison import ODD, USUAL, Outcome, Turn
 from tests.chat.templates.packages import PACKAGES, Package

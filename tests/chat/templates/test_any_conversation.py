@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import REWRITING, Finding
+from rollmesh.chat import (
+    Message,
+    MessageGroup,
+    RenderContext,
+    ToolCall,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.templates import REWRITING, Continuation, Finding, TemplateRenderError
 from tests.chat import families
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'

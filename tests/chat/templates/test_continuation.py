@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
-from rollmesh.chat.templates.loading import load_template
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, RenderContext, Tokenizer, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import (
+    ChatTemplate,
+    Continuation,
+    TemplateRefusedError,
+    TemplateRenderError,
+    load_template,
+)
 from tests.paths import package_folder
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'

@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import exact_key, make_context, spelling_key
-from rollmesh.chat.images import GridRule, PlacementError, expand, locate
-from rollmesh.chat.messages import (
+from rollmesh.chat import (
+    GridRule,
     Image,
     Message,
     MessageGroup,
+    PlacementError,
     RoleName,
+    TokenIds,
     ToolCall,
+    exact_key,
+    expand,
     group_messages,
     images_of,
+    locate,
+    make_context,
+    spelling_key,
 )
-from rollmesh.chat.templates.continuation import Continuation, Seen
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import TokenIds
+from rollmesh.chat.templates import Continuation, Seen, SpecialText, TemplateRenderError
 from tests.chat import families
 
 BARE = make_context(b"", b"")

@@ -14,14 +14,9 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
-from rollmesh.chat.parsing.detection import detect
-from rollmesh.chat.parsing.parser import ReasoningEvent, TextEvent
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat import Message, ReasoningEvent, TextEvent, ToolCall, group_messages, make_context
+from rollmesh.chat.parsing import Answer, IncrementalDecoder, ReasoningSplitter, detect
+from rollmesh.chat.templates import TemplateRenderError, load_model
 from rollmesh.chat.templates.mistral import MistralTemplate
 from tests.chat import families
 

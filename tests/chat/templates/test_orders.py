@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
-from rollmesh.chat.templates.profile import Finding, Kind
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, Tokenizer, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import (
+    ChatTemplate,
+    Continuation,
+    Finding,
+    Kind,
+    TemplateRefusedError,
+    TemplateRenderError,
+)
 from tests.chat import families
 from tests.chat.test_check import check
 

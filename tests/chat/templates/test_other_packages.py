@@ -8,10 +8,8 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import assume, given, strategies as st
 
-from rollmesh.chat.messages import Message, RenderContext, group_messages
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import REWRITING
-from rollmesh.chat.templates.windows import TemplateRefusedError
+from rollmesh.chat import Message, RenderContext, group_messages
+from rollmesh.chat.templates import REWRITING, TemplateRefusedError, TemplateRenderError
 from tests.chat import families
 from tests.chat.templates import page
 from tests.chat.templates.comparison import ODD, USUAL, Model, Outcome

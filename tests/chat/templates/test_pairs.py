@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rollmesh.chat import ChatModel, Conversation
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.templates.profile import Finding
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.chat import (
+    ChatModel,
+    Conversation,
+    Message,
+    ModelFilesError,
+    ToolCall,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.templates import Continuation, Finding, TemplateRefusedError, load_model
 from tests.chat import families
 from tests.chat.test_check import check
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import REWRITING
-from rollmesh.chat.templates.windows import TemplateRefusedError
+from rollmesh.chat import Message, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import (
+    REWRITING,
+    Continuation,
+    TemplateRefusedError,
+    TemplateRenderError,
+)
 from tests.chat import families
 from tests.chat.templates import page
 from tests.chat.templates.packages import TRL

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.loading import load_template
-from rollmesh.chat.templates.probing import RememberedTemplate, probe
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, RenderContext, Tokenizer
+from rollmesh.chat.templates import RememberedTemplate, TemplateRenderError, load_template, probe
 
 ASK, GREETING = Message("user", "Where?"), Message("assistant", "Hello.")
 CONTEXT = RenderContext()

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
-from rollmesh.chat.templates.loading import load_template
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import (
+    InvalidInputError,
+    Message,
+    MessageGroup,
+    Tokenizer,
+    ToolCall,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.templates import SpecialText, load_template
 from tests.chat import families
 
 NAMES = ("qwen3", "llama3_1", "gptoss", "gemma4_v2", "deepseekv3", "phi3", "muse_glimmer")

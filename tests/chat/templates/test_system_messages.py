@@ -2,11 +2,8 @@
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Image, Message, RenderContext, ToolCall, group_messages
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.probing import SystemRule
-from rollmesh.chat.templates.profile import REWRITING, Finding
+from rollmesh.chat import Image, Message, RenderContext, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import REWRITING, Finding, SystemRule, TemplateRenderError
 from tests.chat import families
 
 BE, NOW = Message("system", "You code."), Message("system", "Skills: none.")

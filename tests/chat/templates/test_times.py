@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat import ChatModel, Conversation
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext, group_messages
-from rollmesh.chat.templates.continuation import Continuation, shown_time
-from rollmesh.chat.templates.jinja import ChatTemplate
-from rollmesh.chat.templates.profile import Finding
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import (
+    ChatModel,
+    Conversation,
+    Message,
+    MessageGroup,
+    RenderContext,
+    Tokenizer,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.templates import ChatTemplate, Continuation, Finding, SpecialText, shown_time
 from tests.chat import families
 
 EVENING = int(datetime(2026, 3, 9, 23, 59, 58).astimezone().timestamp())

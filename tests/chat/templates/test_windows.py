@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollmesh.chat.messages import ToolCall
-from rollmesh.chat.templates.windows import readable
+from rollmesh.chat import ToolCall
+from rollmesh.chat.templates import readable
 
 DEEP = '{"a": ' * 2000 + "1" + "}" * 2000
 

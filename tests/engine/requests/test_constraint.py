@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import abort

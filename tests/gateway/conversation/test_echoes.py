@@ -1,6 +1,6 @@
 import pytest
 
-from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat import Message, ToolCall
 from rollmesh.gateway.tree import Fidelity, Tree
 from rollmesh.v1 import trajectory_pb2
 from tests.gateway.worlds import END, World, said, user

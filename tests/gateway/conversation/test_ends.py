@@ -8,16 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.chat import ChatModel, Conversation
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
-from rollmesh.chat.parsing.calls.solar_calls import SPECIAL_TOKENS as SOLAR_TOKENS
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
-from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.templates.profile import REWRITING
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelTokenizer, Tokenizer
+from rollmesh.chat import (
+    ChatModel,
+    Conversation,
+    Message,
+    ModelTokenizer,
+    RenderContext,
+    Tokenizer,
+    ToolCall,
+    group_messages,
+    make_context,
+)
+from rollmesh.chat.parsing import CHANNELS
+from rollmesh.chat.templates import (
+    REWRITING,
+    ChatTemplate,
+    Continuation,
+    TemplateRefusedError,
+    TemplateRenderError,
+    load_model,
+)
 from rollmesh.gateway.deps import new_tree
 from rollmesh.gateway.tree import Finish, Node, Sample
 from rollmesh.v1 import sampling_pb2
@@ -143,7 +153,7 @@ PARTS = (
 @pytest.fixture
 def in_parts(tmp_path: Path) -> Path:
     """A model whose answers have parts, and which stops elsewhere than where its history ends."""
-    families.write_source(PARTS, tmp_path, "<|endoftext|>", SOLAR_TOKENS)
+    families.write_source(PARTS, tmp_path, "<|endoftext|>", CHANNELS["solar_open"])
     tokenizer = Tokenizer(tmp_path)
     stops = [tokenizer.special_id(text) for text in ("<|flush|>", "<|calls|>")]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat import Message, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import Continuation, SpecialText
 from rollmesh.gateway.prompt import build_prompt
 from rollmesh.gateway.tree import Finish, Match, Node, Sample, Tree
 from rollmesh.v1 import sampling_pb2

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall
+from rollmesh.chat import Message, RenderContext, ToolCall, make_context
 from rollmesh.gateway.tree import Lineage
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from rollmesh.chat.canonical import exact_key
-from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat import Message, ToolCall, exact_key
 from rollmesh.gateway import tree as tree_module
 from rollmesh.gateway.tree import Tree
 from tests.gateway.worlds import BARE, END, TOOLS, World, said, user

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.gateway.responses import write_tokens
 from rollmesh.mesh.generation import Sampled, Tops, joined, no_tops
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.chat.messages import Message
+from rollmesh.chat import Message
 from rollmesh.gateway.requests import read_choices
 from rollmesh.gateway.session import (
     Answered,

@@ -3,8 +3,7 @@ import dataclasses
 import numpy as np
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat import Message, ToolCall, make_context
 from rollmesh.gateway.export import blobs_of, export_turns, serialize
 from rollmesh.gateway.tree import Tree, path_bytes
 from rollmesh.mesh.generation import Tops

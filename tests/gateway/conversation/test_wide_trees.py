@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollmesh.chat.messages import Message, ToolCall, group_messages
+from rollmesh.chat import Message, ToolCall, group_messages
 from rollmesh.gateway.session import EqualTurns, Turn
 from rollmesh.gateway.tree import Match, Node, Sample, Tree
 from rollmesh.v1 import sampling_pb2

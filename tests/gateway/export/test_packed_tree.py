@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.messages import Message
+from rollmesh.chat import Message
 from rollmesh.client import SessionResult, TrajectoryTree
 from rollmesh.gateway.export import exported_lineages, trajectory_ids
 from rollmesh.gateway.session import Session, SessionSpec

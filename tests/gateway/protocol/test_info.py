@@ -2,9 +2,8 @@
 
 import pytest
 
-from rollmesh.chat.parsing.formats import CHANNELS, UNKNOWN, AnswerFormat
-from rollmesh.chat.parsing.reasoning import REASONING_TAGS
-from rollmesh.chat.templates.profile import Finding, Kind, RefusedOrder, TemplateProfile
+from rollmesh.chat.parsing import CHANNELS, REASONING_TAGS, UNKNOWN, AnswerFormat
+from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
 from rollmesh.gateway.responses import (
     write_finding,
     write_kind,

@@ -4,8 +4,7 @@ from hashlib import sha256
 
 import pytest
 
-from rollmesh.chat.images import Placeholder
-from rollmesh.chat.messages import Image, Message
+from rollmesh.chat import Image, Message, Placeholder
 from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.journal import Transaction
 from rollmesh.gateway.session import AnswerReceipt, SessionSpec

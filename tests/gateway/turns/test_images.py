@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.runtime.codec.records import check_session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error

@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.chat.messages import Message, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, Tokenizer, group_messages
+from rollmesh.chat.templates import Continuation
 from rollmesh.gateway.prompt import least_tokens
 from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Subscription, Trajectory
 from rollmesh.client.sessions import reason_names
 from rollmesh.runtime.errors import RollmeshError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
 from tests.chat import families
 from tests.gateway.live import LiveMesh

@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import MOVING, Finding
-from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat import Message, RenderContext, ToolCall, group_messages, make_context
+from rollmesh.chat.templates import MOVING, Continuation, Finding, SpecialText, TemplateRenderError
 from rollmesh.gateway.deps import new_tree
 from rollmesh.gateway.prompt import Prompt, build_prompt
 from rollmesh.gateway.tree import Node, Sample, Tree

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said

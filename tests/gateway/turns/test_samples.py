@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
+from rollmesh.chat.parsing import Answer, IncrementalDecoder
 from rollmesh.gateway.tree import Sample
 from rollmesh.gateway.turn import Draft, sample_of
 from rollmesh.mesh.generation import Generation

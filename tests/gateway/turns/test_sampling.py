@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import SessionResult, Subscription
 from rollmesh.runtime.errors import InvalidFieldError, InvalidSamplingError, SessionLimitError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors

@@ -12,10 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.chat.parsing.detection import vllm_problem
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.parser import TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.whole import Reading, WholeCallParser
+from rollmesh.chat import TextEvent, ToolCallEvent
+from rollmesh.chat.parsing import AnswerFormat, Reading, WholeCallParser, vllm_problem
 from rollmesh.gateway.vllm_parser import VllmParser
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
@@ -76,7 +74,7 @@ def test_what_cannot_work_is_known_at_start(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.vllm
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from rollmesh.chat.parsing.detection import vllm_problem; "
+        "import sys; from rollmesh.chat.parsing import vllm_problem; "
         "vllm_problem('pythonic'); sys.exit('vllm' in sys.modules)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)

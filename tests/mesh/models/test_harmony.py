@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates import load_model
 from tests.chat import families
 from tests.meshes import Mesh, scripted_mesh
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat import Message, RenderContext
+from rollmesh.chat.templates import load_model
 from tests.chat import families
 from tests.meshes import scripted_mesh
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.templates.loading import load_template
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Message, RenderContext, Tokenizer
+from rollmesh.chat.templates import load_template
 from tests.meshes import scripted_mesh
 from tests.paths import package_folder
 

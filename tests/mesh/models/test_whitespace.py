@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from tests.meshes import scripted_mesh
 
 PADDED, PLAIN = "Because. \n", "So."

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Session, SessionResult
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh, write_script

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Session
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh

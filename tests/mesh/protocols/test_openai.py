@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.v1 import server_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from tests.mesh.protocols.test_openai import ask, streamed, user
 from tests.meshes import Mesh, delivered
 

@@ -4,27 +4,102 @@ A distribution of its own, `rollmesh-chat`: it imports nothing else of rollmesh,
 grpc nor asyncio.
 """
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rollmesh.chat.conversation import ChatModel, Conversation
-    from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.canonical import (
+    ChangedEcho,
+    argument_value,
+    contradicts_reasoning,
+    exact_key,
+    fingerprint,
+    lenient_key,
+    make_context,
+    spelling_key,
+)
+from rollmesh.chat.constraints import (
+    CONSTRAINED_FORMATS,
+    Calls,
+    Wanted,
+    bad_sequences,
+    constraint_of,
+)
+from rollmesh.chat.conversation import ChatModel, Conversation
+from rollmesh.chat.errors import InvalidInputError
+from rollmesh.chat.images import (
+    ConstantRule,
+    GridRule,
+    ImageRefusedError,
+    ImageRule,
+    Placeholder,
+    PlacementError,
+    expand,
+    load_reserved_ids,
+    load_rule,
+    locate,
+    reserved_texts,
+)
+from rollmesh.chat.messages import (
+    Image,
+    Message,
+    MessageGroup,
+    RenderContext,
+    RoleName,
+    ToolCall,
+    group_messages,
+    images_of,
+    new_call_id,
+)
+from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.tokenizer import (
+    ModelFilesError,
+    ModelTokenizer,
+    SpecialTextError,
+    TokenIds,
+    Tokenizer,
+)
 
 __all__ = [
+    "CONSTRAINED_FORMATS",
+    "Calls",
+    "ChangedEcho",
     "ChatModel",
+    "ConstantRule",
     "Conversation",
+    "GridRule",
+    "Image",
+    "ImageRefusedError",
+    "ImageRule",
+    "InvalidInputError",
+    "Message",
+    "MessageGroup",
+    "ModelFilesError",
+    "ModelTokenizer",
     "ParserEvent",
+    "Placeholder",
+    "PlacementError",
     "ReasoningEvent",
+    "RenderContext",
+    "RoleName",
+    "SpecialTextError",
     "TextEvent",
+    "TokenIds",
+    "Tokenizer",
+    "ToolCall",
     "ToolCallEvent",
+    "Wanted",
+    "argument_value",
+    "bad_sequences",
+    "constraint_of",
+    "contradicts_reasoning",
+    "exact_key",
+    "expand",
+    "fingerprint",
+    "group_messages",
+    "images_of",
+    "lenient_key",
+    "load_reserved_ids",
+    "load_rule",
+    "locate",
+    "make_context",
+    "new_call_id",
+    "reserved_texts",
+    "spelling_key",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Loads exports on first access, because services import only parts of the package."""
-    from importlib import import_module
-
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    own = "conversation" if name in {"ChatModel", "Conversation"} else "parsing.parser"
-    return getattr(import_module(f"{__name__}.{own}"), name)

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.chat import ModelFilesError
+from rollmesh.chat.templates import TemplateRefusedError
 from rollmesh.gateway.commands import TOOLS, run_tool
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.service import GatewayService

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from rollmesh.chat.images import ImageRefusedError, ImageRule
-from rollmesh.chat.messages import (
+from rollmesh.chat import (
     Image,
+    ImageRefusedError,
+    ImageRule,
     Message,
     MessageGroup,
     RoleName,

@@ -7,10 +7,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.chat import ModelTokenizer
+from rollmesh.chat.parsing import AnswerFormat
+from rollmesh.chat.templates import Continuation, SpecialText
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tree import Tree

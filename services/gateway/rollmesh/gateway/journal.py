@@ -13,9 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rollmesh.chat.canonical import make_context
-from rollmesh.chat.images import Placeholder
-from rollmesh.chat.messages import Image, Message, RenderContext, ToolCall
+from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
 from rollmesh.gateway.conversation import ImageFacts, SessionImages
 from rollmesh.gateway.session import AnswerReceipt, SessionSpec
 from rollmesh.gateway.tree import Branches, Fidelity, Node, Sample, Tree

@@ -43,8 +43,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from rollmesh.chat.canonical import lenient_key
-from rollmesh.chat.messages import MessageGroup
+from rollmesh.chat import MessageGroup, lenient_key
 from rollmesh.gateway.tree import Branches, Lineage, Node
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 

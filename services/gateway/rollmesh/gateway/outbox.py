@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from rollmesh.chat.messages import RenderContext
+from rollmesh.chat import RenderContext
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.export import (
     SlowRecordError,

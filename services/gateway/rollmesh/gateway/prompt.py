@@ -8,16 +8,26 @@ from functools import partial
 
 import numpy as np
 
-from rollmesh.chat.constraints import bad_sequences, constraint_of
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.images import ImageRefusedError, Placeholder, PlacementError
-from rollmesh.chat.messages import MessageGroup, RenderContext
-from rollmesh.chat.templates.continuation import Continuation, Seen
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.profile import REWRITING
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.templates.windows import TemplateRefusedError
-from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.chat import (
+    ImageRefusedError,
+    InvalidInputError,
+    MessageGroup,
+    ModelTokenizer,
+    Placeholder,
+    PlacementError,
+    RenderContext,
+    SpecialTextError,
+    bad_sequences,
+    constraint_of,
+)
+from rollmesh.chat.templates import (
+    REWRITING,
+    Continuation,
+    Seen,
+    SpecialText,
+    TemplateRefusedError,
+    TemplateRenderError,
+)
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tree import Bookmark, Match, Node

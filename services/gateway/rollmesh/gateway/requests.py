@@ -6,11 +6,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from google.protobuf import json_format
 
-from rollmesh.chat.canonical import fingerprint, make_context
-from rollmesh.chat.constraints import Calls, Wanted
+from rollmesh.chat import Calls, RenderContext, Wanted, fingerprint, make_context
 from rollmesh.chat.json_values import read_json, replace_surrogates
-from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.formats import tool_schemas
+from rollmesh.chat.parsing import tool_schemas
 from rollmesh.gateway.conversation import RequestImages
 from rollmesh.gateway.session import Session, SessionSpec, Shared, TurnRequest, TurnSettings
 from rollmesh.runtime.caches import ByteCache

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable
 
-from rollmesh.chat.messages import Message, RoleName
-from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
-from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.templates.profile import Finding, Kind, RefusedOrder, TemplateProfile
-from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.chat import (
+    Message,
+    ModelTokenizer,
+    ParserEvent,
+    ReasoningEvent,
+    RoleName,
+    TextEvent,
+    ToolCallEvent,
+)
+from rollmesh.chat.parsing import UNKNOWN, AnswerFormat
+from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
 from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling

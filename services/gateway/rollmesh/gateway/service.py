@@ -9,15 +9,23 @@ from typing import Any
 
 import grpc
 
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.images import load_reserved_ids, load_rule, reserved_texts
-from rollmesh.chat.parsing.detection import choose, known_parsers
-from rollmesh.chat.parsing.formats import UNKNOWN, VLLM
-from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.loading import context_of, load_model, printer, vocabulary_of
-from rollmesh.chat.templates.profile import MOVING
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.chat import (
+    InvalidInputError,
+    ModelFilesError,
+    load_reserved_ids,
+    load_rule,
+    reserved_texts,
+)
+from rollmesh.chat.parsing import UNKNOWN, VLLM, choose, known_parsers
+from rollmesh.chat.templates import (
+    MOVING,
+    Continuation,
+    SpecialText,
+    context_of,
+    load_model,
+    printer,
+    vocabulary_of,
+)
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy

@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rollmesh.chat.constraints import Wanted
-from rollmesh.chat.messages import RenderContext
+from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.conversation import Conversation, MessageReader, SessionImages, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.runtime import clock

@@ -18,10 +18,17 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from rollmesh.chat.canonical import ChangedEcho, contradicts_reasoning, exact_key, lenient_key
-from rollmesh.chat.images import Placeholder
-from rollmesh.chat.messages import Message, MessageGroup, RenderContext
-from rollmesh.chat.templates.continuation import Seen
+from rollmesh.chat import (
+    ChangedEcho,
+    Message,
+    MessageGroup,
+    Placeholder,
+    RenderContext,
+    contradicts_reasoning,
+    exact_key,
+    lenient_key,
+)
+from rollmesh.chat.templates import Seen
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.v1 import sampling_pb2, trajectory_pb2

@@ -8,12 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from rollmesh.chat.constraints import Calls
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.messages import Message, new_call_id
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
-from rollmesh.chat.parsing.detection import check_readable
-from rollmesh.chat.parsing.parser import ParserEvent
+from rollmesh.chat import Calls, InvalidInputError, Message, ParserEvent, new_call_id
+from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import record_bytes

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmesh.chat.parsing.whole import Reading
+from rollmesh.chat.parsing import Reading
 from rollmesh.runtime import clock
 from rollmesh.runtime.process.children import Child, start_child
 from rollmesh.runtime.telemetry.logs import fields

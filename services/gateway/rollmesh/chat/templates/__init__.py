@@ -2,3 +2,50 @@
 
 May import `messages`, `canonical`, `json_values` and `tokenizer`, and `parsing` for reasoning tags.
 """
+
+from rollmesh.chat.templates.continuation import Continuation, Seen, shown_time
+from rollmesh.chat.templates.jinja import ChatTemplate, ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.loading import (
+    context_of,
+    load_model,
+    load_template,
+    printer,
+    vocabulary_of,
+)
+from rollmesh.chat.templates.probing import RememberedTemplate, SystemRule, probe
+from rollmesh.chat.templates.profile import (
+    MOVING,
+    REWRITING,
+    Finding,
+    Kind,
+    RefusedOrder,
+    TemplateProfile,
+)
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.templates.windows import TemplateRefusedError, readable
+
+__all__ = [
+    "MOVING",
+    "REWRITING",
+    "ChatTemplate",
+    "Continuation",
+    "Finding",
+    "Kind",
+    "ModelTemplate",
+    "RefusedOrder",
+    "RememberedTemplate",
+    "Seen",
+    "SpecialText",
+    "SystemRule",
+    "TemplateProfile",
+    "TemplateRefusedError",
+    "TemplateRenderError",
+    "context_of",
+    "load_model",
+    "load_template",
+    "printer",
+    "probe",
+    "readable",
+    "shown_time",
+    "vocabulary_of",
+]
