@@ -17,8 +17,6 @@ from rollmesh.chat import (
     PlacementError,
     RenderContext,
     SpecialTextError,
-    bad_sequences,
-    constraint_of,
 )
 from rollmesh.chat.templates import (
     REWRITING,
@@ -29,14 +27,11 @@ from rollmesh.chat.templates import (
     TemplateRenderError,
 )
 from rollmesh.gateway.deps import Deps
+from rollmesh.gateway.requests import bad_word_ids, constrain
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tree import Bookmark, Match, Node
 from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
-from rollmesh.runtime.errors import (
-    ContextLengthExceededError,
-    InvalidFieldError,
-    InvalidMessagesError,
-)
+from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
 
 
@@ -282,20 +277,14 @@ def _prepare(
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
     ids = prompt.ids()
     packed = pack_ids(ids)
-    wanted, format_ = settings.wanted, deps.answer_format
-    try:
-        constraint = constraint_of(wanted, format_, context, inside_reasoning=inside)
-        masked = bad_sequences(settings.bad_words, deps.tokenizer)
-    except InvalidInputError as error:
-        raise InvalidFieldError(error.field, error.problem) from error
     return PromptTokens(
         prompt,
         packed,
         len(ids),
         zlib.crc32(packed),
         inside,
-        None if constraint is None else engine_pb2.Constraint(**constraint._asdict()),
-        masked,
+        constrain(settings.wanted, deps.answer_format, context, inside_reasoning=inside),
+        bad_word_ids(settings.bad_words, deps.tokenizer),
         prompt.placeholders() if request.conversation.images else [],
     )
 

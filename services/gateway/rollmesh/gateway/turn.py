@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from rollmesh.chat import Calls, InvalidInputError, Message, ParserEvent, new_call_id
-from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
+from rollmesh.chat import Calls, Message, ParserEvent, new_call_id
+from rollmesh.chat.parsing import Answer, IncrementalDecoder
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import record_bytes
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.prompt import PromptTokens, begin_prompt, sampling_of
-from rollmesh.gateway.requests import truncates
+from rollmesh.gateway.requests import check_tools, masks, refused_constraint, truncates
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Answered, AnswerReceipt, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
@@ -144,9 +144,8 @@ class Draft:
         if self.answer.stopped_at is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         # Banned ids are part of the model: they carry no reason.
-        asked = request.sampling
-        masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
-        if masked or prompt.bad_sequences or prompt.constraint is not None:
+        masked = masks(request.sampling) or bool(prompt.bad_sequences)
+        if masked or prompt.constraint is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         if request.settings.sampling_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
@@ -164,10 +163,7 @@ async def _sample(
     settings = request.settings
     tools_json = settings.callable_context.tools_json
     if tools_json and settings.wanted.calls is not Calls.NONE:
-        try:
-            check_readable(deps.answer_format, tools_json)
-        except InvalidInputError as error:
-            raise InvalidFieldError(error.field, error.problem) from error
+        check_tools(deps.answer_format, tools_json)
     deps.limits.check(session)
     if request.shared is None:
         prompt: PromptTokens = await begin_prompt(deps, session, request)
@@ -279,9 +275,7 @@ async def _generate(
         metrics.POISON.inc()
         raise
     except InvalidConstraintError as refusal:
-        is_json = request.settings.wanted.json_schema is not None
-        field = "json_format" if is_json else "tools_json"
-        raise InvalidConstraintError(field, refusal.message) from refusal
+        raise refused_constraint(request.settings.wanted, refusal) from refusal
     except InvalidFieldError as error:
         # The gateway placed the images: neither these nor the prompt are the agent's fault.
         if not (isinstance(error, _MISMATCHES) or error.field.startswith("images")):
