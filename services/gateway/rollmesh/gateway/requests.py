@@ -422,7 +422,7 @@ def _check_schema(schema: bytes) -> None:
         raise InvalidFieldError("json_format", "its schema is not an object")
 
 
-# Checks of the chat library, whose errors become those of the contract.
+# Checks of the chat library, with the contract's errors.
 
 
 @contextmanager
