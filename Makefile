@@ -77,6 +77,13 @@ $(FAST)/.ready: requirements/test-fast.txt pyproject.toml
 	  .venv-templates/llama.cpp
 	touch $@
 
+# SGLang runs on a CPU over the packages of .venv: tests/engine/sglang_on_cpu stands in for those that need a GPU.
+.venv-sglang/.ready: requirements/sglang.txt | .venv/.ready
+	@echo "setup: .venv-sglang from requirements/sglang.txt: SGLang without its GPU packages (0.2 GB, 1 minute)"
+	rm -rf .venv-sglang
+	.venv/bin/python $(PIP) --no-deps --require-hashes --target .venv-sglang -r requirements/sglang.txt
+	@touch $@
+
 # vLLM and torch are the machine's own: a GPU build is what the machine was set up with.
 .venv-gpu/.ready: requirements/test-gpu.txt pyproject.toml
 	@echo "setup: .venv-gpu over the packages of $(GPU_PYTHON), which must have vLLM 0.32 (1 minute)"
@@ -103,7 +110,7 @@ $(FAST)/.ready: requirements/test-fast.txt pyproject.toml
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO))
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-check/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -315,6 +322,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
 	  -o requirements/trainers.txt
 	$(LOCK) --group vision --no-deps -o requirements/vision.txt
+	$(LOCK) --group sglang --no-deps -o requirements/sglang.txt
 	$(LOCK) --group templates --no-deps -o requirements/templates.txt
 	$(LOCK) --group templates-sdist --no-deps -o requirements/templates-sdist.txt
 	for service in router gateway collector; do \
@@ -326,4 +334,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache

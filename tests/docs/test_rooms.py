@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (3_790, 10),
     "services/gateway/rollmesh/chat": (8_599, 39),
     "services/gateway/rollmesh/gateway": (9_373, 24),
-    "services/engine/rollmesh/engine": (6_428, 26),
+    "services/engine/rollmesh/engine": (7_095, 30),
     "services/router/rollmesh/router": (4_373, 17),
     "services/collector/rollmesh/collector": (5_227, 14),
     "services/collector/rollmesh/scorer": (375, 6),

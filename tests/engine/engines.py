@@ -29,6 +29,8 @@ CONFIG = {
     "task_type": "CAUSAL_LM",
 }
 """The config of an adapter, as PEFT writes it."""
+ATTACHED = {"vllm-http", "sglang"}
+"""Backends that adapt a server."""
 LONG = 1900
 """So many tokens that what happens meanwhile happens in the middle, on any machine."""
 

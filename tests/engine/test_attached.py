@@ -366,7 +366,7 @@ async def test_requests_that_a_pause_holds_are_aborted_here(server: StandIn) -> 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"attach": "http://a", "backend": "scripted"}, "attach: is for the backend vllm-http"),
+        ({"attach": "http://a", "backend": "scripted"}, "attach: is not for the backend scripted"),
         ({"backend": "vllm-http"}, "attach: is empty"),
         ({"attach": "127.0.0.1:8000"}, "attach: is no URL"),
         ({"attach": "http://a", "max_adapters": 1}, "max_adapters: adapters are not loaded"),

@@ -1,6 +1,7 @@
 """An engine of each backend, each a real process that tests call over real gRPC."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,14 @@ import pytest_asyncio
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.engines import LONG, Engine
-from tests.engine.servers import FLAGS, vllm_server
+from tests.engine.servers import SglangServer, VllmServer, server_of
 from tests.processes import running
 
 BACKENDS = [
     pytest.param("scripted"),
     pytest.param("vllm", marks=pytest.mark.vllm),
     pytest.param("vllm_http", marks=pytest.mark.vllm),
+    pytest.param("sglang", marks=pytest.mark.vllm),
 ]
 _TOKENS_PER_SECOND = 250
 """So that a test which stands still for seconds still finds a long answer in its middle."""
@@ -36,27 +38,53 @@ async def scripted_engine(
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def attached_engine(
+async def attached_to_vllm(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, other_model_dir: Path
 ) -> AsyncIterator[Engine]:
-    """An engine attached to `vllm serve`, which starts once because it starts slowly."""
     folder = tmp_path_factory.mktemp("attached")
-    async with vllm_server(folder) as server:
-        await server.start(model_dir, *FLAGS)
+    async with _attached(VllmServer, folder, model_dir) as engine:
+        engine.weights = other_model_dir
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def attached_to_sglang(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, other_model_dir: Path
+) -> AsyncIterator[Engine]:
+    folder = tmp_path_factory.mktemp("attached")
+    async with _attached(SglangServer, folder, model_dir) as engine:
+        engine.weights = other_model_dir
+        yield engine
+
+
+@asynccontextmanager
+async def _attached(kind: type[VllmServer], folder: Path, model: Path) -> AsyncIterator[Engine]:
+    """An engine attached to a server, which starts once because it starts slowly."""
+    async with server_of(kind, folder) as server:
+        await server.start(model)
         await server.until_healthy()
         async with (
             running("engine", folder, attach=server.url) as process,
             open_channel(process.address) as channel,
         ):
-            yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
+            yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), model)
+
+
+async def _with_weights(engine: Engine, model: Path) -> Engine:
+    await engine.update((await engine.info()).policy_version + 1, model)
+    return engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def vllm_http_engine(attached_engine: Engine, model_dir: Path) -> Engine:
-    """The attached engine with the weights of `model_dir`."""
-    version = (await attached_engine.info()).policy_version
-    await attached_engine.update(version + 1, model_dir)
-    return attached_engine
+async def vllm_http_engine(attached_to_vllm: Engine, model_dir: Path) -> Engine:
+    """The engine attached to vLLM with the weights of `model_dir`."""
+    return await _with_weights(attached_to_vllm, model_dir)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def sglang_engine(attached_to_sglang: Engine, model_dir: Path) -> Engine:
+    """The engine attached to SGLang with the weights of `model_dir`."""
+    return await _with_weights(attached_to_sglang, model_dir)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2, sampling_pb2
-from tests.engine.engines import PROMPT, Engine
+from tests.engine.engines import ATTACHED, PROMPT, Engine
 
 # The first vLLM test waits for the model to start.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -56,19 +56,28 @@ async def test_masked_tokens_are_not_sampled_and_log_probs_stay_the_models(engin
     plain = await engine.generate(engine.request(12, 0, sampling=greedy, top_logprobs=20))
     # The second most likely one, by ways to take the most likely out.
     second = plain.top_ids[0][1]
-    bad: dict[str, Any] = {"bad_sequences": [sampling_pb2.TokenSequence(token_ids=plain.ids[:1])]}
-    attached = (await engine.info()).backend == "vllm-http"
-    ways: list[dict[str, Any]] = [{"allowed_token_ids": [second]}, {"logit_bias": {second: 100.0}}]
-    for masks in ways if attached else [*ways, bad]:
-        result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
-        assert result.ids == [second], masks
-        assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
+    ways: dict[str, Any] = {
+        "allowed_token_ids": [second],
+        "logit_bias": {second: 100.0},
+        "bad_sequences": [sampling_pb2.TokenSequence(token_ids=plain.ids[:1])],
+    }
+    backend = (await engine.info()).backend
+    refused = {"vllm-http": {"bad_sequences"}, "sglang": set(ways)}.get(backend, set())
+    for name, masks in ways.items():
+        asked = engine.request(1, 0, sampling=greedy | {name: masks})
+        if name in refused:
+            with pytest.raises(
+                InvalidFieldError, match=rf"sampling\.{name}: (is not sent|changes)"
+            ):
+                await engine.generate(asked)
+            continue
+        result = await engine.generate(asked)
+        assert result.ids == [second], name
+        assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), name
     banned = engine.request(1, 0, sampling=greedy, banned_token_ids=plain.ids[:1])
-    if attached:
+    if backend in ATTACHED:
         with pytest.raises(InvalidFieldError, match="banned_token_ids: is not sent"):
             await engine.generate(banned)
-        with pytest.raises(InvalidFieldError, match=r"sampling\.bad_sequences: is not sent"):
-            await engine.generate(engine.request(1, 0, sampling=greedy | bad))
         return
     result = await engine.generate(banned)
     assert result.ids == [second]
@@ -98,7 +107,7 @@ async def test_ids_that_are_no_text_are_not_sampled_under_a_constraint_either(
         request.generate.sampling.ignore_eos = False
         return (await engine.generate(request)).ids
 
-    if (await engine.info()).backend == "vllm-http":
+    if (await engine.info()).backend in ATTACHED:
         with pytest.raises(InvalidConstraintError, match="is not sent to an attached server"):
             await sampled()
         return
@@ -109,8 +118,9 @@ async def test_ids_that_are_no_text_are_not_sampled_under_a_constraint_either(
 async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None:
     greedy = await engine.generate(engine.request(24, 0, sampling={"temperature": 0.0}))
     stop = greedy.ids[7]
-    sampling = {"temperature": 0.0, "stop_token_ids": [stop]}
-    result = await engine.generate(engine.request(24, 0, sampling=sampling))
+    request = engine.request(24, 0, sampling={"temperature": 0.0, "stop_token_ids": [stop]})
+    request.generate.sampling.ignore_eos = False
+    result = await engine.generate(request)
     assert result.ids == greedy.ids[: greedy.ids.index(stop) + 1]
     assert result.finish.reason == sampling_pb2.FINISH_REASON_STOP
     assert result.finish.stop_token_id == stop

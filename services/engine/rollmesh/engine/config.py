@@ -10,6 +10,8 @@ from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
 
+ATTACHED = ("vllm-http", "sglang")
+"""Backends that adapt a server which runs already."""
 _NO_CLIENT = "attach: the package aiohttp is not installed; run: pip install 'rollmesh[vllm-http]'"
 
 
@@ -24,16 +26,17 @@ class EngineConfig(ServerConfig):
     """Id of this engine, unique in the mesh. Empty means `engine-` and the name of the host."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
-    backend: Annotated[str, OneOf(("vllm", "vllm-http", "scripted"))] = "vllm"
-    """Backend that generates tokens. `attach` makes it vllm-http."""
+    backend: Annotated[str, OneOf(("vllm", *ATTACHED, "scripted"))] = "vllm"
+    """Backend that generates tokens. With `attach` it is the one for the server that answers:
+    vllm-http or sglang."""
     attach: str = ""
-    """URL of a vLLM server that runs already, such as http://127.0.0.1:8000. The engine generates
-    through it and loads no model (vllm-http)."""
+    """URL of a vLLM or SGLang server that runs already, such as http://127.0.0.1:8000. The engine
+    generates through it and loads no model (vllm-http, sglang)."""
     attach_key_file: str = ""
-    """File with the API key of that server. Empty sends none (vllm-http)."""
+    """File with the API key of that server. Empty sends none (vllm-http, sglang)."""
     attach_timeout_ms: Annotated[int, Bounds(1)] = 60_000
     """Longest time that the server may leave a call unanswered, milliseconds. After it the engine
-    ends (vllm-http)."""
+    ends (vllm-http, sglang)."""
     model_path: Path = Path("var/model")
     """Folder of the model. With `attach`, of the server's model, for the hash of its tokenizer."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
@@ -80,7 +83,7 @@ class EngineConfig(ServerConfig):
     """Length of replies that the script does not define, tokens (scripted)."""
     vocabulary_tokens: Annotated[int, Bounds(0)] = 0
     """Vocabulary size, ids. 0: that of the model's config.json, or 1000 without one (scripted,
-    vllm-http). With `attach` there is no default without one."""
+    vllm-http, sglang). With `attach` there is no default without one."""
     eos_id: Annotated[int, Bounds(-1)] = -1
     """Id that ends a reply. -1: the one of the model's generation_config.json or config.json, or 1
     without them (scripted)."""
@@ -97,9 +100,9 @@ class EngineConfig(ServerConfig):
             ConfigError: They do not.
         """
         if self.attach and self.backend == "scripted":
-            raise ConfigError("attach: is for the backend vllm-http, not scripted; leave one out")
-        if self.backend == "vllm-http" and not self.attach:
-            raise ConfigError("attach: is empty; give the URL of the vLLM server to attach to")
+            raise ConfigError("attach: is not for the backend scripted; leave one out")
+        if self.backend in ATTACHED and not self.attach:
+            raise ConfigError("attach: is empty; give the URL of the server to attach to")
         if self.attach and not self.attach.startswith(("http://", "https://")):
             raise ConfigError("attach: is no URL; give one such as http://127.0.0.1:8000")
 

@@ -33,8 +33,8 @@ from rollmesh.engine.backend import (
     aborted,
     message,
     numerics_of,
-    weight_files,
 )
+from rollmesh.engine.checkpoints import weight_files
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.runtime import clock

@@ -1,1 +1,1 @@
-"""The backend that adapts a vLLM server which runs already. It imports neither vLLM nor torch."""
+"""The backends that adapt a server which runs already. They import neither vLLM nor torch."""

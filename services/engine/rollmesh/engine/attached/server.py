@@ -1,4 +1,4 @@
-"""HTTP calls to a vLLM server. Each has a deadline, and reads a bounded number of bytes."""
+"""HTTP calls to a server. Each has a deadline, and reads a bounded number of bytes."""
 
 import asyncio
 import json
@@ -77,7 +77,10 @@ class Stream:
 
     async def _next(self) -> bytes:
         async with self._waits.one():
-            part: bytes = await self._response.content.readany()
+            try:
+                part: bytes = await self._response.content.readany()
+            except RuntimeError as error:  # of aiohttp, once the pool of connections is closed
+                raise aiohttp.ClientConnectionError(str(error)) from error
         return part
 
     async def _end(self) -> None:
@@ -116,7 +119,7 @@ class Waits:
 
 
 class Server:
-    """A vLLM server."""
+    """A server that samples."""
 
     def __init__(self, url: str, key: str, timeout_ms: int) -> None:
         """Takes its URL, its API key, and the deadline of a call, milliseconds."""
@@ -212,7 +215,8 @@ class Server:
             ):
                 await _check(path, response)
                 data = await _read(response, _LARGEST)
-                answer = await _json_of(data) if data else {}
+                is_json = response.content_type == "application/json" and data not in {b"", b"null"}
+                answer = await _json_of(data) if is_json else {}
         except TimeoutError as error:
             raise EngineDeadError(
                 f"the server at {self._url} did not answer {path} in {timeout_s:g} s",

@@ -13,7 +13,7 @@ import torch
 from vllm.lora.peft_helper import PEFTHelper
 
 from rollmesh.engine.backend import Adapter
-from rollmesh.engine.vllm.worker_extension import read_headers
+from rollmesh.engine.checkpoints import read_headers
 from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError
 
 _PREFIX = "base_model.model."

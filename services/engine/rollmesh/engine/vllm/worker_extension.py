@@ -15,14 +15,13 @@ import pickle  # noqa: TID251 - a subclass that knows one class
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import safetensors
 
-from rollmesh.engine.backend import weight_files
+from rollmesh.engine.checkpoints import Header, find_misfit, read_headers, weight_files
 from rollmesh.runtime.codec.cuda_handles import BYTES, FIELDS
 
 # Keeps pickle out of weight transfers, whatever vLLM's environment allows.
@@ -124,10 +123,8 @@ class _UniqueIds(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDINGS = {"embed_tokens", "lm_head", "logits_processor"}
 """Modules whose adapters have other matrices than those of a linear layer."""
-_CONVERTIBLE = {"F32", "F16", "BF16"}
 _HEADER_NAMES: Mapping[str, str] = {
     "float32": "F32",
     "float16": "F16",
@@ -300,59 +297,6 @@ def _tie_again(model: Any) -> None:
         return
     head.weight.data.copy_(embedding.weight.data)
     head.quant_method.process_weights_after_loading(head)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of one tensor in a safetensors file."""
-
-    dtype: str
-    """Name of the dtype in safetensors, such as `BF16`."""
-    shape: tuple[int, ...]
-
-
-def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
-    """Returns the misfit of the tensors of a checkpoint. Empty if they fit."""
-    for name, header in wanted.items():
-        if name not in offered:
-            return f"{name} is missing"
-        if problem := _difference(offered[name], header):
-            return f"{name} {problem}"
-    # Trainers often send the tied output layer in addition to the embedding that it equals.
-    embedding = next((wanted[name] for name in wanted if name.endswith(_EMBEDDING)), None)
-    for name in sorted(offered.keys() - wanted.keys()):
-        if not name.endswith(_TIED_HEAD) or embedding is None:
-            return f"{name} is not a tensor of the model"
-        if problem := _difference(offered[name], embedding):
-            return f"{name} {problem}"
-    return ""
-
-
-def _difference(offered: Header, wanted: Header) -> str:
-    if offered.shape != wanted.shape:
-        return f"has shape {list(offered.shape)}, the model has {list(wanted.shape)}"
-    if offered.dtype == wanted.dtype or {offered.dtype, wanted.dtype} <= _CONVERTIBLE:
-        return ""
-    return f"has dtype {offered.dtype}, the model has {wanted.dtype}"
-
-
-def read_headers(source: Path) -> dict[str, Header]:
-    """Returns dtype and shape of every tensor by name.
-
-    Raises:
-        safetensors.SafetensorError: A file is damaged or truncated.
-        OSError: A file cannot be read, or no file exists.
-    """
-    files = weight_files(source)
-    if not files:
-        raise FileNotFoundError(f"{source} has no safetensors files")
-    headers: dict[str, Header] = {}
-    for path in files:
-        with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                tensor = file.get_slice(name)
-                headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
-    return headers
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, Any]]:

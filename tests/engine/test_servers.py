@@ -1,6 +1,5 @@
-"""An engine that is attached to the real `vllm serve`: exact tokens, and what it notices."""
+"""An engine that is attached to a real vLLM or SGLang server: exact tokens, and what it notices."""
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -10,12 +9,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.runtime.errors import EngineDeadError, EngineFaultError, RollmeshError
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    EngineFaultError,
+    InvalidFieldError,
+    RollmeshError,
+)
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
-from tests.engine.servers import FLAGS, VllmServer, vllm_server
+from tests.engine.servers import SglangServer, VllmServer, server_of
 from tests.mesh.protocols.test_openai import ask, streamed, user
 from tests.meshes import delivered, scripted_mesh
 from tests.processes import running
@@ -26,6 +30,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 GREEDY = {"temperature": 0.0}
+INCREMENTAL = {"sglang": ("--incremental-streaming-output",)}
+"""The conformance tests have a server without it."""
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +67,15 @@ async def wanted(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         return await engine.generate(engine.request(60, 0, sampling=GREEDY, top_logprobs=3))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[VllmServer, SglangServer])
 async def server(
-    wanted: Result, exact_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    wanted: Result,
+    exact_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[VllmServer]:
-    async with vllm_server(tmp_path_factory.mktemp("server")) as server:
-        await server.start(exact_model, *FLAGS)
+    async with server_of(request.param, tmp_path_factory.mktemp("server")) as server:
+        await server.start(exact_model, *INCREMENTAL.get(server.backend, ()))
         await server.until_healthy()
         yield server
 
@@ -92,17 +101,25 @@ async def test_a_seed_repeats_an_answer_and_unlikely_tokens_have_their_candidate
     server: VllmServer, exact_model: Path, tmp_path: Path
 ) -> None:
     async with engine_of(tmp_path, attach=server.url) as engine:
-        hot = {"temperature": 1.5}
-        first, again, other = [
-            await engine.generate(engine.request(40, 0, sampling=hot | {"seed": seed}))
-            for seed in (7, 7, 8)
-        ]
-        assert first.ids == again.ids != other.ids
+        hot: dict[str, Any] = {"temperature": 1.5}
+        if server.backend == "sglang":
+            with pytest.raises(InvalidFieldError, match=r"sampling\.seed: needs"):
+                await engine.generate(engine.request(5, 0, sampling=hot | {"seed": 7}))
+        else:
+            await repeats(engine, hot)
         sampled = await engine.generate(engine.request(40, 1, sampling=hot, top_logprobs=2))
         rows = models.torch_logprobs(exact_model, [5, 6, 7, 8] * 4 + sampled.ids)[15:-1]
         best = np.argsort(-rows, axis=1)[:, :2]
         assert not set(sampled.ids) <= set(best.ravel().tolist())
         assert sampled.top_ids == best.tolist()
+
+
+async def repeats(engine: Engine, hot: dict[str, Any]) -> None:
+    first, again, other = [
+        await engine.generate(engine.request(40, 0, sampling=hot | {"seed": seed}))
+        for seed in (7, 7, 8)
+    ]
+    assert first.ids == again.ids != other.ids
 
 
 async def test_an_engine_attaches_again_and_keeps_the_version_of_the_weights(
@@ -121,6 +138,8 @@ async def test_an_engine_attaches_again_and_keeps_the_version_of_the_weights(
 async def test_a_pause_by_another_process_shows_as_silence(
     server: VllmServer, tmp_path: Path
 ) -> None:
+    if server.backend == "sglang":
+        pytest.skip("SGLang does not say that it is paused")
     async with engine_of(tmp_path, attach=server.url) as engine:
         result = Result()
         async for response in engine.stream(engine.request(400, 1)):
@@ -137,11 +156,8 @@ async def test_weights_of_another_process_are_noticed_and_fence_the_engine(
 ) -> None:
     async with engine_of(tmp_path, attach=server.url) as engine:
         result = Result()
-        renamed = json.dumps({"new_version": "77"}).encode()
         with pytest.raises((EngineFaultError, EngineDeadError)):
-            await after_three(
-                engine, result, lambda: server.call("/update_weight_version", renamed)
-            )
+            await after_three(engine, result, lambda: server.rename("77"))
         assert len(result.ids) < LONG
         assert await engine.process.exit_code() != 0
         assert "restart the engine to attach again" in (tmp_path / "engine.log").read_text()
@@ -159,7 +175,7 @@ async def test_a_server_that_is_killed_ends_the_engine_and_the_next_one_waits_fo
             await after_three(engine, result, server.kill)
         assert 3 <= len(result.ids) < LONG
         assert await engine.process.exit_code() != 0
-    await server.start(other_model_dir, *FLAGS)  # restarted, with other weights
+    await server.start(other_model_dir)  # restarted, with other weights
     async with engine_of(tmp_path / "again", attach=server.url) as engine:
         result = await engine.generate(engine.request(20, 0, sampling=GREEDY))
         assert result.spans == [(0, 0, 20)]
@@ -174,7 +190,7 @@ async def test_a_mesh_brings_its_weights_to_a_server_that_was_restarted(
     server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
 ) -> None:
     """It runs last: the server was restarted with other weights, and is once more."""
-    flags: dict[str, Any] = {"backend": "vllm-http", "attach": server.url}
+    flags: dict[str, Any] = {"backend": server.backend, "attach": server.url}
     async with scripted_mesh(tmp_path, exact_model, **flags) as mesh, mesh.client() as client:
         await client.push_weights(exact_model, 1)
         async with client.session() as session:
@@ -182,7 +198,7 @@ async def test_a_mesh_brings_its_weights_to_a_server_that_was_restarted(
             await ask(agent, user("one"), max_tokens=12)
             await server.kill()
             assert await mesh.processes["engine"].exit_code() != 0
-            await server.start(other_model_dir, *FLAGS)
+            await server.start(other_model_dir)
             await mesh.start("engine", **flags)
             await streamed(agent, user("two"), max_tokens=12)
         result = await delivered(client, session)

@@ -1,0 +1,83 @@
+"""The safetensors files of a checkpoint and their tensors, read without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+
+_MOST_FILES = 4096
+_EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CONVERTIBLE = {"F32", "F16", "BF16"}
+
+
+def weight_files(source: Path) -> list[Path]:
+    """Returns the safetensors files of a directory, or the file itself.
+
+    Links are followed, because caches of models consist of them. Only safetensors are read.
+
+    Raises:
+        OSError: There are too many, or one is a pipe or a device, on which reading would wait.
+    """
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if len(files) > _MOST_FILES:
+        raise OSError(
+            f"{source} has {len(files)} safetensors files; at most {_MOST_FILES} are read"
+        )
+    for path in files:
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path} is no regular file")
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of one tensor in a safetensors file."""
+
+    dtype: str
+    """Name of the dtype in safetensors, such as `BF16`."""
+    shape: tuple[int, ...]
+
+
+def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
+    """Returns the misfit of the tensors of a checkpoint. Empty if they fit."""
+    for name, header in wanted.items():
+        if name not in offered:
+            return f"{name} is missing"
+        if problem := _difference(offered[name], header):
+            return f"{name} {problem}"
+    # Trainers often send the tied output layer in addition to the embedding that it equals.
+    embedding = next((wanted[name] for name in wanted if name.endswith(_EMBEDDING)), None)
+    for name in sorted(offered.keys() - wanted.keys()):
+        if not name.endswith(_TIED_HEAD) or embedding is None:
+            return f"{name} is not a tensor of the model"
+        if problem := _difference(offered[name], embedding):
+            return f"{name} {problem}"
+    return ""
+
+
+def _difference(offered: Header, wanted: Header) -> str:
+    if offered.shape != wanted.shape:
+        return f"has shape {list(offered.shape)}, the model has {list(wanted.shape)}"
+    if offered.dtype == wanted.dtype or {offered.dtype, wanted.dtype} <= _CONVERTIBLE:
+        return ""
+    return f"has dtype {offered.dtype}, the model has {wanted.dtype}"
+
+
+def read_headers(source: Path) -> dict[str, Header]:
+    """Returns dtype and shape of every tensor by name.
+
+    Raises:
+        safetensors.SafetensorError: A file is damaged or truncated.
+        OSError: A file cannot be read, or no file exists.
+    """
+    files = weight_files(source)
+    if not files:
+        raise FileNotFoundError(f"{source} has no safetensors files")
+    headers: dict[str, Header] = {}
+    for path in files:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_slice(name)
+                headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+    return headers
