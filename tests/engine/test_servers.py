@@ -1,5 +1,6 @@
 """An engine that is attached to a real vLLM or SGLang server: exact tokens, and what it notices."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
+from tests.controls import RESUME, abort, pause
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 from tests.engine.servers import SglangServer, VllmServer, server_of
 from tests.mesh.protocols.test_openai import ask, streamed, user
@@ -149,6 +151,46 @@ async def test_a_pause_by_another_process_shows_as_silence(
                 await engine.until(lambda info: info.stuck_ms > 600)
                 await server.call("/resume", b"")
         assert len(result.ids) == 400
+
+
+async def test_new_weights_in_a_pause_compute_the_rest_of_an_answer_and_its_prompt(
+    server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
+) -> None:
+    if server.backend != "sglang":
+        pytest.skip("SGLang has two ways to hold a request")
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        before, result = (await engine.info()).policy_version, Result()
+
+        async def act() -> None:
+            await engine.stub.ControlEngines(pause())  # in place, before the one of the update
+            await engine.update(before + 1, (other_model_dir / "model.safetensors").read_bytes())
+            await engine.stub.ControlEngines(RESUME)
+
+        await after_three(engine, result, act)
+        (_, _, middle), (_, again, end) = result.spans
+        assert 3 <= middle == again < end == LONG
+        exact = torch_logprobs(other_model_dir, result.ids)[middle:]
+        assert np.abs(exact - result.logprobs[middle:]).max() < 1e-4
+        await engine.update(before + 2, exact_model)
+
+
+async def test_an_abort_ends_an_answer_of_sglang_that_a_pause_holds(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    if server.backend != "sglang":
+        pytest.skip("the conformance tests abort without a pause")
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        request, result = engine.request(LONG, 1), Result()
+        async with asyncio.timeout(120), aclosing(engine.stream(request)) as responses:
+            async for response in responses:
+                result.take(response)
+                if result.messages == 3:
+                    await engine.stub.ControlEngines(pause())
+                    await engine.stub.ControlEngines(abort(request.generate.request_id))
+        assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+        assert result.spans[-1][2] == len(result.ids) == len(result.logprobs) < LONG
+        await engine.stub.ControlEngines(RESUME)
+        assert len((await engine.generate(engine.request(5, 0))).ids) == 5
 
 
 async def test_weights_of_another_process_are_noticed_and_fence_the_engine(

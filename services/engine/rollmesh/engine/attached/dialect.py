@@ -58,7 +58,8 @@ class Dialect(ABC):
             KeyError: A field is missing.
         """
 
-    async def probe(self) -> None:  # noqa: B027 - most servers say everything
+    @abstractmethod
+    async def probe(self) -> None:
         """Finds out what the description does not say. The server samples.
 
         Raises:
@@ -93,7 +94,8 @@ class Dialect(ABC):
         """Returns whether the server says that it is paused."""
         return False
 
-    async def wake_if_asleep(self) -> None:  # noqa: B027 - not every server says it
+    @abstractmethod
+    async def wake_if_asleep(self) -> None:
         """Wakes a server that another engine has put to sleep."""
 
     @abstractmethod
@@ -158,7 +160,8 @@ class Dialect(ABC):
     def answer(self, request: GenerateInput, version_of: Callable[[str], int]) -> Answer:
         """Returns what reads the answer."""
 
-    def refuse_score(self, request: ScoreInput) -> None:  # noqa: B027 - most servers can
+    @abstractmethod
+    def refuse_score(self, request: ScoreInput) -> None:
         """Refuses a sequence that the server cannot score.
 
         Raises:

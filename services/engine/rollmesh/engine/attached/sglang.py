@@ -140,6 +140,9 @@ class Sglang(Dialect):
         body = {"new_version": name, "abort_all_requests": False}
         await self.server.post("/update_weight_version", body)
 
+    async def wake_if_asleep(self) -> None:
+        pass  # the name of its weights tells no version then
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         # `retract` puts requests back into the queue, so that their part of the cache can be
         # dropped and they can be aborted. `abort` would end the requests of other clients, too.
@@ -247,6 +250,9 @@ class Sglang(Dialect):
 
     def answer(self, request: GenerateInput, version_of: Callable[[str], int]) -> Answer:
         return SglangAnswer(request, self.limits.vocabulary_tokens, version_of)
+
+    def refuse_score(self, request: ScoreInput) -> None:
+        pass
 
     def score_body(self, request: ScoreInput, id_: str) -> dict[str, Any]:
         return {

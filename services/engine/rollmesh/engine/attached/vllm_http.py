@@ -94,6 +94,9 @@ class VllmHttp(Dialect):
             speculation=speculative.get("method") or "",
         )
 
+    async def probe(self) -> None:
+        pass
+
     async def weight_name(self, timeout_ms: int = 0) -> Any:
         return (await self.server.get("/weight_info", timeout_ms=timeout_ms)).get("weight_version")
 
