@@ -5,12 +5,12 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_379, 49),
-    "services/runtime/rollmesh/mesh": (3_790, 10),
+    "services/runtime/rollmesh/runtime": (7_444, 49),
+    "services/runtime/rollmesh/mesh": (4_214, 11),
     "services/gateway/rollmesh/chat": (8_599, 39),
-    "services/gateway/rollmesh/gateway": (9_373, 24),
-    "services/engine/rollmesh/engine": (7_095, 30),
-    "services/router/rollmesh/router": (4_373, 17),
+    "services/gateway/rollmesh/gateway": (9_394, 24),
+    "services/engine/rollmesh/engine": (7_140, 30),
+    "services/router/rollmesh/router": (4_420, 17),
     "services/collector/rollmesh/collector": (5_227, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),

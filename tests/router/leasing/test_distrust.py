@@ -108,6 +108,38 @@ def test_reports_stay_while_their_gateway_has_a_stream() -> None:
     assert not excluded(leases, "a")
 
 
+def test_an_engine_that_dials_out_is_leased_to_gateways_with_a_tunnel_alone() -> None:
+    leases = two_gateways("a", capacity=1)
+    engine = Engine("far", "tunnel:far", "m", 8, tunnels=frozenset("h"))
+    leases.add_engine(engine)
+
+    def dialled(gateways: str) -> None:
+        engine.tunnels = frozenset(gateways)
+        leases.judge(engine)
+
+    assert granted(acquire(leases, "h", "1", "s", excluded_engine_ids=["a"])) == "far"
+    assert granted(acquire(leases, "g", "1", "t")) == "a"
+    leases.remove_engine("a")
+    with pytest.raises(NoEngineError, match="far: it dials out, and has no tunnel to gateway g"):
+        acquire(leases, "g", "2", "u")
+    assert acquire(leases, "g", "3", "u", wait_ms=1_000) is None
+    assert ended(leases, 500) == {}
+    dialled("gh")
+    assert ended(leases, 500) == {"3": "far"}
+    dialled("h")  # one tunnel was cut
+    assert acquire(leases, "g", "4", "v", wait_ms=1_000) is None
+    leases.open_stream("i", hello(name="i"))
+    with pytest.raises(NoEngineError):
+        acquire(leases, "i", "1", "w")
+    assert ended(leases, 1_000) == {"4": "NO_ENGINE"}
+    assert granted(acquire(leases, "h", "2", "x")) == "far"
+    report(leases, "h", "far")
+    dialled("ghi")
+    assert granted(acquire(leases, "g", "5", "y")) == "far"
+    with pytest.raises(NoEngineError, match="out of service for gateway h"):
+        acquire(leases, "h", "3", "z")
+
+
 @given(st.lists(st.sampled_from(["a", "b", "c", "reconnect", "restart a"]), max_size=12))
 def test_no_reports_of_one_gateway_take_an_engine_from_another(events: list[str]) -> None:
     leases = two_gateways("a", "b", "c")

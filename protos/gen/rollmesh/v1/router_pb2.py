@@ -26,7 +26,7 @@ from rollmesh.v1 import engine_pb2 as rollmesh_dot_v1_dot_engine__pb2
 from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/router.proto\x12\x0brollmesh.v1\x1a\x18rollmesh/v1/engine.proto\x1a\x1arollmesh/v1/sampling.proto\"\x99\x03\n\x0cReplicaHello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0elease_capacity\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoad\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x08 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\t \x01(\r\x12\x12\n\njournal_id\x18\n \x01(\t\x12\x1a\n\x12report_interval_ms\x18\x0b \x01(\r\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12\r\n\x05https\x18\r \x01(\x08\x12\x13\n\x0bpath_prefix\x18\x0e \x01(\t\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.rollmesh.v1.Numerics\x12\x14\n\x0cmax_adapters\x18\x10 \x01(\r\"2\n\rServedJournal\x12\x12\n\njournal_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\xca\x02\n\x0bReplicaLoad\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rlive_sessions\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x0f\n\x07push_id\x18\x06 \x01(\t\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x10\n\x08sleeping\x18\x08 \x01(\x08\x12,\n\x08journals\x18\t \x03(\x0b\x32\x1a.rollmesh.v1.ServedJournal\x12\x17\n\x0fweights_dropped\x18\n \x01(\x08\x12,\n\x08\x61\x64\x61pters\x18\x0b \x03(\x0b\x32\x1a.rollmesh.v1.LoadedAdapter\x12\x30\n\x0fpinned_adapters\x18\x0c \x03(\x0b\x32\x17.rollmesh.v1.AdapterRef\"$\n\x13PlaceSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"=\n\x14PlaceSessionResponse\x12%\n\x07gateway\x18\x01 \x01(\x0b\x32\x14.rollmesh.v1.Gateway\"\x15\n\x13ListGatewaysRequest\"`\n\x14ListGatewaysResponse\x12&\n\x08gateways\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Gateway\x12\x0e\n\x06models\x18\x02 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x03 \x03(\t\"\xa8\x01\n\x07Gateway\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\njournal_id\x18\x04 \x01(\t\x12\x15\n\rlive_sessions\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12,\n\x08journals\x18\x07 \x03(\x0b\x32\x1a.rollmesh.v1.ServedJournal\"=\n\x13ListReplicasRequest\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\"i\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Replica\x12)\n\x06models\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.ModelWeights\"\x84\x01\n\x0cModelWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1d\n\x15target_policy_version\x18\x02 \x01(\x03\x12\x1b\n\x13last_policy_version\x18\x03 \x01(\x03\x12)\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x17.rollmesh.v1.AdapterRef\"\xbc\x01\n\x07Replica\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHello\x12\x0e\n\x06leases\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x65nced\x18\x04 \x01(\x08\x12)\n\texclusion\x18\x05 \x01(\x0b\x32\x16.rollmesh.v1.Exclusion\x12*\n\x07\x63ircuit\x18\x06 \x01(\x0e\x32\x19.rollmesh.v1.CircuitState\"N\n\tExclusion\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.rollmesh.v1.ExclusionReason\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"k\n\x12PushWeightsRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32\x1e.rollmesh.v1.PushWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xec\x01\n\x11PushWeightsHeader\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12*\n\npause_mode\x18\x03 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x04 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x05 \x01(\x04H\x00\x12/\n\x08transfer\x18\x06 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x12\x12\n\nrequest_id\x18\x07 \x01(\tB\x08\n\x06source\"Y\n\x13PushWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"g\n\x12PushAdapterRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.AdapterHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"A\n\x13PushAdapterResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"9\n\x14\x46orgetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\">\n\x15\x46orgetWeightsResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03*\x94\x01\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_KIND_ENGINE\x10\x01\x12\x18\n\x14REPLICA_KIND_GATEWAY\x10\x02\x12\x1a\n\x16REPLICA_KIND_COLLECTOR\x10\x03\x12\x18\n\x14REPLICA_KIND_SIDECAR\x10\x04*|\n\x0c\x43ircuitState\x12\x1d\n\x19\x43IRCUIT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43IRCUIT_STATE_CLOSED\x10\x01\x12\x16\n\x12\x43IRCUIT_STATE_OPEN\x10\x02\x12\x1b\n\x17\x43IRCUIT_STATE_HALF_OPEN\x10\x03*\xea\x01\n\x0f\x45xclusionReason\x12 \n\x1c\x45XCLUSION_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XCLUSION_REASON_FAULT\x10\x01\x12\x1d\n\x19\x45XCLUSION_REASON_DRAINING\x10\x02\x12\x1b\n\x17\x45XCLUSION_REASON_FENCED\x10\x03\x12\x1b\n\x17\x45XCLUSION_REASON_MISFIT\x10\x04\x12!\n\x1d\x45XCLUSION_REASON_CIRCUIT_OPEN\x10\x05\x12\x1d\n\x19\x45XCLUSION_REASON_SLEEPING\x10\x06\x32\xe9\x04\n\rRouterService\x12S\n\x0cPlaceSession\x12 .rollmesh.v1.PlaceSessionRequest\x1a!.rollmesh.v1.PlaceSessionResponse\x12S\n\x0cListGateways\x12 .rollmesh.v1.ListGatewaysRequest\x1a!.rollmesh.v1.ListGatewaysResponse\x12S\n\x0cListReplicas\x12 .rollmesh.v1.ListReplicasRequest\x1a!.rollmesh.v1.ListReplicasResponse\x12Y\n\x0e\x43ontrolEngines\x12\".rollmesh.v1.ControlEnginesRequest\x1a#.rollmesh.v1.ControlEnginesResponse\x12R\n\x0bPushWeights\x12\x1f.rollmesh.v1.PushWeightsRequest\x1a .rollmesh.v1.PushWeightsResponse(\x01\x12V\n\rForgetWeights\x12!.rollmesh.v1.ForgetWeightsRequest\x1a\".rollmesh.v1.ForgetWeightsResponse\x12R\n\x0bPushAdapter\x12\x1f.rollmesh.v1.PushAdapterRequest\x1a .rollmesh.v1.PushAdapterResponse(\x01\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/router.proto\x12\x0brollmesh.v1\x1a\x18rollmesh/v1/engine.proto\x1a\x1arollmesh/v1/sampling.proto\"\x99\x03\n\x0cReplicaHello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0elease_capacity\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoad\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x08 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\t \x01(\r\x12\x12\n\njournal_id\x18\n \x01(\t\x12\x1a\n\x12report_interval_ms\x18\x0b \x01(\r\x12\x10\n\x08store_id\x18\x0c \x01(\t\x12\r\n\x05https\x18\r \x01(\x08\x12\x13\n\x0bpath_prefix\x18\x0e \x01(\t\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.rollmesh.v1.Numerics\x12\x14\n\x0cmax_adapters\x18\x10 \x01(\r\"2\n\rServedJournal\x12\x12\n\njournal_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\xdb\x02\n\x0bReplicaLoad\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rlive_sessions\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x0f\n\x07push_id\x18\x06 \x01(\t\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x10\n\x08sleeping\x18\x08 \x01(\x08\x12,\n\x08journals\x18\t \x03(\x0b\x32\x1a.rollmesh.v1.ServedJournal\x12\x17\n\x0fweights_dropped\x18\n \x01(\x08\x12,\n\x08\x61\x64\x61pters\x18\x0b \x03(\x0b\x32\x1a.rollmesh.v1.LoadedAdapter\x12\x30\n\x0fpinned_adapters\x18\x0c \x03(\x0b\x32\x17.rollmesh.v1.AdapterRef\x12\x0f\n\x07tunnels\x18\r \x03(\t\"$\n\x13PlaceSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"=\n\x14PlaceSessionResponse\x12%\n\x07gateway\x18\x01 \x01(\x0b\x32\x14.rollmesh.v1.Gateway\"^\n\x17RelayScoreTokensRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x30\n\x07request\x18\x02 \x01(\x0b\x32\x1f.rollmesh.v1.ScoreTokensRequest\"J\n\x18RelayScoreTokensResponse\x12.\n\x04part\x18\x01 \x01(\x0b\x32 .rollmesh.v1.ScoreTokensResponse\"\x15\n\x13ListGatewaysRequest\"`\n\x14ListGatewaysResponse\x12&\n\x08gateways\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Gateway\x12\x0e\n\x06models\x18\x02 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x03 \x03(\t\"\xa8\x01\n\x07Gateway\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\njournal_id\x18\x04 \x01(\t\x12\x15\n\rlive_sessions\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12,\n\x08journals\x18\x07 \x03(\x0b\x32\x1a.rollmesh.v1.ServedJournal\"=\n\x13ListReplicasRequest\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\"i\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Replica\x12)\n\x06models\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.ModelWeights\"\x84\x01\n\x0cModelWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1d\n\x15target_policy_version\x18\x02 \x01(\x03\x12\x1b\n\x13last_policy_version\x18\x03 \x01(\x03\x12)\n\x08\x61\x64\x61pters\x18\x04 \x03(\x0b\x32\x17.rollmesh.v1.AdapterRef\"\xbc\x01\n\x07Replica\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHello\x12\x0e\n\x06leases\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x65nced\x18\x04 \x01(\x08\x12)\n\texclusion\x18\x05 \x01(\x0b\x32\x16.rollmesh.v1.Exclusion\x12*\n\x07\x63ircuit\x18\x06 \x01(\x0e\x32\x19.rollmesh.v1.CircuitState\"N\n\tExclusion\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.rollmesh.v1.ExclusionReason\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"k\n\x12PushWeightsRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32\x1e.rollmesh.v1.PushWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xec\x01\n\x11PushWeightsHeader\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12*\n\npause_mode\x18\x03 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x04 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x05 \x01(\x04H\x00\x12/\n\x08transfer\x18\x06 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x12\x12\n\nrequest_id\x18\x07 \x01(\tB\x08\n\x06source\"Y\n\x13PushWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"g\n\x12PushAdapterRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.AdapterHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"A\n\x13PushAdapterResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"9\n\x14\x46orgetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\">\n\x15\x46orgetWeightsResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03*\x94\x01\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_KIND_ENGINE\x10\x01\x12\x18\n\x14REPLICA_KIND_GATEWAY\x10\x02\x12\x1a\n\x16REPLICA_KIND_COLLECTOR\x10\x03\x12\x18\n\x14REPLICA_KIND_SIDECAR\x10\x04*|\n\x0c\x43ircuitState\x12\x1d\n\x19\x43IRCUIT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43IRCUIT_STATE_CLOSED\x10\x01\x12\x16\n\x12\x43IRCUIT_STATE_OPEN\x10\x02\x12\x1b\n\x17\x43IRCUIT_STATE_HALF_OPEN\x10\x03*\xea\x01\n\x0f\x45xclusionReason\x12 \n\x1c\x45XCLUSION_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XCLUSION_REASON_FAULT\x10\x01\x12\x1d\n\x19\x45XCLUSION_REASON_DRAINING\x10\x02\x12\x1b\n\x17\x45XCLUSION_REASON_FENCED\x10\x03\x12\x1b\n\x17\x45XCLUSION_REASON_MISFIT\x10\x04\x12!\n\x1d\x45XCLUSION_REASON_CIRCUIT_OPEN\x10\x05\x12\x1d\n\x19\x45XCLUSION_REASON_SLEEPING\x10\x06\x32\xcc\x05\n\rRouterService\x12S\n\x0cPlaceSession\x12 .rollmesh.v1.PlaceSessionRequest\x1a!.rollmesh.v1.PlaceSessionResponse\x12S\n\x0cListGateways\x12 .rollmesh.v1.ListGatewaysRequest\x1a!.rollmesh.v1.ListGatewaysResponse\x12S\n\x0cListReplicas\x12 .rollmesh.v1.ListReplicasRequest\x1a!.rollmesh.v1.ListReplicasResponse\x12\x61\n\x10RelayScoreTokens\x12$.rollmesh.v1.RelayScoreTokensRequest\x1a%.rollmesh.v1.RelayScoreTokensResponse0\x01\x12Y\n\x0e\x43ontrolEngines\x12\".rollmesh.v1.ControlEnginesRequest\x1a#.rollmesh.v1.ControlEnginesResponse\x12R\n\x0bPushWeights\x12\x1f.rollmesh.v1.PushWeightsRequest\x1a .rollmesh.v1.PushWeightsResponse(\x01\x12V\n\rForgetWeights\x12!.rollmesh.v1.ForgetWeightsRequest\x1a\".rollmesh.v1.ForgetWeightsResponse\x12R\n\x0bPushAdapter\x12\x1f.rollmesh.v1.PushAdapterRequest\x1a .rollmesh.v1.PushAdapterResponse(\x01\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,52 +34,56 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.router_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_REPLICAKIND']._serialized_start=2596
-  _globals['_REPLICAKIND']._serialized_end=2744
-  _globals['_CIRCUITSTATE']._serialized_start=2746
-  _globals['_CIRCUITSTATE']._serialized_end=2870
-  _globals['_EXCLUSIONREASON']._serialized_start=2873
-  _globals['_EXCLUSIONREASON']._serialized_end=3107
+  _globals['_REPLICAKIND']._serialized_start=2785
+  _globals['_REPLICAKIND']._serialized_end=2933
+  _globals['_CIRCUITSTATE']._serialized_start=2935
+  _globals['_CIRCUITSTATE']._serialized_end=3059
+  _globals['_EXCLUSIONREASON']._serialized_start=3062
+  _globals['_EXCLUSIONREASON']._serialized_end=3296
   _globals['_REPLICAHELLO']._serialized_start=96
   _globals['_REPLICAHELLO']._serialized_end=505
   _globals['_SERVEDJOURNAL']._serialized_start=507
   _globals['_SERVEDJOURNAL']._serialized_end=557
   _globals['_REPLICALOAD']._serialized_start=560
-  _globals['_REPLICALOAD']._serialized_end=890
-  _globals['_PLACESESSIONREQUEST']._serialized_start=892
-  _globals['_PLACESESSIONREQUEST']._serialized_end=928
-  _globals['_PLACESESSIONRESPONSE']._serialized_start=930
-  _globals['_PLACESESSIONRESPONSE']._serialized_end=991
-  _globals['_LISTGATEWAYSREQUEST']._serialized_start=993
-  _globals['_LISTGATEWAYSREQUEST']._serialized_end=1014
-  _globals['_LISTGATEWAYSRESPONSE']._serialized_start=1016
-  _globals['_LISTGATEWAYSRESPONSE']._serialized_end=1112
-  _globals['_GATEWAY']._serialized_start=1115
-  _globals['_GATEWAY']._serialized_end=1283
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1285
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1346
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1348
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1453
-  _globals['_MODELWEIGHTS']._serialized_start=1456
-  _globals['_MODELWEIGHTS']._serialized_end=1588
-  _globals['_REPLICA']._serialized_start=1591
-  _globals['_REPLICA']._serialized_end=1779
-  _globals['_EXCLUSION']._serialized_start=1781
-  _globals['_EXCLUSION']._serialized_end=1859
-  _globals['_PUSHWEIGHTSREQUEST']._serialized_start=1861
-  _globals['_PUSHWEIGHTSREQUEST']._serialized_end=1968
-  _globals['_PUSHWEIGHTSHEADER']._serialized_start=1971
-  _globals['_PUSHWEIGHTSHEADER']._serialized_end=2207
-  _globals['_PUSHWEIGHTSRESPONSE']._serialized_start=2209
-  _globals['_PUSHWEIGHTSRESPONSE']._serialized_end=2298
-  _globals['_PUSHADAPTERREQUEST']._serialized_start=2300
-  _globals['_PUSHADAPTERREQUEST']._serialized_end=2403
-  _globals['_PUSHADAPTERRESPONSE']._serialized_start=2405
-  _globals['_PUSHADAPTERRESPONSE']._serialized_end=2470
-  _globals['_FORGETWEIGHTSREQUEST']._serialized_start=2472
-  _globals['_FORGETWEIGHTSREQUEST']._serialized_end=2529
-  _globals['_FORGETWEIGHTSRESPONSE']._serialized_start=2531
-  _globals['_FORGETWEIGHTSRESPONSE']._serialized_end=2593
-  _globals['_ROUTERSERVICE']._serialized_start=3110
-  _globals['_ROUTERSERVICE']._serialized_end=3727
+  _globals['_REPLICALOAD']._serialized_end=907
+  _globals['_PLACESESSIONREQUEST']._serialized_start=909
+  _globals['_PLACESESSIONREQUEST']._serialized_end=945
+  _globals['_PLACESESSIONRESPONSE']._serialized_start=947
+  _globals['_PLACESESSIONRESPONSE']._serialized_end=1008
+  _globals['_RELAYSCORETOKENSREQUEST']._serialized_start=1010
+  _globals['_RELAYSCORETOKENSREQUEST']._serialized_end=1104
+  _globals['_RELAYSCORETOKENSRESPONSE']._serialized_start=1106
+  _globals['_RELAYSCORETOKENSRESPONSE']._serialized_end=1180
+  _globals['_LISTGATEWAYSREQUEST']._serialized_start=1182
+  _globals['_LISTGATEWAYSREQUEST']._serialized_end=1203
+  _globals['_LISTGATEWAYSRESPONSE']._serialized_start=1205
+  _globals['_LISTGATEWAYSRESPONSE']._serialized_end=1301
+  _globals['_GATEWAY']._serialized_start=1304
+  _globals['_GATEWAY']._serialized_end=1472
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1474
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1535
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1537
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1642
+  _globals['_MODELWEIGHTS']._serialized_start=1645
+  _globals['_MODELWEIGHTS']._serialized_end=1777
+  _globals['_REPLICA']._serialized_start=1780
+  _globals['_REPLICA']._serialized_end=1968
+  _globals['_EXCLUSION']._serialized_start=1970
+  _globals['_EXCLUSION']._serialized_end=2048
+  _globals['_PUSHWEIGHTSREQUEST']._serialized_start=2050
+  _globals['_PUSHWEIGHTSREQUEST']._serialized_end=2157
+  _globals['_PUSHWEIGHTSHEADER']._serialized_start=2160
+  _globals['_PUSHWEIGHTSHEADER']._serialized_end=2396
+  _globals['_PUSHWEIGHTSRESPONSE']._serialized_start=2398
+  _globals['_PUSHWEIGHTSRESPONSE']._serialized_end=2487
+  _globals['_PUSHADAPTERREQUEST']._serialized_start=2489
+  _globals['_PUSHADAPTERREQUEST']._serialized_end=2592
+  _globals['_PUSHADAPTERRESPONSE']._serialized_start=2594
+  _globals['_PUSHADAPTERRESPONSE']._serialized_end=2659
+  _globals['_FORGETWEIGHTSREQUEST']._serialized_start=2661
+  _globals['_FORGETWEIGHTSREQUEST']._serialized_end=2718
+  _globals['_FORGETWEIGHTSRESPONSE']._serialized_start=2720
+  _globals['_FORGETWEIGHTSRESPONSE']._serialized_end=2782
+  _globals['_ROUTERSERVICE']._serialized_start=3299
+  _globals['_ROUTERSERVICE']._serialized_end=4015
 # @@protoc_insertion_point(module_scope)

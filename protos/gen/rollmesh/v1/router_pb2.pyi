@@ -159,7 +159,7 @@ class ReplicaHello(_message.Message):
     kind: Global___ReplicaKind.ValueType
     """Its kind. Decides which other fields are read."""
     address: _builtins.str
-    """Its address, host:port."""
+    """Its address, host:port. Of an engine that dials out, "tunnel:" and its id."""
     model: _builtins.str
     """Name of the model that it serves, 1 to 128 characters. Engines and gateways only."""
     lease_capacity: _builtins.int
@@ -272,6 +272,7 @@ class ReplicaLoad(_message.Message):
     WEIGHTS_DROPPED_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     PINNED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    TUNNELS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -310,6 +311,12 @@ class ReplicaLoad(_message.Message):
     def pinned_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
         """Adapter revisions that its open sessions name. They stay retained. Gateways only."""
 
+    @_builtins.property
+    def tunnels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the gateways to which it has a tunnel. No other gateway can reach an engine that dials out,
+        whose address is "tunnel:" and its id. Engines only.
+        """
+
     def __init__(
         self,
         *,
@@ -325,10 +332,11 @@ class ReplicaLoad(_message.Message):
         weights_dropped: _builtins.bool = ...,
         adapters: _abc.Iterable[_engine_pb2.LoadedAdapter] | None = ...,
         pinned_adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
+        tunnels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "pinned_adapters", b"pinned_adapters", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "pinned_adapters", b"pinned_adapters", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "tunnels", b"tunnels", "waiting", b"waiting", "weights_dropped", b"weights_dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,6 +387,58 @@ class PlaceSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaceSessionResponse: _TypeAlias = PlaceSessionResponse  # noqa: Y015
+
+@_typing.final
+class RelayScoreTokensRequest(_message.Message):
+    """Request of RelayScoreTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine."""
+    @_builtins.property
+    def request(self) -> _engine_pb2.ScoreTokensRequest:
+        """The request that the engine gets."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        request: _engine_pb2.ScoreTokensRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayScoreTokensRequest: _TypeAlias = RelayScoreTokensRequest  # noqa: Y015
+
+@_typing.final
+class RelayScoreTokensResponse(_message.Message):
+    """Part of the answer of RelayScoreTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> _engine_pb2.ScoreTokensResponse:
+        """The part that the engine sent."""
+
+    def __init__(
+        self,
+        *,
+        part: _engine_pb2.ScoreTokensResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayScoreTokensResponse: _TypeAlias = RelayScoreTokensResponse  # noqa: Y015
 
 @_typing.final
 class ListGatewaysRequest(_message.Message):

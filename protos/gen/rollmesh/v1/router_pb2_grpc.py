@@ -54,6 +54,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.RelayScoreTokens = channel.unary_stream(
+                '/rollmesh.v1.RouterService/RelayScoreTokens',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensResponse.FromString,
+                _registered_method=True)
         self.ControlEngines = channel.unary_unary(
                 '/rollmesh.v1.RouterService/ControlEngines',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.ControlEnginesRequest.SerializeToString,
@@ -106,6 +111,15 @@ class RouterServiceServicer(object):
     def ListReplicas(self, request, context):
         """Lists the members, and the weights of their models. Any collector of the list serves any request
         about sessions and consumers, and any sidecar serves any session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RelayScoreTokens(self, request, context):
+        """Has an engine score tokens whose address begins with "tunnel:". It dials out, and callers have no
+        other way to it. Otherwise as EngineService.ScoreTokens, also its errors. UNAVAILABLE also if the
+        engine is not registered (NO_ENGINE), or has no tunnel to this router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +192,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'RelayScoreTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.RelayScoreTokens,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensResponse.SerializeToString,
             ),
             'ControlEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ControlEngines,
@@ -285,6 +304,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/ListReplicas',
             rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RelayScoreTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/RelayScoreTokens',
+            rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.RelayScoreTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,11 @@ class RouterServiceStub:
     """Lists the members, and the weights of their models. Any collector of the list serves any request
     about sessions and consumers, and any sidecar serves any session.
     """
+    RelayScoreTokens: _grpc.UnaryStreamMultiCallable[_router_pb2.RelayScoreTokensRequest, _router_pb2.RelayScoreTokensResponse]
+    """Has an engine score tokens whose address begins with "tunnel:". It dials out, and callers have no
+    other way to it. Otherwise as EngineService.ScoreTokens, also its errors. UNAVAILABLE also if the
+    engine is not registered (NO_ENGINE), or has no tunnel to this router.
+    """
     ControlEngines: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]
     """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
     asleep, and begin again or continue elsewhere when their generations are aborted. An error of an
@@ -116,6 +121,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists the members, and the weights of their models. Any collector of the list serves any request
     about sessions and consumers, and any sidecar serves any session.
+    """
+    RelayScoreTokens: _aio.UnaryStreamMultiCallable[_router_pb2.RelayScoreTokensRequest, _router_pb2.RelayScoreTokensResponse]  # type: ignore[assignment]
+    """Has an engine score tokens whose address begins with "tunnel:". It dials out, and callers have no
+    other way to it. Otherwise as EngineService.ScoreTokens, also its errors. UNAVAILABLE also if the
+    engine is not registered (NO_ENGINE), or has no tunnel to this router.
     """
     ControlEngines: _aio.UnaryUnaryMultiCallable[_engine_pb2.ControlEnginesRequest, _engine_pb2.ControlEnginesResponse]  # type: ignore[assignment]
     """Controls all engines of a model, in parallel. Turns of sessions wait while engines are paused or
@@ -191,6 +201,17 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.ListReplicasResponse, _abc.Awaitable[_router_pb2.ListReplicasResponse]]:
         """Lists the members, and the weights of their models. Any collector of the list serves any request
         about sessions and consumers, and any sidecar serves any session.
+        """
+
+    @_abc_1.abstractmethod
+    def RelayScoreTokens(
+        self,
+        request: _router_pb2.RelayScoreTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_pb2.RelayScoreTokensResponse], _abc.AsyncIterator[_router_pb2.RelayScoreTokensResponse]]:
+        """Has an engine score tokens whose address begins with "tunnel:". It dials out, and callers have no
+        other way to it. Otherwise as EngineService.ScoreTokens, also its errors. UNAVAILABLE also if the
+        engine is not registered (NO_ENGINE), or has no tunnel to this router.
         """
 
     @_abc_1.abstractmethod

@@ -24,6 +24,9 @@ class EngineConfig(ServerConfig):
     engine standalone."""
     engine_id: str = "engine-0"
     """Id of this engine, unique in the mesh. Empty means `engine-` and the name of the host."""
+    dial_out: bool = False
+    """Whether the engine dials the routers and gateways, which call it over these connections. For
+    an engine that they cannot reach: behind NAT, or in another cluster."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
     backend: Annotated[str, OneOf(("vllm", *ATTACHED, "scripted"))] = "vllm"
@@ -105,6 +108,19 @@ class EngineConfig(ServerConfig):
             raise ConfigError("attach: is empty; give the URL of the server to attach to")
         if self.attach and not self.attach.startswith(("http://", "https://")):
             raise ConfigError("attach: is no URL; give one such as http://127.0.0.1:8000")
+
+    def check_dial_out(self) -> None:
+        """Checks that an engine that dials out has a router to dial, and no address for others.
+
+        Raises:
+            ConfigError: It has none, or an address.
+        """
+        if not self.dial_out:
+            return
+        if not self.router:
+            raise ConfigError("dial_out: needs a router to dial; set router")
+        if self.advertise:
+            raise ConfigError("dial_out: nobody calls the address in advertise; leave one out")
 
     def missing_package(self) -> str:
         """Returns the package that the backend needs and the environment lacks. Empty if none."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -13,7 +13,10 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.mesh.routers import Membership, own_id
+from rollmesh.mesh.tunnels import DialOut
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import tunnel_address
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 
@@ -25,11 +28,13 @@ class EngineService:
 
     def __init__(self, config: EngineConfig) -> None:
         """Creates the backend. `running` starts it."""
+        config.check_dial_out()
         self._config = config
         self._backend = make_backend(config)
         self._engine_id = config.engine_id or own_id("engine")
         self._servicer = EngineServicer(self._backend, self._engine_id, config)
         self._membership: Membership | None = None
+        self._tunnels: DialOut | None = None
         self._tokenizer_sha256 = ""
 
     @property
@@ -55,19 +60,24 @@ class EngineService:
             stack.push_async_callback(self._servicer.generations.images.close)
             stack.push_async_callback(self._servicer.adapters.close)
             if self._config.router:
-                self._membership = Membership(self._config.router, self._hello(address), self._load)
+                where = self._tunnelled(address) if self._config.dial_out else address
+                self._membership = Membership(self._config.router, self._hello(where), self._load)
                 membership = await stack.enter_async_context(self._membership)
                 metrics.REGISTERED.set_function(lambda: membership.registered)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             watchers = [tasks.create_task(self._backend.watch()), tasks.create_task(self._report())]
+            if self._tunnels is not None:
+                watchers.append(tasks.create_task(self._dial(self._tunnels)))
             yield
             for task in watchers:
                 task.cancel()
 
     async def ready(self) -> None:
-        """Waits until the engine is registered."""
+        """Waits until the engine is registered and, if it dials out, a router has a tunnel."""
         if self._membership is not None:
             await self._membership.wait_registered()
+        if self._tunnels is not None:
+            await self._tunnels.wait_router()
 
     async def drain(self) -> None:
         """Leaves the router, and ends the streams of gateways with their last generations."""
@@ -96,6 +106,24 @@ class EngineService:
             if self._membership is not None:
                 self._membership.notify()
 
+    def _tunnelled(self, server: str) -> str:
+        """Makes the tunnels to a server of this process, and returns the engine's address."""
+
+        def changed() -> None:
+            if self._membership is not None:
+                self._membership.notify()
+
+        config = self._config
+        self._tunnels = DialOut(self._engine_id, config.model, config.router, server, changed)
+        return tunnel_address(self._engine_id)
+
+    async def _dial(self, tunnels: DialOut) -> None:
+        """Keeps the tunnels from the registration on: another process may have this id."""
+        assert self._membership is not None
+        with suppress(RollmeshError):
+            await self._membership.wait_registered()
+            await tunnels.stay()
+
     def _hello(self, address: str) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
             replica_id=self._engine_id,
@@ -122,6 +150,7 @@ class EngineService:
             push_id="" if dropped and not state.asleep else self._servicer.weights.push_id,
             weights_dropped=dropped,
             adapters=self._servicer.adapters.loaded(),
+            tunnels=self._tunnels.gateways if self._tunnels is not None else (),
         )
 
 

@@ -41,11 +41,13 @@ from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.gateway.vllm_parser import VllmParser
+from rollmesh.internal.v1 import tunnels_pb2_grpc
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.mesh.engines import EngineClients
 from rollmesh.mesh.failover import Failover
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.routers import Membership, own_id
+from rollmesh.mesh.tunnels import Tunnels
 from rollmesh.runtime.codec.images import ImageLimits
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tasks import first_of
@@ -65,7 +67,11 @@ _log = logging.getLogger(__name__)
 class GatewayService:
     """One gateway process."""
 
-    names = ("rollmesh.v1.GatewayService", "rollmesh.v1.GatewayAdminService")
+    names = (
+        "rollmesh.v1.GatewayService",
+        "rollmesh.v1.GatewayAdminService",
+        "rollmesh.internal.v1.TunnelService",
+    )
 
     def __init__(self, config: GatewayConfig) -> None:
         """Loads the model's files and probes its template.
@@ -124,6 +130,7 @@ class GatewayService:
             self._images,
         )
         self._collectors = CollectorDirectory(config.router, config.collector)
+        self._tunnels = Tunnels()
         self._membership: Membership | None = None
         self._first: Journal | None = None
         """The journal without which the gateway cannot go on, if there is one."""
@@ -147,6 +154,7 @@ class GatewayService:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self._servicer, server)
         admin = GatewayAdminServicer(lambda: self._servicer.gateway)
         gateway_admin_pb2_grpc.add_GatewayAdminServiceServicer_to_server(admin, server)
+        tunnels_pb2_grpc.add_TunnelServiceServicer_to_server(self._tunnels, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
@@ -249,11 +257,17 @@ class GatewayService:
         await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Deregisters from the router, refuses new work, and leaves shared journals to others."""
+        """Deregisters from the router, refuses new work, and leaves shared journals to others.
+
+        Running turns may need the tunnels of engines, which would hold up the end of the server.
+        """
         self._servicer.gateway.drain()
         if self._membership is not None:
             await self._membership.leave()
         await self._servicer.gateway.hand_over()
+        if len(self._tunnels):
+            await self._servicer.gateway.rest()
+        self._tunnels.end()
 
     async def failed(self) -> str:
         """Returns why, once the router refuses the gateway or the files of its journal are gone."""

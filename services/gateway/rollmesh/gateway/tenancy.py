@@ -249,6 +249,13 @@ class Gateway:
                     await self._let_go(registry)
             await asyncio.sleep(_LOOK_S)
 
+    async def rest(self) -> None:
+        """Waits until no turn runs."""
+        while self._registries:
+            if not any(one.is_busy for one in self.registries):
+                return
+            await asyncio.sleep(_LOOK_S)
+
     async def _let_go(self, registry: Registry) -> None:
         """Gives up a journal: its running turns end, and any gateway may take it.
 

@@ -133,6 +133,8 @@ class Engine:
     """The impossible answer that took it out of service. Cleared when it registers again."""
     reports: dict[str, str] = field(default_factory=dict)
     """Impossible answers by the gateway that reported them."""
+    tunnels: frozenset[str] | None = None
+    """Ids of the only gateways that can reach it. None if it does not dial out."""
     update_error: str = ""
     """Error of its last weight update, empty if it succeeded."""
     circuit: Circuit = field(default_factory=Circuit)
@@ -333,7 +335,7 @@ class Choice:
     excluded: frozenset[Engine] = NO_ENGINES
     """Engines that failed its turn."""
     distrusted: frozenset[Engine] = NO_ENGINES
-    """Engines that its gateway reported for an impossible answer."""
+    """Engines that its gateway reported for an impossible answer, or cannot reach."""
 
     def __contains__(self, engine: object) -> bool:
         """Returns whether an engine can be leased now."""
@@ -613,7 +615,7 @@ class Fleet:
                     reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why
                 )
         for gateway_id in engine.reports:
-            why = _why_distrusted(engine, gateway_id)
+            why = why_distrusted(engine, gateway_id)
             return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
         return None
 
@@ -624,7 +626,7 @@ class Fleet:
             if unfit := self._unfit(engine):
                 return unfit.explanation
             own = misfit(engine, gateway, adapter)
-            own = own or _why_distrusted(engine, gateway.gateway_id)
+            own = own or why_distrusted(engine, gateway.gateway_id)
             return own or "it failed this turn"
 
         engines = self.of_model(gateway.model)
@@ -690,9 +692,10 @@ def _kind(gateway: leases_pb2.DispatchHello) -> _Kind:
     return gateway.model, gateway.tokenizer_sha256, gateway.vocabulary_tokens
 
 
-def _why_distrusted(engine: Engine, gateway_id: str) -> str:
+def why_distrusted(engine: Engine, gateway_id: str) -> str:
     """Returns why one gateway cannot lease an engine that others can, empty if it can."""
-    fault = engine.reports.get(gateway_id, "")
-    return fault and (
-        f"it is out of service for gateway {gateway_id} until it registers again: {fault}"
-    )
+    if fault := engine.reports.get(gateway_id, ""):
+        return f"it is out of service for gateway {gateway_id} until it registers again: {fault}"
+    if engine.tunnels is not None and gateway_id not in engine.tunnels:
+        return f"it dials out, and has no tunnel to gateway {gateway_id}"
+    return ""

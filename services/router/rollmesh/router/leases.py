@@ -37,6 +37,7 @@ from rollmesh.router.engines import (
     Pool,
     Ranking,
     ignore,
+    why_distrusted,
 )
 from rollmesh.runtime.errors import (
     EnginesBusyError,
@@ -55,7 +56,7 @@ class Stream:
     hello: leases_pb2.DispatchHello
     pool: Pool
     distrusted: frozenset[Engine] = NO_ENGINES
-    """Engines that the gateway reported for an impossible answer."""
+    """Engines that the gateway reported for an impossible answer, or cannot reach."""
     leases: dict[str, Lease] = field(default_factory=dict)
     waiting: dict[str, "Request"] = field(default_factory=dict)
     sessions: dict[str, None] = field(default_factory=dict)
@@ -362,9 +363,7 @@ class LeaseTable:
         _, former = self._awaited.pop(engine.engine_id, (0, None))
         if former is not None:
             engine.fault, engine.reports = former.fault, former.reports
-            for stream in self.streams.values():
-                if former in stream.distrusted:
-                    self._distrust(stream, stream.distrusted - {former} | {engine})
+            self.judge(former, is_gone=True)
             for lease in former.held:
                 lease.engine, lease.epoch = engine, engine.circuit.epoch
                 engine.book(lease)
@@ -372,9 +371,24 @@ class LeaseTable:
             for session_id in former.sessions:
                 self._sessions[session_id].engine = engine
             engine.sessions = former.sessions
+        self.judge(engine)
         self.fleet.add(engine)
         if former is not None:
             self._await_no_longer(former)
+
+    def judge(self, engine: Engine, *, is_gone: bool = False) -> None:
+        """Finds which gateways cannot lease an engine that others can. Call it after a change."""
+        for stream in self.streams.values():
+            is_out = not is_gone and bool(why_distrusted(engine, stream.hello.gateway_id))
+            if is_out == (engine in stream.distrusted):
+                continue
+            stream.distrusted ^= {engine}
+            for request in stream.waiting.values():
+                choice = Choice(request.choice.pool, request.choice.excluded, stream.distrusted)
+                if request.awaited is None:
+                    self._queue.change(request, choice)
+                else:
+                    request.choice = choice
 
     def remove_engine(self, engine_id: str) -> None:
         """Removes an engine with its leases and placements."""
@@ -398,8 +412,10 @@ class LeaseTable:
                 f"{former.hello.stream_number} of this process is open; count up"
             )
         stream = Stream(stream_id, gateway, self.fleet.join(gateway))
-        for other in self._streams_of(gateway.gateway_id):
-            stream.distrusted = other.distrusted
+        known = [*self.engines.values(), *(one for _, one in self._awaited.values())]
+        stream.distrusted = frozenset(
+            one for one in known if why_distrusted(one, gateway.gateway_id)
+        )
         self.streams[stream_id] = stream
         if gateway.instance_id:
             self._latest[process] = stream
@@ -420,7 +436,7 @@ class LeaseTable:
             self._queue.remove(request)
         for lease in stream.leases.values():
             self._free(lease)
-        if not self._streams_of(stream.hello.gateway_id):
+        if all(one.hello.gateway_id != stream.hello.gateway_id for one in self.streams.values()):
             for engine in stream.distrusted:
                 engine.reports.pop(stream.hello.gateway_id, None)
         for session_id in tuple(stream.sessions):
@@ -554,8 +570,7 @@ class LeaseTable:
         if len(engine.reports) >= min(_REPORTERS, len(gateways)):
             engine.fault = engine.fault or fault
             self.fleet.changed(engine)
-        for one in self._streams_of(gateway_id):
-            self._distrust(one, one.distrusted | {engine})
+        self.judge(engine)
         return engine
 
     def forget(self, session_id: str) -> None:
@@ -702,21 +717,6 @@ class LeaseTable:
         """Estimates how long one more request for engines of a pool would wait, milliseconds."""
         return pool.delay_ms(self._queue.ahead(pool), now_ms)
 
-    def _distrust(self, stream: Stream, distrusted: frozenset[Engine]) -> None:
-        """Sets the engines that the gateway of a stream distrusts."""
-        if distrusted == stream.distrusted:
-            return
-        stream.distrusted = distrusted
-        for request in stream.waiting.values():
-            choice = Choice(request.choice.pool, request.choice.excluded, distrusted)
-            if request.awaited is None:
-                self._queue.change(request, choice)
-            else:
-                request.choice = choice
-
-    def _streams_of(self, gateway_id: str) -> list[Stream]:
-        return [one for one in self.streams.values() if one.hello.gateway_id == gateway_id]
-
     def _engine_of_group(self, group_id: str) -> Engine | None:
         """Returns the engine of the oldest placed session of a group, or None if there is none."""
         for session_id in self._groups.get(group_id, ()):
@@ -790,9 +790,7 @@ class LeaseTable:
 
     def _empty(self, engine: Engine) -> None:
         """Ends the leases of an engine that is gone, and leaves its sessions without one."""
-        for gateway_id in engine.reports:
-            for stream in self._streams_of(gateway_id):
-                self._distrust(stream, stream.distrusted - {engine})
+        self.judge(engine, is_gone=True)
         for session_id in tuple(engine.sessions):
             self._unplace(session_id, self._sessions[session_id])
         for lease in tuple(engine.held):

@@ -6,7 +6,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from rollmesh.internal.v1 import leases_pb2_grpc, members_pb2_grpc, peers_pb2_grpc
+from rollmesh.internal.v1 import (
+    leases_pb2_grpc,
+    members_pb2_grpc,
+    peers_pb2_grpc,
+    tunnels_pb2_grpc,
+)
 from rollmesh.router import metrics
 from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.config import RouterConfig
@@ -23,6 +28,7 @@ class RouterService:
         "rollmesh.internal.v1.MembershipService",
         "rollmesh.internal.v1.LeaseService",
         "rollmesh.internal.v1.PeerService",
+        "rollmesh.internal.v1.TunnelService",
     )
 
     def __init__(self, config: RouterConfig) -> None:
@@ -49,6 +55,7 @@ class RouterService:
         members_pb2_grpc.add_MembershipServiceServicer_to_server(self._servicer, server)
         leases_pb2_grpc.add_LeaseServiceServicer_to_server(self._servicer, server)
         peers_pb2_grpc.add_PeerServiceServicer_to_server(self._servicer.peers, server)
+        tunnels_pb2_grpc.add_TunnelServiceServicer_to_server(self._servicer.tunnels, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc, members_pb2, members_pb2_grpc
+from rollmesh.mesh.tunnels import Tunnels
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
 from rollmesh.router.engines import Engine
@@ -19,10 +20,19 @@ from rollmesh.runtime.access.guard import caller_roles
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
+    NoEngineError,
     RoleRefusedError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import check_address, drained_on_refusal
+from rollmesh.runtime.rpc.channels import (
+    check_address,
+    drained_on_refusal,
+    is_tunnel,
+    open_channel,
+    read_stream,
+    request_metadata,
+    tunnel_address,
+)
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.uploads import check_action, chunks_of, header_of
@@ -61,6 +71,8 @@ class RouterServicer(
         self._pushes = Pushes(self._models, config)
         self.peers = self._pushes.peers
         """Serves the other routers."""
+        self.tunnels = Tunnels()
+        """Those of engines that dial out."""
         self._router_id = uuid.uuid4().hex
         self._dispatch = Dispatch(table, self._router_id)
         self._repeats = Repeats()
@@ -89,6 +101,7 @@ class RouterServicer(
             self._ended = True
             self._members.end(_shutting_down())
             self._dispatch.end(_shutting_down())
+            self.tunnels.end()
 
     async def Register(
         self, request_iterator: AsyncIterator[members_pb2.RegisterRequest], context: Context
@@ -106,6 +119,7 @@ class RouterServicer(
                     self._members.reported(member, message.load)
                     if engine is not None:
                         _take_load(engine, message.load)
+                        self._table.judge(engine)
                         self._table.fleet.changed(engine)
                         self._pushes.heed(engine)
         except DeadlineError:  # it fell silent
@@ -165,6 +179,25 @@ class RouterServicer(
                 if exclusion := self._table.fleet.exclusion(engine):
                     replica.exclusion.CopyFrom(exclusion)
         return response
+
+    async def RelayScoreTokens(
+        self, request: router_pb2.RelayScoreTokensRequest, context: Context
+    ) -> AsyncIterator[router_pb2.RelayScoreTokensResponse]:
+        engine = self._table.engines.get(request.engine_id)
+        if engine is None:
+            raise NoEngineError(
+                f"engine {request.engine_id[:_MAX_ID_CHARS]} is not registered; try another one",
+                retry_delay_ms=_RETRY_MS,
+            )
+        async with open_channel(engine.address) as channel:
+            stub: engine_pb2_grpc.EngineServiceAsyncStub
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            call = stub.ScoreTokens(
+                request.request, timeout=context.time_remaining(), metadata=request_metadata()
+            )
+            async with aclosing(read_stream(call)) as parts:
+                async for part in parts:
+                    yield router_pb2.RelayScoreTokensResponse(part=part)
 
     async def ControlEngines(
         self, request: engine_pb2.ControlEnginesRequest, context: Context
@@ -260,6 +293,7 @@ class RouterServicer(
             vocabulary_tokens=hello.vocabulary_tokens,
             numerics=hello.numerics,
             max_adapters=hello.max_adapters,
+            tunnels=frozenset() if is_tunnel(hello.address) else None,
         )
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
@@ -292,6 +326,8 @@ def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.draining, engine.paused, engine.sleeping = load.draining, load.paused, load.sleeping
     engine.weights_dropped = load.weights_dropped
     engine.adapters = {revision_of(one.adapter): one.push_id for one in load.adapters}
+    if engine.tunnels is not None:
+        engine.tunnels = frozenset(load.tunnels)
     engine.report(load.running + load.waiting)
 
 
@@ -317,7 +353,10 @@ def _checked_hello(first: members_pb2.RegisterRequest | None) -> router_pb2.Repl
     needed = _NEEDED.get(hello.kind)
     if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
         raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")
-    check_address(hello.address)
+    if hello.kind != router_pb2.REPLICA_KIND_ENGINE or not is_tunnel(hello.address):
+        check_address(hello.address)
+    elif hello.address != tunnel_address(hello.replica_id):
+        raise InvalidFieldError("address", "is not that of this engine; give tunnel: and its id")
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:
         raise InvalidFieldError("lease_capacity", "is 0; give at least 1")
     if hello.report_interval_ms > _MAX_INTERVAL_MS:

@@ -278,7 +278,7 @@ class _Registration:
             was_registered = False
             # A new channel each time: its own pause between connections would be too long.
             async with open_channel(
-                self._router, own_connection=True, identity=self._identity
+                self._router, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
             ) as channel:
                 try:
                     await self._hold_stream(channel)

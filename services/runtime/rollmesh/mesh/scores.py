@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollmesh.mesh.directory import KEPT_MS, Directory
 from rollmesh.mesh.retries import retried
@@ -21,6 +21,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import (
     SHORT_KEEPALIVE_MS,
+    is_tunnel,
     read_stream,
     request_metadata,
     stub_of,
@@ -98,14 +99,25 @@ class ScoringEngines(Directory):
         async def once(left_s: float) -> tuple[engine_pb2.ScoreTokensResponse, str]:
             async with self._least_busy(model, same_vocabulary_as) as engine:
                 request.request_id, request.model = uuid.uuid4().hex, engine.model
-                stub: engine_pb2_grpc.EngineServiceAsyncStub
-                stub = stub_of(self.channel(engine.address), engine_pb2_grpc.EngineServiceStub)
-                call = stub.ScoreTokens(request, timeout=left_s, metadata=request_metadata())
-                async with aclosing(read_stream(call)) as parts:
-                    found = [part async for part in parts]
+                found = await self._parts(engine, request, left_s)
                 return _joined(request, found, engine.replica_id), engine.replica_id
 
         return await retried(once, timeout_s, GenerationAbortedError)
+
+    async def _parts(
+        self, engine: router_pb2.ReplicaHello, request: engine_pb2.ScoreTokensRequest, left_s: float
+    ) -> list[engine_pb2.ScoreTokensResponse]:
+        """Calls an engine, through a router if the engine dials out."""
+        options: dict[str, Any] = {"timeout": left_s, "metadata": request_metadata()}
+        if is_tunnel(engine.address):
+            asked = router_pb2.RelayScoreTokensRequest(engine_id=engine.replica_id, request=request)
+            call = (await self._routers.stub()).RelayScoreTokens(asked, **options)
+            async with aclosing(read_stream(call)) as relayed:
+                return [one.part async for one in relayed]
+        stub: engine_pb2_grpc.EngineServiceAsyncStub
+        stub = stub_of(self.channel(engine.address), engine_pb2_grpc.EngineServiceStub)
+        async with aclosing(read_stream(stub.ScoreTokens(request, **options))) as parts:
+            return [one async for one in parts]
 
     @asynccontextmanager
     async def _least_busy(

@@ -24,7 +24,8 @@ MEANING: Mapping[Role, str] = {
     "consumers, and read stored sessions. They open no sessions and receive no deliveries.",
     Role.TRAINER: "The trainer and its rollout runners: they open and close sessions, receive "
     "trajectories, set rewards and push weights.",
-    Role.ENGINE: "An engine. It registers with the routers and calls nobody else.",
+    Role.ENGINE: "An engine. It registers with the routers. If it dials out, it opens tunnels to "
+    "them and to gateways. It calls nobody else.",
     Role.ROUTER: "A router: it controls engines, brings weights to them, and shares weights with "
     "its peers.",
     Role.GATEWAY: "A gateway: it leases engines, generates on them, and hands closed sessions to "
@@ -51,8 +52,9 @@ _ROUTES = frozenset({_R.ROUTER})
 _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "rollmesh.v1.RouterService": {
         "PlaceSession": _OPERATES,
-        "ListGateways": _OPERATES | _TALKS,
+        "ListGateways": _OPERATES | _TALKS | {_R.ENGINE},
         "ListReplicas": _OPERATES | {_R.GATEWAY, _R.COLLECTOR},
+        "RelayScoreTokens": _TRAINS | {_R.COLLECTOR},
         "ControlEngines": _OPERATES,
         "PushWeights": _OPERATES,
         "PushAdapter": _OPERATES,
@@ -60,13 +62,14 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     },
     "rollmesh.internal.v1.MembershipService": {"Register": _SERVICES},
     "rollmesh.internal.v1.LeaseService": {"Dispatch": frozenset({_R.GATEWAY})},
+    "rollmesh.internal.v1.TunnelService": {"Attach": frozenset({_R.ENGINE})},
     "rollmesh.internal.v1.PeerService": dict.fromkeys(
         ("ListKeptWeights", "FetchWeights", "SyncWeights"), _ROUTES
     ),
     "rollmesh.v1.EngineService": {
         "Generate": _GENERATES,
         "Generations": _GENERATES,
-        "ScoreTokens": _TRAINS | {_R.COLLECTOR},
+        "ScoreTokens": _TRAINS | {_R.COLLECTOR, _R.ROUTER},
         "GetInfo": _GENERATES | {_R.OPERATOR},
         "ControlEngines": _CONTROLS,
         "UpdateWeights": _CONTROLS,

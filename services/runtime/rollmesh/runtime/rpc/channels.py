@@ -138,6 +138,59 @@ def target_of(address: str) -> str:
     return "dns:///" + quote(address, safe=":")
 
 
+# Engines that dial out. No address leads to them, but a tunnel that they opened may.
+
+_TUNNEL = "tunnel:"
+_TUNNEL_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_tunnels: dict[str, str] = {}  # gRPC targets by address
+
+
+def tunnel_address(engine_id: str) -> str:
+    """Returns the address of an engine that dials out.
+
+    Raises:
+        InvalidFieldError: The id has other characters than an address may have.
+    """
+    if not _TUNNEL_ID.fullmatch(engine_id):
+        raise InvalidFieldError(
+            "engine_id",
+            f"{engine_id[:_MOST_CHARS]!r} cannot dial out; give 1 to 128 letters, digits, dots, "
+            "hyphens and underscores",
+        )
+    return _TUNNEL + engine_id
+
+
+def is_tunnel(address: str) -> bool:
+    """Returns whether an address is that of an engine that dials out."""
+    return address.startswith(_TUNNEL)
+
+
+def offer_tunnel(address: str, target: str) -> None:
+    """Has new channels to an address use a gRPC target, in the place of an earlier one."""
+    _tunnels[address] = target
+
+
+def withdraw_tunnel(address: str, target: str) -> None:
+    """Takes an offer back, unless a later one replaced it."""
+    if _tunnels.get(address) == target:
+        del _tunnels[address]
+
+
+def tunnel_target(address: str) -> str:
+    """Returns the gRPC target of the newest tunnel to an engine.
+
+    Raises:
+        RemoteError: This process has no tunnel to the engine.
+    """
+    if address not in _tunnels:
+        raise RemoteError(
+            f"engine {address.removeprefix(_TUNNEL)} dials out and has no tunnel to this process; "
+            "try again, or ask a router or a gateway",
+            "UNAVAILABLE",
+        )
+    return _tunnels[address]
+
+
 def _problem(address: str) -> str:
     """Returns the problem of an address, empty if it is allowed."""
     if not address:
@@ -246,34 +299,43 @@ def open_channel(
 
     Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes. Other
     schemes of gRPC (`unix:`, `xds:`) are never dialled, because members give each other addresses.
+    The channel to an engine that dials out uses the newest tunnel, and is of no use after its end.
 
     Args:
-        address: `host:port`.
+        address: `host:port`, or that of an engine that dials out.
         keepalive_ms: Idle time after which it is pinged while calls are open, milliseconds.
         own_connection: Whether the channel has its own connection. Other channels share one.
         identity: Credentials of the caller. None means the credentials of the process.
+
+    Raises:
+        RemoteError: The engine dials out, and this process has no tunnel to it.
     """
     shown = identity or presented()
     options: list[tuple[str, Any]] = [*_OPTIONS, *keepalive_options(keepalive_ms)]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    channel = _channel(target_of(address), options, shown)
+    target, name = target_of(address), shown.tls_server_name
+    if is_tunnel(address):
+        target, name = tunnel_target(address), name or address.removeprefix(_TUNNEL)
+    channel = _channel(target, options, shown, name)
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         setattr(channel, kind, partial(_callable, shown.token, getattr(channel, kind)))
     return channel
 
 
-def _channel(address: str, options: list[tuple[str, Any]], identity: Identity) -> grpc.aio.Channel:
+def _channel(
+    target: str, options: list[tuple[str, Any]], identity: Identity, server_name: str
+) -> grpc.aio.Channel:
     files = identity.tls
     if files is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    if identity.tls_server_name:
-        options.append(("grpc.ssl_target_name_override", identity.tls_server_name))
+        return grpc.aio.insecure_channel(target, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
 
     def make() -> grpc.aio.Channel:
         pems = files.get()
         credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
-        return grpc.aio.secure_channel(address, credentials, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)
 
     return RenewedChannel(make, lambda: files.revision)
 
