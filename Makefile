@@ -179,7 +179,7 @@ bench-streaming: .venv/.ready  # What it costs to take tokens as they are sample
 	.venv/bin/python -m benchmarks.streaming
 
 bench-mesh: .venv/.ready  # Tokens per second and CPU: the mesh and `vllm serve`, with the same policy
-	.venv/bin/python -m benchmarks.mesh
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind .venv/bin/python -m benchmarks.mesh
 
 bench-adapter: .venv/.ready  # A revision of an adapter to the engines, and the pause that it costs
 	.venv/bin/python -m benchmarks.adapter

@@ -25,25 +25,28 @@ from examples.demo.run import (
     run_alone,
     shared_client,
 )
-from rollmesh.client import Client, Delivery, MeshAddresses, Subscription
+from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.client.rollouts import rollout
-
-_ADAPTER = "demo"
+from rollmesh.v1 import collector_pb2
 
 
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
     """Trains only on what the newest policy sampled."""
     torch.set_num_threads(2)  # nothing else runs during a training step
     trainer, tool_times = plan.trainer(model), plan.tool_times()
+    consumer, options = "trainer", SubscribeOptions()
+    if plan.rank:  # other adapters of the mesh may have trainers of their own
+        own = collector_pb2.DeliveryFilter(adapters=[plan.adapter])
+        consumer, options = plan.adapter, SubscribeOptions(filter=own)
     run, started = Run(), time.monotonic()
     async with (
         Client(addresses) as client,
-        client.subscribe("trainer", unit="group", credits=plan.groups) as groups,
+        client.subscribe(consumer, unit="group", credits=plan.groups, options=options) as groups,
         shared_client() as openai,
     ):
         await client.check_temperature(plan.temperature)
         if plan.rank:  # sessions sample with an adapter from the first one on
-            await _push(client, trainer, 1)
+            await _push(client, trainer, plan, 1)
         for step in range(plan.steps):
             summary = await rollout(
                 client,
@@ -52,7 +55,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
                 n=plan.samples,
                 concurrency=plan.concurrency,
                 timeout_s=AGENT_TIMEOUT_S,
-                adapters=[_ADAPTER] if plan.rank else [],
+                adapters=[plan.adapter] if plan.rank else [],
                 sampling={"temperature": plan.temperature},
                 progress=False,
             )
@@ -63,16 +66,17 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
             run.rewards.append(summary.mean_reward or 0.0)
             report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
             run.differences.append(report.logprob_mean_abs_diff)
-            await _push(client, trainer, step + 1 + bool(plan.rank))
+            await _push(client, trainer, plan, step + 1 + bool(plan.rank))
             await groups.acknowledge(*deliveries)  # a successor need not repeat the step
             run.seconds = time.monotonic() - started
             on_step(run, report)
     return run
 
 
-async def _push(client: Client, trainer: Trainer, version: int) -> None:
+async def _push(client: Client, trainer: Trainer, plan: Plan, version: int) -> None:
     if trainer.is_adapter:
-        await client.push_adapter(trainer.weights(), _ADAPTER, version, trainer.adapter_config)
+        weights, config = trainer.weights(), trainer.adapter_config
+        await client.push_adapter(weights, plan.adapter, version, config)
     else:
         await client.push_weights(trainer.weights(), version)
 

@@ -47,6 +47,8 @@ class Plan:
     warm_up: int = 4
     rank: int = 0
     """Rank of a LoRA adapter that is trained and pushed in the place of the weights. 0: none."""
+    adapter: str = "demo"
+    """Name of the adapter, and of its consumer: several trainers may share a mesh."""
     tool_s: float = 0.0
     """Mean time of a session's tools, seconds. A calculator is fast, but agents' tools are not."""
 
