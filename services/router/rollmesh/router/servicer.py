@@ -119,7 +119,8 @@ class RouterServicer(
                     self._members.reported(member, message.load)
                     if engine is not None:
                         _take_load(engine, message.load)
-                        self._table.judge(engine)
+                        if engine.tunnels is not None:
+                            self._table.judge(engine)
                         self._table.fleet.changed(engine)
                         self._pushes.heed(engine)
         except DeadlineError:  # it fell silent
