@@ -13,6 +13,7 @@ import numpy as np
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
+from rollmesh.v1.sampling_pb2 import TokenColumn
 from tests import models
 from tests.controls import unload_adapter
 from tests.processes import ServiceProcess
@@ -43,6 +44,7 @@ class Result:
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_logprobs: list[list[float]] = field(default_factory=list)
+    columns: list[TokenColumn] = field(default_factory=list)
     messages: int = 0
     finish: engine_pb2.GenerateFinish = field(default_factory=engine_pb2.GenerateFinish)
 
@@ -58,6 +60,7 @@ class Result:
             self.top_ids += tops.tolist()
             values = np.frombuffer(response.top_logprobs_f32le, "<f4").reshape(tops.shape)
             self.top_logprobs += values.tolist()
+        self.columns += response.columns
         self.ids += ids
         self.logprobs += np.frombuffer(response.logprobs_f32le, "<f4").tolist()
         if response.HasField("finish"):

@@ -16,12 +16,13 @@ import torch
 
 from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_of, joined, support_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, server_pb2, server_pb2_grpc
 from tests.controls import WAKE_UP, sleep
 from tests.docker.compose import docker_problem
-from tests.engine.engines import Engine, torch_logprobs
+from tests.engine.engines import PROMPT, Engine, torch_logprobs
 from tests.engine.vllm.test_transfer import free_port
 from tests.models import load_network, torch_logprobs as torch_rows
 from tests.processes import running
@@ -36,6 +37,18 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, torch sees {GPU
 GREEDY = {"temperature": 0.0}
 CLOSE = 1e-3
 """Kernels on a GPU add in another order than torch does on a CPU."""
+
+
+def moe_model(folder: Path) -> Path:
+    """Makes a tiny random model with experts, without a tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = Qwen3MoeConfig(**sizes, **layers, **experts, max_position_embeddings=2048)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @asynccontextmanager
@@ -91,6 +104,45 @@ async def test_given_ids_are_scored_by_the_runner_that_takes_them(
             wanted = np.where(given < 0, -np.inf, np.take_along_axis(rows, given, axis=1))
             assert np.allclose(scored.top_logprobs, wanted[start - 1 :], atol=CLOSE)
             assert np.allclose(scored.logprobs, top.logprobs[start - 1 :], atol=CLOSE)
+
+
+async def test_each_token_comes_with_the_ids_from_which_it_was_sampled(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    options = '{"return_sampling_mask": true}'
+    async with engine_of(
+        tmp_path, model_dir, model_dir, vllm=options, logprobs="sampled"
+    ) as engine:
+        cut = {"top_k": 5, "temperature": 0.7}
+        for chunk in (0, 4):
+            asked = engine.request(40, chunk, sampling=cut, top_logprobs=5, columns=[SUPPORT])
+            result = await engine.generate(asked)
+            found = support_of(joined(result.columns), len(PROMPT) + 40)
+            assert found is not None
+            for at, likely in enumerate(result.top_ids, len(PROMPT)):
+                row = found.values[found.offsets[at] : found.offsets[at + 1]]
+                assert set(row.tolist()) == set(likely)
+        with pytest.raises(InvalidFieldError, match="top_k"):
+            await engine.generate(engine.request(4, 0, sampling={"temperature": 0.7}))
+        await engine.score([*PROMPT, *result.ids])  # it samples one token, too
+
+
+async def test_routed_experts_come_in_increments(tmp_path: Path) -> None:
+    model = moe_model(tmp_path / "moe")
+    options = '{"enable_return_routed_experts": true}'
+    async with engine_of(tmp_path, model, model, vllm=options) as engine:
+        first = await engine.generate(engine.request(40, 4, sampling=GREEDY, columns=[EXPERTS]))
+        ids = np.array([*PROMPT, *first.ids], "<u4")
+        known = experts_of(first.columns, len(ids))
+        assert known is not None
+        assert np.flatnonzero(~known[1]).tolist() == [len(ids) - 1]
+        asked = {"token_ids_u32le": ids.tobytes(), "routed_experts_start": len(ids) - 1}
+        rest = await engine.generate(
+            engine.request(8, 4, sampling=GREEDY, columns=[EXPERTS], **asked)
+        )
+        (column,) = joined(rest.columns)
+        assert (column.start, column.rows) == (len(ids) - 1, 8)
+        assert tuple(column.row_shape) == known[0].shape[1:]
 
 
 @two_gpus

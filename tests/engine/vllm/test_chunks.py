@@ -10,6 +10,7 @@ import pytest
 from rollmesh.engine.backend import GenerateInput
 from rollmesh.engine.scores import NO_ID, ScoreInput
 from rollmesh.engine.vllm.chunks import VersionStart, keep_tensors, messages, scores_of
+from rollmesh.runtime.codec.columns import SUPPORT, joined, ragged_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 from tests.engine.engines import Result
@@ -38,9 +39,10 @@ def test_merged_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: i
     merged = output(sampled[0])
     for token in sampled[1:]:
         merged.extend(output(token))
-    asked = engine_pb2.GenerateRequest(top_logprobs=3)
+    asked = engine_pb2.GenerateRequest(top_logprobs=3, columns=[SUPPORT])
     request = GenerateInput(asked, np.ones(1, np.uint32), chunk)
-    completion = SimpleNamespace(token_ids=sampled, logprobs=merged)
+    mask = SimpleNamespace(token_ids=[[token, *range(at)] for at, token in enumerate(sampled)])
+    completion = SimpleNamespace(token_ids=sampled, logprobs=merged, sampling_mask=mask)
     result, versions = Result(), list[int]()
     for one in messages(completion, request, 10, [VersionStart(3, 0), VersionStart(4, 13)]):
         result.take(one)
@@ -51,6 +53,10 @@ def test_merged_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: i
     assert versions == [3, 3, 3, 4, 4]
     assert result.top_ids == [MOST_LIKELY] * 5
     assert result.top_logprobs == [LOGPROBS] * 5
+    (support,) = joined(result.columns)
+    assert (support.start, support.rows) == (11, 5)  # a prompt of one, and ten before
+    assert ragged_of(support).offsets.tolist() == [0, 1, 3, 6, 10, 15]
+    assert ragged_of(support).values[3:6].tolist() == [OTHER, 0, 1]
 
 
 SEQUENCE = ScoreInput("s", np.array([3, 8, 9, 7], np.uint32), start=1, top_k=3)

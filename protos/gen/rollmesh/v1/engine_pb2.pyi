@@ -66,6 +66,8 @@ class GenerateRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
@@ -83,6 +85,10 @@ class GenerateRequest(_message.Message):
     sampled_tokens: _builtins.int
     """Number of ids at the end of the prompt that another engine sampled before it was lost: this
     generation continues that one. `max_tokens` and `min_tokens` count the rest.
+    """
+    routed_experts_start: _builtins.int
+    """Index of the first id of the prompt whose ROUTED_EXPERTS are returned: those before it are known.
+    Below the number of ids.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
@@ -111,6 +117,12 @@ class GenerateRequest(_message.Message):
         has not loaded it. Not set means the base model.
         """
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedScalarFieldContainer[_sampling_pb2.ColumnKind.ValueType]:
+        """Columns to return, each kind once. INVALID_ARGUMENT (INVALID_FIELD) if the engine lacks
+        CAPABILITY_SAMPLING_SUPPORT or CAPABILITY_ROUTED_EXPERTS.
+        """
+
     def __init__(
         self,
         *,
@@ -125,10 +137,12 @@ class GenerateRequest(_message.Message):
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         adapter: _sampling_pb2.AdapterRef | None = ...,
+        columns: _abc.Iterable[_sampling_pb2.ColumnKind.ValueType] | None = ...,
+        routed_experts_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "adapter", b"adapter", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "adapter", b"adapter", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "images", b"images", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "adapter", b"adapter", "banned_token_ids", b"banned_token_ids", "columns", b"columns", "constraint", b"constraint", "images", b"images", "model", b"model", "request_id", b"request_id", "routed_experts_start", b"routed_experts_start", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -392,6 +406,7 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
     """Token ids: N unsigned 32-bit integers, little-endian."""
     logprobs_f32le: _builtins.bytes
@@ -408,6 +423,10 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___GenerateFinish:
         """How the generation ended."""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenColumn]:
+        """The columns that were asked for, see TokenChunk."""
+
     def __init__(
         self,
         *,
@@ -416,10 +435,11 @@ class GenerateResponse(_message.Message):
         finish: Global___GenerateFinish | None = ...,
         top_ids_u32le: _builtins.bytes = ...,
         top_logprobs_f32le: _builtins.bytes = ...,
+        columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,8 +459,11 @@ class TokenChunk(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
-    """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message."""
+    """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message, and in one that
+    has columns.
+    """
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id, nats: N 32-bit floats, little-endian."""
     top_ids_u32le: _builtins.bytes
@@ -467,6 +490,13 @@ class TokenChunk(_message.Message):
     def finish(self) -> Global___GenerateFinish:
         """How the generation ended. Set in the last message only."""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenColumn]:
+        """Further rows of the columns that were asked for, at most 1 MiB. Indices count the prompt and the
+        sampled ids together. The rows of a kind arrive in order, without a gap. Those of SAMPLING_SUPPORT
+        arrive with their tokens or before them. ROUTED_EXPERTS may all arrive at the end.
+        """
+
     def __init__(
         self,
         *,
@@ -478,10 +508,11 @@ class TokenChunk(_message.Message):
         policy_version: _builtins.int | None = ...,
         prompt_crc32: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
+        columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "finish", b"finish", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "adapter", b"adapter", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "adapter", b"adapter", "columns", b"columns", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015

@@ -89,6 +89,38 @@ greedy token has its log-probability at temperature 1, after penalties and biase
 """
 Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
 
+class _ColumnKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ColumnKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ColumnKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COLUMN_KIND_UNSPECIFIED: _ColumnKind.ValueType  # 0
+    """The field is not set."""
+    COLUMN_KIND_SAMPLING_SUPPORT: _ColumnKind.ValueType  # 1
+    """The ids that top_k, top_p and min_p left to sample the token from. Sampled tokens have a row. A row
+    without ids means that nothing was cut off: any id of the vocabulary could be sampled.
+    """
+    COLUMN_KIND_ROUTED_EXPERTS: _ColumnKind.ValueType  # 2
+    """The experts that each layer of the model took for the token. The last token of a sequence has no row:
+    the model was not run on it.
+    """
+
+class ColumnKind(_ColumnKind, metaclass=_ColumnKindEnumTypeWrapper):
+    """What a column has of each token."""
+
+COLUMN_KIND_UNSPECIFIED: ColumnKind.ValueType  # 0
+"""The field is not set."""
+COLUMN_KIND_SAMPLING_SUPPORT: ColumnKind.ValueType  # 1
+"""The ids that top_k, top_p and min_p left to sample the token from. Sampled tokens have a row. A row
+without ids means that nothing was cut off: any id of the vocabulary could be sampled.
+"""
+COLUMN_KIND_ROUTED_EXPERTS: ColumnKind.ValueType  # 2
+"""The experts that each layer of the model took for the token. The last token of a sequence has no row:
+the model was not run on it.
+"""
+Global___ColumnKind: _TypeAlias = ColumnKind  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -482,3 +514,89 @@ class VersionSpan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
+
+@_typing.final
+class TokenColumn(_message.Message):
+    """Values of consecutive tokens, one row for each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ROW_SHAPE_FIELD_NUMBER: _builtins.int
+    VALUE_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    kind: Global___ColumnKind.ValueType
+    """What they are."""
+    start: _builtins.int
+    """Index of the first token."""
+    rows: _builtins.int
+    """Number of tokens, at least 1."""
+    value_bytes: _builtins.int
+    """Size of a value, an unsigned integer: 1, 2 or 4 bytes."""
+    data: _builtins.bytes
+    """The values of all rows in order, little-endian. Without `row_shape`, the lengths of the rows come
+    first: 32-bit integers. Empty where the arrays of a session are left out.
+    """
+    data_bytes: _builtins.int
+    """Size of `data`, bytes."""
+    engine_id: _builtins.str
+    """Id of the engine that gave the rows, which is not the one that sampled a token if another engine
+    read it again. Empty in an engine's own messages.
+    """
+    numerics_id: _builtins.str
+    """Id of the numerics of that engine. Empty in an engine's own messages."""
+    @_builtins.property
+    def row_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of a row: of ROUTED_EXPERTS the layers, and the experts that each of them takes. Empty if rows
+        have different lengths.
+        """
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ColumnKind.ValueType = ...,
+        start: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        row_shape: _abc.Iterable[_builtins.int] | None = ...,
+        value_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        data_bytes: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
+        numerics_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "data_bytes", b"data_bytes", "engine_id", b"engine_id", "kind", b"kind", "numerics_id", b"numerics_id", "row_shape", b"row_shape", "rows", b"rows", "start", b"start", "value_bytes", b"value_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenColumn: _TypeAlias = TokenColumn  # noqa: Y015
+
+@_typing.final
+class TokenColumns(_message.Message):
+    """Columns of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenColumn]:
+        """By ascending start within a kind. They do not overlap."""
+
+    def __init__(
+        self,
+        *,
+        columns: _abc.Iterable[Global___TokenColumn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015

@@ -56,6 +56,10 @@ class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability
     """Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
     CAPABILITY_SCORE_GIVEN_IDS: _Capability.ValueType  # 6
     """Engines: ScoreTokens takes `ids_u32le`. Known once the model is loaded."""
+    CAPABILITY_SAMPLING_SUPPORT: _Capability.ValueType  # 7
+    """Engines: generations return SAMPLING_SUPPORT. Known once the model is loaded."""
+    CAPABILITY_ROUTED_EXPERTS: _Capability.ValueType  # 8
+    """Engines: generations return ROUTED_EXPERTS. Known once the model is loaded."""
 
 class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
     """An ability that depends on the release or the settings of a server."""
@@ -74,6 +78,10 @@ CAPABILITY_SHARED_STORE: Capability.ValueType  # 5
 """Collectors: the store is shared. A consumer may subscribe at any of the collectors that share it."""
 CAPABILITY_SCORE_GIVEN_IDS: Capability.ValueType  # 6
 """Engines: ScoreTokens takes `ids_u32le`. Known once the model is loaded."""
+CAPABILITY_SAMPLING_SUPPORT: Capability.ValueType  # 7
+"""Engines: generations return SAMPLING_SUPPORT. Known once the model is loaded."""
+CAPABILITY_ROUTED_EXPERTS: Capability.ValueType  # 8
+"""Engines: generations return ROUTED_EXPERTS. Known once the model is loaded."""
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final

@@ -6,17 +6,20 @@ conformance tests.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
+from rollmesh.runtime.codec.columns import Kind, bounded
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 _ID_DIGITS = 16
+MOST_COLUMN_BYTES = 1024 * 1024
+"""Size of the columns in one message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +95,15 @@ def message(
     )
 
 
+def parted(message: engine_pb2.TokenChunk) -> Iterator[engine_pb2.TokenChunk]:
+    """Yields a message with at most 1 MiB of columns, after others that have only its columns."""
+    if sum(one.data_bytes for one in message.columns) > MOST_COLUMN_BYTES:
+        for part in bounded(message.columns, MOST_COLUMN_BYTES):
+            yield engine_pb2.TokenChunk(columns=[part])
+        message.ClearField("columns")
+    yield message
+
+
 def aborted() -> engine_pb2.TokenChunk:
     """Returns the only message of a request that was aborted before anything was sampled."""
     finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_ABORT)
@@ -122,6 +134,8 @@ class ModelLimits:
     """Whether a sequence without given ids may fill the context. Otherwise one id less fits."""
     max_adapter_bytes: int = 0
     """Size of the largest file that an adapter of the model may have, bytes."""
+    columns: frozenset[Kind] = field(default_factory=frozenset)
+    """Columns that a generation may return."""
 
 
 def numerics_of(backend: str, logprobs: str, **values: Any) -> sampling_pb2.Numerics:

@@ -5,12 +5,13 @@ import dataclasses
 import logging
 import uuid
 import zlib
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
 from rollmesh.engine import metrics
 from rollmesh.engine.adapters import Adapters
-from rollmesh.engine.backend import Adapter, Backend, aborted
+from rollmesh.engine.backend import MOST_COLUMN_BYTES, Adapter, Backend, aborted, parted
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
@@ -86,7 +87,7 @@ class Generations:
             was_aborted = self._running[generate.request_id]  # the backend did not know of it
             messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
             async with aclosing(messages):
-                async for message in messages:
+                async for message in _parts(messages):
                     if message.HasField("finish"):
                         await faults.reach("engine-after-last-token")
                         message.finish.prompt_tokens = len(checked.token_ids)
@@ -212,7 +213,8 @@ class GenerationStream:
         """Starts without generations."""
         self._generations = generations
         self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # by number
-        self._frames = engine_pb2.GenerationsResponse()
+        self._waiting: deque[engine_pb2.GenerationsResponse] = deque()
+        self._column_bytes = 0  # in the last message that waits
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -233,8 +235,8 @@ class GenerationStream:
         try:
             while True:
                 self._changed.clear()
-                if self._frames.frames:
-                    message, self._frames = self._frames, engine_pb2.GenerationsResponse()
+                if self._waiting:
+                    message = self._waiting.popleft()
                     has_tokens = any(one.HasField("answer") for one in message.frames)
                     yield message
                     if has_tokens:
@@ -284,9 +286,13 @@ class GenerationStream:
         del self._running[number]
         self._changed.set()
 
-    def _add(self, number: int) -> engine_pb2.GenerationFrame:
+    def _add(self, number: int, column_bytes: int = 0) -> engine_pb2.GenerationFrame:
+        if not self._waiting or self._column_bytes + column_bytes > MOST_COLUMN_BYTES:
+            self._waiting.append(engine_pb2.GenerationsResponse())
+            self._column_bytes = 0
+        self._column_bytes += column_bytes
         self._changed.set()
-        return self._frames.frames.add(number=number)
+        return self._waiting[-1].frames.add(number=number)
 
     async def _generate(self, begin: engine_pb2.BeginGeneration) -> None:
         number, request = begin.number, begin.request
@@ -298,9 +304,18 @@ class GenerationStream:
                 self._add(number).taken = True
                 async with aclosing(self._generations.run(request)) as messages:
                     async for message in messages:
-                        self._add(number).answer.CopyFrom(message)
+                        column_bytes = sum(one.data_bytes for one in message.columns)
+                        self._add(number, column_bytes).answer.CopyFrom(message)
         except Exception as error:  # the edge: everything becomes a status
             self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
+
+
+async def _parts(
+    messages: AsyncIterator[engine_pb2.TokenChunk],
+) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
+    async for message in messages:
+        for part in parted(message):
+            yield part
 
 
 async def _only(

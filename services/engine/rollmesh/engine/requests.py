@@ -17,6 +17,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scores import NO_ID, ScoreInput
 from rollmesh.mesh.images import HeldBytes, Images, check_hashes, check_places
 from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.images import ImageLimits
 from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES, check_ranges
 from rollmesh.runtime.decoding.pool import ImageDecoders
@@ -328,6 +329,7 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
         raise InvalidFieldError(
             "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
         )
+    _check_columns(request, limits, len(token_ids))
     check_constraint(request)
     banned = request.banned_token_ids
     if len(banned) > _MAX_BANNED or any(id_ >= limits.vocabulary_tokens for id_ in banned):
@@ -341,6 +343,19 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
             f"is {request.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
         )
     return GenerateInput(request, token_ids, streamed.max_chunk_tokens, streamed.collect_ms)
+
+
+def _check_columns(request: engine_pb2.GenerateRequest, limits: ModelLimits, tokens: int) -> None:
+    for at, kind in enumerate(request.columns):
+        name = name_of(sampling_pb2.ColumnKind.DESCRIPTOR, kind)
+        if kind not in limits.columns:
+            problem = f"this engine does not return {name}; see docs/engines.md for what does"
+            raise InvalidFieldError(f"columns[{at}]", problem)
+        if kind in request.columns[:at]:
+            raise InvalidFieldError(f"columns[{at}]", f"is {name} again; give each kind once")
+    if request.routed_experts_start and request.routed_experts_start >= tokens:
+        problem = f"is {request.routed_experts_start}; give one below the {tokens} ids"
+        raise InvalidFieldError("routed_experts_start", problem)
 
 
 MAX_TOP_K = 256

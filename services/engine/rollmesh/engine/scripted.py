@@ -39,11 +39,13 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_column, support_column
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _LEAST_VOCABULARY = 3
+_SUPPORT_IDS = 3  # that top_p or min_p leave
 _ADAPTER_BYTES = 1024 * 1024 * 1024
 _CONTEXT_TOKENS = 131_072
 """Context length where the settings give none."""
@@ -56,6 +58,8 @@ class _Request:
     reply: TokenIds
     top_logprobs: int
     vocabulary: int
+    asked: engine_pb2.GenerateRequest
+    prompt: TokenIds
     spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
@@ -80,7 +84,37 @@ class _Request:
 
     def _message(self, start: int, end: int, version: int) -> engine_pb2.TokenChunk:
         ids = self.reply[start:end]
-        return message(ids, *_ranked(ids, self.top_logprobs, self.vocabulary), version)
+        made = message(ids, *_ranked(ids, self.top_logprobs, self.vocabulary), version)
+        if self.asked.columns and len(ids):
+            made.columns.extend(self._columns(start, end))
+        return made
+
+    def _columns(self, start: int, end: int) -> Iterator[sampling_pb2.TokenColumn]:
+        """Yields the columns that come with sampled tokens: experts of the tokens before them."""
+        prompt, sampling = len(self.prompt), self.asked.sampling
+        if SUPPORT in self.asked.columns:
+            cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+            count = min(sampling.top_k or _SUPPORT_IDS, self.vocabulary) if cuts else 0
+            yield support_column(
+                prompt + start, list(_ranked(self.reply[start:end], count, self.vocabulary)[1])
+            )
+        if EXPERTS in self.asked.columns:
+            first = prompt + start - 1 if start else self.asked.routed_experts_start
+            ids = np.concatenate([self.prompt, self.reply[:end]])[first : prompt + end - 1]
+            yield experts_column(first, scripted_experts(ids, first))
+
+
+def scripted_experts(ids: TokenIds, start: int) -> NDArray[np.uint8]:
+    """Returns the experts that the scripted model takes for consecutive ids: uint8 [N, 3, 2].
+
+    Args:
+        ids: uint32 [N].
+        start: Index of the first one in its sequence.
+    """
+    places = ids.astype(np.int64) + np.arange(start, start + len(ids))
+    layers, choices = np.arange(3), np.arange(2)
+    rows = places[:, None, None] + 16 * layers[:, None] + 5 * choices
+    return (rows % 64).astype(np.uint8)
 
 
 def _ranked(ids: TokenIds, count: int, vocabulary: int) -> tuple[Logprobs, TokenIds, Logprobs]:
@@ -167,6 +201,7 @@ class ScriptedBackend:
             scores_given_ids=True,
             scores_whole_context=True,
             max_adapter_bytes=_ADAPTER_BYTES,
+            columns=frozenset({SUPPORT, EXPERTS}),
         )
         self.numerics = numerics_of(self.name, config.logprobs)
         self.weight_transfer = config.weight_transfer
@@ -226,7 +261,8 @@ class ScriptedBackend:
 
     async def score(self, request: ScoreInput) -> Scores | None:
         """Returns the scores of a sequence after one step of the clock. None if it was aborted."""
-        state = _Request(request.token_ids[-1:], 0, self._vocabulary)
+        reply = request.token_ids[-1:]
+        state = _Request(reply, 0, self._vocabulary, engine_pb2.GenerateRequest(), reply)
         async with self._admitted(request.request_id, state):
             while not state.over:
                 await self._step(state, 1)
@@ -367,7 +403,8 @@ class ScriptedBackend:
                 break
         room = self.limits.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
-        return _Request(reply, generate.top_logprobs, self._vocabulary)
+        top = generate.top_logprobs
+        return _Request(reply, top, self._vocabulary, generate, request.token_ids)
 
     def _rest(self, prompt: TokenIds, sampled: int, more: str) -> TokenIds:
         """Returns the reply to a prompt, or its rest if the prompt ends with a part of it."""

@@ -14,6 +14,7 @@ from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.mesh.routers import Membership, own_id
 from rollmesh.mesh.tunnels import DialOut
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import tunnel_address
@@ -39,10 +40,12 @@ class EngineService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Returns what the backend can do. Of given ids it knows once it has started."""
+        """Returns what the backend can do. Some it knows once it has started."""
         found = {
             server_pb2.CAPABILITY_WEIGHT_TRANSFER: bool(self._backend.weight_transfer),
             server_pb2.CAPABILITY_SCORE_GIVEN_IDS: self._backend.limits.scores_given_ids,
+            server_pb2.CAPABILITY_SAMPLING_SUPPORT: SUPPORT in self._backend.limits.columns,
+            server_pb2.CAPABILITY_ROUTED_EXPERTS: EXPERTS in self._backend.limits.columns,
         }
         return frozenset(capability for capability, has in found.items() if has)
 

@@ -55,6 +55,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 response.logprobs_f32le += message.logprobs_f32le
                 response.top_ids_u32le += message.top_ids_u32le
                 response.top_logprobs_f32le += message.top_logprobs_f32le
+                response.columns.extend(message.columns)
                 if message.HasField("finish"):
                     response.finish.CopyFrom(message.finish)
         return response

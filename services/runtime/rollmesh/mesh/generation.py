@@ -1,7 +1,7 @@
 """The tokens that engines sample for one request: checked, joined and continued."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -15,6 +15,14 @@ from rollmesh.runtime.codec.arrays import (
     unpack_ids,
     unpack_logprobs,
     wrong_logprob,
+)
+from rollmesh.runtime.codec.columns import (
+    EXPERTS,
+    SUPPORT,
+    Kind,
+    check_column,
+    ragged_of,
+    rows_between,
 )
 from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -74,6 +82,9 @@ def joined(runs: Iterable[Sampled]) -> Sampled:
 # An engine is another process and may be faulty. Whatever cannot be right is an `EngineFaultError`,
 # and nothing of the message is used.
 
+_ABORT = sampling_pb2.FINISH_REASON_ABORT
+_MOST_COLUMN_BYTES = 256 * 1024 * 1024
+"""Size of the columns of one answer."""
 _FINISHES = set(sampling_pb2.FinishReason.values()) - {sampling_pb2.FINISH_REASON_UNSPECIFIED}
 
 
@@ -93,6 +104,10 @@ class Expected:
     """Exclusive upper bound of the ids. 0 if it is unknown."""
     adapter: sampling_pb2.AdapterRef | None = None
     """The adapter revision that samples. None if the base model does."""
+    columns: Sequence[Kind] = ()
+    """The columns that were asked for."""
+    experts_start: int = 0
+    """Index of the first token whose routed experts were asked for."""
 
     @property
     def adapter_name(self) -> str:
@@ -112,6 +127,8 @@ class AnswerCheck:
         self._last_id: int | None = None
         self._sampled = 0
         self._ended = False
+        self._column_ends = {SUPPORT: expected.prompt_tokens, EXPERTS: expected.experts_start}
+        self._column_bytes = 0
 
     def take(
         self,
@@ -142,8 +159,10 @@ class AnswerCheck:
         if response.HasField("finish"):
             self._check_finish(response.finish, self._sampled + len(run), last_id)
             self._check_spans(response.finish, runs, offered)
-        elif not len(run):
+        elif not len(run) and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
+        if self._expected.columns or response.columns:
+            self._take_columns(response, self._sampled + len(run))
         self._runs, self._last_id = runs, last_id
         self._sampled += len(run)
         self._last_version = self._last_version if version is None else version
@@ -168,6 +187,33 @@ class AnswerCheck:
             )
         shape = len(ids), most
         return Sampled(ids, logprobs, Tops(top_ids.reshape(shape), top_logprobs.reshape(shape)))
+
+    def _take_columns(self, response: engine_pb2.TokenChunk, sampled: int) -> None:
+        """Checks the columns of a message, after which there are so many sampled tokens."""
+        expected, ends = self._expected, self._column_ends.copy()
+        size = self._column_bytes + sum(one.data_bytes for one in response.columns)
+        if size > _MOST_COLUMN_BYTES:
+            raise EngineFaultError(f"the engine gave columns of over {_MOST_COLUMN_BYTES} bytes")
+        for at, one in enumerate(response.columns):
+            try:
+                check_column(one, f"columns[{at}]")
+            except InvalidFieldError as error:
+                raise EngineFaultError(f"the engine's {error.message}") from error
+            if one.kind not in expected.columns or one.start != ends[one.kind]:
+                raise EngineFaultError(f"the engine's columns[{at}] is not what comes next")
+            ends[one.kind] += one.rows
+            if one.kind == SUPPORT:
+                self._check_ids(ragged_of(one).values)
+        total = expected.prompt_tokens + sampled
+        wanted = {SUPPORT: total}
+        if response.HasField("finish") and response.finish.reason != _ABORT:
+            wanted[EXPERTS] = total - 1
+            ahead = any(ends[kind] > end for kind, end in wanted.items())
+        else:
+            ahead = max(ends.values()) > expected.prompt_tokens + expected.max_tokens
+        if ahead or any(ends[kind] < wanted.get(kind, 0) for kind in expected.columns):
+            raise EngineFaultError("the engine's columns have other tokens than its answer")
+        self._column_ends, self._column_bytes = ends, size
 
     def _check_tokens(self, run: Sampled) -> None:
         most = self._expected.max_tokens
@@ -376,6 +422,8 @@ class Generation:
     restarted: bool = False
     """Whether tokens that were sampled for the request were discarded before these."""
     runs: list[Sampled] = field(default_factory=list)
+    columns: list[sampling_pb2.TokenColumn] = field(default_factory=list)
+    """The columns, by index into the prompt and the sampled ids. Each names its engine."""
     spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     """Engine and version of the ids, as far as the messages have them."""
     finish: engine_pb2.GenerateFinish | None = None
@@ -453,6 +501,8 @@ class Generation:
         rest = continued(self.request, sampled, request_id, into)
         if self.prompt_crc32 is None:
             self.prompt_crc32 = prompt_crc32(self.request)
+        if rest.columns:
+            self._continue_columns(rest)
         self._check = AnswerCheck(
             Expected(
                 prompt_tokens=self._prompt_tokens + len(sampled),
@@ -461,6 +511,8 @@ class Generation:
                 top_logprobs=rest.top_logprobs,
                 vocabulary_tokens=self.vocabulary_tokens,
                 adapter=self.adapter,
+                columns=rest.columns,
+                experts_start=rest.routed_experts_start,
             ),
             offered,
         )
@@ -485,12 +537,26 @@ class Generation:
         run = self._check.take(response, offered)
         if len(run):
             self.runs.append(run)
+        for one in response.columns:
+            column = sampling_pb2.TokenColumn()
+            column.CopyFrom(one)  # a part of the message would keep all of it
+            column.engine_id, column.numerics_id = self.engine_id, self._numerics_id
+            self.columns.append(column)
         if response.HasField("policy_version") and self.is_known:
             self._add_span(response.policy_version, len(run))
         self._taken += len(run)
         if response.HasField("finish"):
             self.end(response.finish)
         return run
+
+    def _continue_columns(self, rest: engine_pb2.GenerateRequest) -> None:
+        """Drops rows of tokens that did not arrive, and asks for the experts that are missing."""
+        held, end = self.columns, self._prompt_tokens + self._taken
+        experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
+        support = [*rows_between([one for one in held if one.kind == SUPPORT], 0, end)]
+        self.columns = experts + support
+        if experts:
+            rest.routed_experts_start = experts[-1].start + experts[-1].rows
 
     def end(self, finish: engine_pb2.GenerateFinish) -> None:
         """Ends the tokens of the engine. The spans of its finish replace those of its messages."""

@@ -63,6 +63,7 @@ from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, writte
 from rollmesh.engine.vllm.grammars import Grammars
 from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, Kind, experts_column
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.images import ImageLimits
 from rollmesh.runtime.config import ConfigError
@@ -71,6 +72,7 @@ from rollmesh.runtime.errors import (
     EngineStartError,
     InvalidConstraintError,
     InvalidFieldError,
+    InvalidSamplingError,
     InvalidWeightsError,
     RollmeshError,
     WeightTransferError,
@@ -210,6 +212,9 @@ def sampling_params(
             *([one] for one in generate.banned_token_ids),
         ]
         or None,
+        routed_experts_prompt_start=(
+            generate.routed_experts_start if EXPERTS in generate.columns else len(request.token_ids)
+        ),
         logprobs=generate.top_logprobs,
         flat_logprobs=True,
         detokenize=False,
@@ -235,7 +240,8 @@ def score_params(request: ScoreInput, *, samples_last: bool) -> SamplingParams:
         request: The request.
         samples_last: Whether the prompt lacks the last id, which is the only one to be sampled.
     """
-    own: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    # With return_sampling_mask, vLLM takes no request that is greedy or without top_k.
+    own: dict[str, Any] = {"top_k": 1, "max_tokens": 1, "detokenize": False}
     if request.ids is not None:
         given = np.where(request.ids == NO_ID, -1, request.ids.astype(np.int64))
         ids = np.column_stack((request.token_ids[request.start :], given))
@@ -516,13 +522,14 @@ class VllmBackend:
             # The mask of the last id is part of sampled log-probabilities.
             scores_whole_context=self._config.logprobs == "raw",
             max_adapter_bytes=self._adapters.most_bytes if self._adapters else 0,
+            columns=_columns(self._llm.vllm_config),
         )
         attention = _first(await self._on_workers("attention_backends"))
         self.numerics = _numerics(self._llm.vllm_config, attention, self._config.logprobs)
         await self._llm.update_weight_version(str(self._policy_version))
         # With its first constraint vLLM reads the vocabulary, which takes seconds.
         warm_up = engine_pb2.GenerateRequest(request_id="warm-up", token_ids_u32le=bytes(4))
-        warm_up.sampling.max_tokens = 2
+        warm_up.sampling.max_tokens, warm_up.sampling.top_k = 2, 1
         if self._takes_constraints:
             warm_up.constraint.structural_tag_json = _ANY_TEXT
         asked = engine_pb2.StreamedGenerate(generate=warm_up, max_chunk_tokens=1)
@@ -560,6 +567,8 @@ class VllmBackend:
         """Yields messages, the last with the finish. Closing the iterator aborts the request."""
         generate = request.generate
         request_id = generate.request_id
+        if SUPPORT in self.limits.columns:
+            _check_bounded(generate.sampling)
         running = RunningRequest(self._llm.output_processor, request_id, request.collect_ms)
         unread: list[Any] = []
         passed = 0
@@ -601,6 +610,10 @@ class VllmBackend:
                         parts = parts or [engine_pb2.TokenChunk()]
                         finish = _finish(completion, output.num_cached_tokens or 0)
                         parts[-1].finish.CopyFrom(finish)
+                        rows = completion.routed_experts
+                        if EXPERTS in generate.columns and rows is not None:
+                            column = experts_column(generate.routed_experts_start, rows)
+                            parts[-1].columns.append(column)
                     for part in parts:
                         yield part
 
@@ -815,6 +828,29 @@ def _lora(adapter: Adapter) -> LoRARequest:
 
 def _first(answers: list[str]) -> str:
     return next(filter(None, answers), "")
+
+
+def _columns(config: Any) -> frozenset[Kind]:
+    """Returns the columns that vLLM was started to return, which its own checks allowed."""
+    found = {
+        SUPPORT: config.model_config.return_sampling_mask,
+        EXPERTS: config.aux_output_config.enable_return_routed_experts,
+    }
+    return frozenset(kind for kind, is_on in found.items() if is_on)
+
+
+def _check_bounded(sampling: sampling_pb2.SamplingParams) -> None:
+    """Checks that vLLM can return the sampling support of a request.
+
+    Raises:
+        InvalidSamplingError: It is greedy, or without top_k.
+    """
+    if not sampling.top_k or not sampling.temperature:
+        raise InvalidSamplingError(
+            "sampling.top_k",
+            "is missing, or temperature is 0, and the engine runs with return_sampling_mask; give "
+            "top_k and a temperature above 0",
+        )
 
 
 def _numerics(config: Any, attention: str, logprobs: str) -> sampling_pb2.Numerics:

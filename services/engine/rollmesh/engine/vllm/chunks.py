@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollmesh.engine.backend import GenerateInput, message
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.columns import SUPPORT, support_column
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 
@@ -100,13 +101,18 @@ def messages(
     for version, end in zip(starts, [*ends, len(ids)], strict=True):
         for at in range(max(version.start - first, 0), end, size):
             part = slice(at, min(at + size, end))
-            yield message(
+            made = message(
                 ids[part],
                 logprobs[part, 0],
                 ranked[part, 1:],
                 logprobs[part, 1:],
                 version.policy_version,
             )
+            if SUPPORT in request.generate.columns:
+                kept = completion.sampling_mask.token_ids[part]
+                rows = [np.array(row, np.uint32) for row in kept]
+                made.columns.append(support_column(len(request.token_ids) + first + at, rows))
+            yield made
 
 
 def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
