@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 
+from rollmesh.runtime.codec.columns import experts_column, support_column
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.token_arrays import pack_tokens
 
@@ -48,6 +49,15 @@ def record(
         reward=float(index),
         trajectories=[trajectory(session_id)],
         turns=1,
+    )
+
+
+def add_columns(row: trajectory_pb2.Trajectory) -> None:
+    """Adds experts of tokens 0 to 2 and 4, and the support of the sampled tokens 2 and 3."""
+    rows = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    support = [np.array([2, 9], np.uint32), np.empty(0, np.uint32)]
+    row.columns.extend(
+        [support_column(2, support), experts_column(0, rows[:3]), experts_column(4, rows[3:])]
     )
 
 

@@ -14,12 +14,13 @@ import pytest
 
 from rollmesh.collector.commands import read_position
 from rollmesh.collector.export import export, rows_of
+from rollmesh.collector.log import join, read_head, split
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
 from tests.collector.postgres_server import postgres_database
-from tests.collector.records import record, with_images
+from tests.collector.records import add_columns, record, with_images
 from tests.processes import ServiceProcess, reserved_port, running
 
 
@@ -56,6 +57,28 @@ def tool(collector: ServiceProcess, *words: str) -> subprocess.CompletedProcess[
 def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+async def test_columns_are_stored_and_exported(tmp_path: Path, suffix: str) -> None:
+    one = record("columns")
+    add_columns(one.trajectories[0])
+    head, arrays = split(session_pb2.SessionRecord.FromString(one.SerializeToString()))
+    assert join(read_head("columns", head), b"".join(arrays)) == one
+
+    async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
+        yield one
+
+    path = tmp_path / f"out.{suffix}"
+    await export(sessions(), path)
+    if suffix == "jsonl":
+        (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        (row,) = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    assert row["sampling_support"] == [[], [], [2, 9], [], [], []]
+    experts = [list(range(6 * at, 6 * at + 6)) for at in range(4)]
+    assert row["routed_experts"] == [*experts[:3], None, experts[3], None]
+    assert row["routed_experts_shape"] == [3, 2]
 
 
 async def test_export_writes_a_row_for_each_trajectory(

@@ -135,14 +135,14 @@ async def test_routed_experts_come_in_increments(tmp_path: Path) -> None:
         ids = np.array([*PROMPT, *first.ids], "<u4")
         known = experts_of(first.columns, len(ids))
         assert known is not None
-        assert np.flatnonzero(~known[1]).tolist() == [len(ids) - 1]
+        assert np.flatnonzero(~known.has_row).tolist() == [len(ids) - 1]
         asked = {"token_ids_u32le": ids.tobytes(), "routed_experts_start": len(ids) - 1}
         rest = await engine.generate(
             engine.request(8, 4, sampling=GREEDY, columns=[EXPERTS], **asked)
         )
         (column,) = joined(rest.columns)
         assert (column.start, column.rows) == (len(ids) - 1, 8)
-        assert tuple(column.row_shape) == known[0].shape[1:]
+        assert tuple(column.row_shape) == known.rows.shape[1:]
 
 
 @two_gpus

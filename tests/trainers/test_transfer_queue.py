@@ -41,6 +41,11 @@ async def test_versions_are_of_each_trajectory_alone(ran: Any) -> None:
     assert (versions["main0"], versions["sub0"]) == ((4, 4), (6, 6))
 
 
+async def test_routed_experts_are_laid_out_as_verls_agent_loop_does(ran: Any) -> None:
+    assert ran["experts"] == {"same": True, "shape": [5, 3, 2], "last": 0}
+    assert ran["refusals"]["mixed"].startswith("columns: only some rows have ['routed_experts']")
+
+
 async def test_verls_filter_finds_the_group_whose_scores_are_all_equal(ran: Any) -> None:
     assert ran["groups"]["evicted"] == 1
     assert ran["groups"]["refilled"][0] >= 1

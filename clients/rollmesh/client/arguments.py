@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
+from rollmesh.runtime.codec.columns import KINDS
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
@@ -25,6 +26,8 @@ _EXPORT_FORMS = {
     "turns": gateway_pb2.EXPORT_MODE_TURNS,
     "tree": gateway_pb2.EXPORT_MODE_TREE,
 }
+Column: TypeAlias = Literal["sampling_support", "routed_experts"]
+"""Further values of each token: see the methods of `Columns` with these names."""
 Purpose: TypeAlias = Literal["train", "eval", "other"]
 """The use of a session's tokens. A consumer gets sessions to train on by default."""
 _PURPOSES = {
@@ -91,6 +94,15 @@ def choices_of(adapters: Sequence[AdapterChoice | str]) -> list[AdapterChoice]:
             raise InvalidFieldError(f"adapters[{at}]", f"is {one!r}; give a name or AdapterChoice")
         choices.append(AdapterChoice(name=one) if isinstance(one, str) else one)
     return choices
+
+
+def kinds_of(columns: Sequence[Column]) -> list[sampling_pb2.ColumnKind.ValueType]:
+    """Returns the values of `Column`s.
+
+    Raises:
+        InvalidFieldError: There is no such column.
+    """
+    return [chosen(f"columns[{at}]", one, KINDS) for at, one in enumerate(columns)]
 
 
 def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:

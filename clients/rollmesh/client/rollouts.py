@@ -41,11 +41,13 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from rollmesh.client.arguments import (
+    Column,
     ExportForm,
     Purpose,
     SamplingPolicy,
     choices_of,
     export_mode,
+    kinds_of,
     policy_of,
     purpose_of,
     read_sampling,
@@ -442,6 +444,8 @@ class RolloutSettings:
     """Name of the model that answers. May be empty if the mesh has only one."""
     adapters: Sequence[AdapterChoice | str] = ()
     """The policies of the sessions, as of `Client.session`."""
+    columns: Sequence[Column] = ()
+    """Further values of each token to record, as of `Client.session`."""
     sampling: Mapping[str, Any] | None = None
     """Sampling parameters of all turns, by the names of `SamplingParams`."""
     sampling_policy: SamplingPolicy | None = None
@@ -502,6 +506,7 @@ class RolloutSettings:
         purpose_of(self.purpose)
         read_sampling(self.sampling)
         choices_of(self.adapters)
+        kinds_of(self.columns)
         policy_of(self.sampling_policy)
         if self.runner is not None:
             find_runner(self.runner)
@@ -720,6 +725,7 @@ class Attempts:
             group_size=seat.group.size,
             sampling=seat.group.sampling,
             adapters=self._settings.adapters,
+            columns=self._settings.columns,
             sampling_policy=self._settings.sampling_policy,
             metadata=metadata,
             export=self._settings.export,

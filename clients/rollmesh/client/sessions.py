@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.client.arguments import (
+    Column,
     ExportForm,
     Purpose,
     SamplingPolicy,
     choices_of,
     export_mode,
     filled,
+    kinds_of,
     outcome_of,
     policy_of,
     purpose_of,
@@ -28,6 +30,7 @@ from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
+from rollmesh.runtime.codec.columns import Columns
 from rollmesh.runtime.codec.enums import name_of, text_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -289,6 +292,7 @@ class SessionCalls(Connections):
         *,
         model: str = "",
         adapters: Sequence[AdapterChoice | str] = (),
+        columns: Sequence[Column] = (),
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -310,6 +314,8 @@ class SessionCalls(Connections):
             adapters: Its policies: adapters of the model, by name for the newest revision at each
                 turn, or as `AdapterChoice`. An empty name is the base model. An agent chooses one
                 by the `model` of a request, and the first one answers every other name.
+            columns: Further values of each token to record: "sampling_support", "routed_experts".
+                Turns fail on engines that do not return them.
             group_id: Shared by the sessions of one prompt. Empty: a group of one.
             sample_index: Index in the group.
             group_size: Number of sessions in the group.
@@ -333,6 +339,7 @@ class SessionCalls(Connections):
         request = self.session_request(
             model=model,
             adapters=adapters,
+            columns=columns,
             group_id=group_id,
             sample_index=sample_index,
             group_size=group_size,
@@ -361,6 +368,7 @@ class SessionCalls(Connections):
         *,
         model: str = "",
         adapters: Sequence[AdapterChoice | str] = (),
+        columns: Sequence[Column] = (),
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -381,6 +389,7 @@ class SessionCalls(Connections):
             gateway_pb2.CreateSessionRequest,
             model=model,
             adapters=choices_of(adapters),
+            columns=kinds_of(columns),
             request_id=request_id,
             group_id=group_id,
             sample_index=sample_index,
@@ -606,6 +615,8 @@ class TrajectoryTree:
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
     """Its images by ascending start, and the tokens that stand for each. The files are in the
     session's `images`."""
+    columns: Columns = field(default=Columns(), repr=False)
+    """The columns that the session asked for: sampling support, routed experts."""
 
     @classmethod
     def from_proto(cls, proto: trajectory_pb2.TrajectoryTree) -> "TrajectoryTree":
@@ -646,6 +657,7 @@ class TrajectoryTree:
             nodes=tuple(proto.nodes),
             reasons=reason_names(proto.reasons),
             images=read_images(proto),
+            columns=Columns.read(proto),
         )
 
     def leaves(self) -> NDArray[np.int64]:
@@ -735,6 +747,8 @@ class Trajectory:
     session's `images`."""
     teacher: Scores | None = None
     """The scores of the consumer's teacher, from `prompt_tokens` on. None without a teacher."""
+    columns: Columns = field(default=Columns(), repr=False)
+    """The columns that the session asked for: sampling support, routed experts."""
 
     @property
     def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
@@ -771,6 +785,7 @@ class Trajectory:
             proto.reward if proto.HasField("reward") else None,
             read_images(proto),
             _teacher(proto),
+            Columns.read(proto),
         )
 
 

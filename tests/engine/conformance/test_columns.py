@@ -52,9 +52,9 @@ async def test_rows_come_once_and_in_order(engine: Engine, chunk: int) -> None:
     assert (experts.start, experts.rows) == (6, end - 1 - 6)  # none of the last token
     found = experts_of([experts], end)
     assert found is not None
-    assert (found[0].dtype, found[0].shape) == (np.uint8, (end, 3, 2))
-    assert np.array_equal(found[0][6:-1], scripted_experts(ids[6:-1], 6))
-    assert np.flatnonzero(found[1]).tolist() == list(range(6, end - 1))
+    assert (found.rows.dtype.name, found.rows.shape) == ("uint8", (end, 3, 2))
+    assert np.array_equal(found.rows[6:-1], scripted_experts(ids[6:-1], 6))
+    assert np.flatnonzero(found.has_row).tolist() == list(range(6, end - 1))
     assert (support.start, support.rows) == (len(PROMPT), 12)
     ragged = support_of([support], end)
     assert ragged is not None

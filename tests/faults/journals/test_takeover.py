@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from rollmesh.client import AdapterChoice, Session, SessionResult
+from rollmesh.engine.scripted import scripted_experts
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import (
@@ -142,6 +143,22 @@ async def test_images_go_over_with_their_session(seeing: Fleet) -> None:
         (stored,) = [one.session async for one in stub.ReadSessions(request)]
     assert [one.data for one in stored.images] == [cat, dog]
     assert [one.tokens for one in stored.trajectories[0].images] == [4, 6]
+
+
+async def test_columns_go_over_with_their_session(fleet: Fleet) -> None:
+    request = fleet.client.session_request(columns=["routed_experts", "sampling_support"])
+    session = await fleet.client.open_session(request)
+    talk = Talk(fleet, session)
+    await talk.run(2)
+    await fleet.mesh.processes[await fleet.owner(session)].kill()
+    await talk.run(2)
+    found = await check_books(fleet, [talk])
+    (trajectory,) = found[session.session_id].trajectories
+    experts, support = trajectory.columns.routed_experts(), trajectory.columns.sampling_support()
+    assert experts is not None
+    assert support is not None
+    assert experts.has_row.tolist() == [True] * (len(trajectory.token_ids) - 1) + [False]
+    assert np.array_equal(experts.rows[:-1], scripted_experts(trajectory.token_ids[:-1], 0))
 
 
 async def test_a_pinned_adapter_goes_over_with_its_session(fleet: Fleet) -> None:

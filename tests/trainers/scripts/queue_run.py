@@ -16,6 +16,7 @@ from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordi
 from rollmesh.client import Scores, SessionResult
 from rollmesh.integrations.verl.manager import Settings, load_runner
 from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
+from rollmesh.runtime.codec.columns import Columns, experts_column
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory, tree_session
 from tests.trainers.queues import buffer, described
@@ -104,6 +105,31 @@ def statuses() -> dict[str, str]:
     return found
 
 
+def experts() -> dict[str, Any]:
+    """Routed experts as verl's own agent loop lays them out, and as they come out of the queue."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    rows = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    one = replace(linear("moe", 2, 3), columns=Columns((experts_column(0, rows),), 5))
+    own = AgentLoopOutput(
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5],
+        response_mask=[1, 1, 1],
+        routed_experts=rows,
+        num_turns=2,
+        metrics=AgentLoopMetrics(),
+    ).as_dict()["routed_experts"]
+    submit("moe")
+    asyncio.run(put(TransferQueueWriter("train"), "moe", [session("s", [one])], 0))
+    keys = [key for key in tq.kv_list("train")["train"] if key.startswith("moe_")]
+    (found,) = tq.kv_batch_get(keys=keys, partition_id="train")["routed_experts"].unbind()
+    return {
+        "same": bool((found == own).all()) and found.dtype == own.dtype,
+        "shape": list(found.shape),
+        "last": found[-1].abs().sum().item(),
+    }
+
+
 def refusals() -> dict[str, str]:
     rows = rows_of([session("s", [linear("s", 2, 2)])])
     found: dict[str, str] = {}
@@ -125,6 +151,10 @@ def refusals() -> dict[str, str]:
         attempts[name] = partial(Settings.from_config, {**settings, name: value})
     failed: Any = "some_failed"
     attempts["writer"] = partial(TransferQueueWriter, "train", failed)
+    column = experts_column(0, np.ones((4, 3, 2), np.uint8))
+    moe = replace(linear("b", 2, 3), columns=Columns((column,), 5))
+    mixed = rows_of([session("s", [linear("a", 2, 3), moe])])
+    attempts["mixed"] = partial(queue_rows, mixed, prompt("u"))
     attempts["runner"] = lambda: load_runner("mine", "no.such.module:run")
     for name, attempt in attempts.items():
         try:
@@ -189,6 +219,7 @@ def snippet(text: str) -> list[str]:
 def main() -> None:
     with running_queue():
         result: dict[str, Any] = {"groups": groups(), "statuses": statuses()}
+        result["experts"] = experts()
         result["snippet"] = snippet(json.loads(sys.argv[1])["snippet"])
     result |= {"refusals": refusals(), "tensordicts": tensordicts(), "taught": taught()}
     print(json.dumps(result))  # noqa: T201

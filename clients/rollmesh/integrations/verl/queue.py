@@ -128,6 +128,8 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
     `num_turns` int64 []. With a teacher also its `teacher_ids` int32 [P + R, K] and
     `teacher_logprobs` float32 [P + R, K]: K most likely ids, or the token itself with K = 1. As in
     verl's `compute_teacher_logprobs_single`, a row is about the next token, so the last is empty.
+    `routed_experts` int16 [P + R, L, K] if the session recorded them, 0 where a token has no row,
+    as in verl's agent loop.
     """
     trajectory = row.trajectory
     prompt = trajectory.prompt_tokens
@@ -145,6 +147,8 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
         "rm_scores": _tensor(row.rewards[prompt:], np.float32),
         "num_turns": torch.tensor(_messages(row), dtype=torch.int64),
     }
+    if (experts := trajectory.columns.routed_experts()) is not None:
+        found["routed_experts"] = _tensor(experts.rows, np.int16)
     if (scores := trajectory.teacher) is not None:
         top_ids, top_logprobs = scores.top_ids, scores.top_logprobs
         if not top_ids.shape[1]:
@@ -176,7 +180,15 @@ def vision_columns(row: Row, processor: ImageProcessor) -> dict[str, Any]:
 
 
 def stacked(columns: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """Returns rows with the same columns as a TensorDict of batch size [B]."""
+    """Returns rows with the same columns as a TensorDict of batch size [B].
+
+    Raises:
+        InvalidFieldError: A row lacks a column of another one.
+    """
+    for column in columns:
+        if missing := columns[0].keys() ^ column.keys():
+            problem = f"only some rows have {sorted(missing)}; open all sessions with the same ones"
+            raise InvalidFieldError("columns", problem)
     found: dict[str, Any] = {}
     for name, first in columns[0].items():
         values = [column[name] for column in columns]

@@ -461,8 +461,8 @@ class TokenChunk(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
-    """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message, and in one that
-    has columns.
+    """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message, and in a
+    message with columns.
     """
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id, nats: N 32-bit floats, little-endian."""
@@ -493,8 +493,8 @@ class TokenChunk(_message.Message):
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenColumn]:
         """Further rows of the columns that were asked for, at most 1 MiB. Indices count the prompt and the
-        sampled ids together. The rows of a kind arrive in order, without a gap. Those of SAMPLING_SUPPORT
-        arrive with their tokens or before them. ROUTED_EXPERTS may all arrive at the end.
+        sampled ids together. The rows of a kind arrive in order, without a gap: SAMPLING_SUPPORT with its
+        token or before it, ROUTED_EXPERTS at the end at the latest.
         """
 
     def __init__(

@@ -273,6 +273,7 @@ class CreateSessionRequest(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
     means that each call opens a session.
@@ -319,6 +320,12 @@ class CreateSessionRequest(_message.Message):
         means the base model.
         """
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedScalarFieldContainer[_sampling_pb2.ColumnKind.ValueType]:
+        """Columns of the session's trajectories, each kind once. A turn on an engine that lacks one fails
+        (INVALID_FIELD). Routed experts are asked for and stored once for each node of the tree.
+        """
+
     def __init__(
         self,
         *,
@@ -335,10 +342,11 @@ class CreateSessionRequest(_message.Message):
         purpose: _session_pb2.SessionPurpose.ValueType = ...,
         run_id: _builtins.str = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterChoice] | None = ...,
+        columns: _abc.Iterable[_sampling_pb2.ColumnKind.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

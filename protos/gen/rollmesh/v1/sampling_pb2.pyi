@@ -107,7 +107,7 @@ class _ColumnKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ColumnKind
     """
 
 class ColumnKind(_ColumnKind, metaclass=_ColumnKindEnumTypeWrapper):
-    """What a column has of each token."""
+    """The contents of a column."""
 
 COLUMN_KIND_UNSPECIFIED: ColumnKind.ValueType  # 0
 """The field is not set."""
@@ -531,7 +531,7 @@ class TokenColumn(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     kind: Global___ColumnKind.ValueType
-    """What they are."""
+    """Kind of the values."""
     start: _builtins.int
     """Index of the first token."""
     rows: _builtins.int
@@ -545,8 +545,8 @@ class TokenColumn(_message.Message):
     data_bytes: _builtins.int
     """Size of `data`, bytes."""
     engine_id: _builtins.str
-    """Id of the engine that gave the rows, which is not the one that sampled a token if another engine
-    read it again. Empty in an engine's own messages.
+    """Id of the engine that gave the rows. Another engine may have sampled the tokens. Empty in an
+    engine's own messages.
     """
     numerics_id: _builtins.str
     """Id of the numerics of that engine. Empty in an engine's own messages."""

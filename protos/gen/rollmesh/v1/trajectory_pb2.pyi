@@ -101,7 +101,8 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     """
     FIDELITY_REASON_TRUNCATED_SUPPORT: _FidelityReason.ValueType  # 18
     """The turn was sampled with top_p, top_k or min_p, so tokens outside of the truncation could not be
-    sampled. Which these were is not recorded. A trainer that computes log-probabilities over the
+    sampled. SAMPLING_SUPPORT says which these were, if
+    the session asked for it. A trainer that computes log-probabilities over the
     whole vocabulary has other values, whatever the engine's log-probabilities are.
     """
     FIDELITY_REASON_LOGPROB_NOT_FINITE: _FidelityReason.ValueType  # 19
@@ -192,7 +193,8 @@ those of the tokens as they were sampled.
 """
 FIDELITY_REASON_TRUNCATED_SUPPORT: FidelityReason.ValueType  # 18
 """The turn was sampled with top_p, top_k or min_p, so tokens outside of the truncation could not be
-sampled. Which these were is not recorded. A trainer that computes log-probabilities over the
+sampled. SAMPLING_SUPPORT says which these were, if
+the session asked for it. A trainer that computes log-probabilities over the
 whole vocabulary has other values, whatever the engine's log-probabilities are.
 """
 FIDELITY_REASON_LOGPROB_NOT_FINITE: FidelityReason.ValueType  # 19
@@ -420,6 +422,7 @@ class Trajectory(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Stable id: the same on every export and redelivery of the leaf."""
     session_id: _builtins.str
@@ -460,6 +463,12 @@ class Trajectory(_message.Message):
     def teacher(self) -> Global___TeacherScores:
         """The scores of the consumer's teacher. Only in deliveries to a consumer that has one."""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenColumn]:
+        """The columns that the session asked for, by index into the tokens. A token that no column covers has
+        no row.
+        """
+
     def __init__(
         self,
         *,
@@ -476,10 +485,11 @@ class Trajectory(_message.Message):
         reward: _builtins.float | None = ...,
         images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
         teacher: Global___TeacherScores | None = ...,
+        columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "teacher", b"teacher", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -649,6 +659,7 @@ class TrajectoryTree(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     REASONS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryNode]:
         """The nodes, parents first. Their tokens are contiguous and cover all tokens in order."""
@@ -669,6 +680,12 @@ class TrajectoryTree(_message.Message):
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryImage]:
         """Its images by ascending `start`. Their tokens do not overlap."""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenColumn]:
+        """The columns that the session asked for, by index into the tokens. A token that no column covers has
+        no row. The last token of a node with several children has the row that came with the first child.
+        """
+
     def __init__(
         self,
         *,
@@ -677,10 +694,11 @@ class TrajectoryTree(_message.Message):
         version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
         reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
         images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
+        columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "nodes", b"nodes", "reasons", b"reasons", "tokens", b"tokens", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "images", b"images", "nodes", b"nodes", "reasons", b"reasons", "tokens", b"tokens", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,10 +10,12 @@ from importlib import util
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from google.protobuf.message import Message
 
 from rollmesh.collector import log
 from rollmesh.runtime.codec.arrays import unpack_tokens
+from rollmesh.runtime.codec.columns import Columns
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import session_pb2, trajectory_pb2
@@ -157,7 +159,27 @@ def _row(
             for image in one.images
         ],
     }
+    row |= _columns(one, len(token_ids))
     return row | (_texts(one, row, decode) if decode else {"text": None, "sampled_texts": None})
+
+
+def _columns(one: log.Row, count: int) -> dict[str, Any]:
+    columns = Columns.read(one)
+    support, experts = columns.sampling_support(), columns.routed_experts()
+    row: dict[str, Any] = dict.fromkeys(
+        ("sampling_support", "routed_experts", "routed_experts_shape")
+    )
+    if support is not None:
+        parts = np.split(support.values, support.offsets[1:-1])
+        row["sampling_support"] = [part.tolist() for part in parts]
+    if experts is not None:
+        flat = experts.rows.reshape(count, -1).tolist()
+        row["routed_experts"] = [
+            values if has_row else None
+            for values, has_row in zip(flat, experts.has_row.tolist(), strict=True)
+        ]
+        row["routed_experts_shape"] = list(experts.rows.shape[1:])
+    return row
 
 
 def _json(message: Message) -> str:
@@ -267,6 +289,10 @@ def _parquet(part: Path) -> Iterator[_Write]:
             "logprobs": arrow.list_(arrow.float32()),
             "loss_mask": arrow.list_(arrow.bool_()),
             "policy_versions": arrow.list_(arrow.int64()),
+            **dict.fromkeys(
+                ("sampling_support", "routed_experts"), arrow.list_(arrow.list_(whole))
+            ),
+            "routed_experts_shape": arrow.list_(whole),
             "numerics": arrow.list_(engine),
             "adapters": arrow.list_(policy),
             **dict.fromkeys(("session_reward", "trajectory_reward"), real),

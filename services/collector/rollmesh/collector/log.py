@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from urllib.parse import quote, unquote
 
 from google.protobuf.message import DecodeError
@@ -191,17 +191,16 @@ def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
     """Removes the arrays and the bytes of images from a record.
 
     Returns:
-        The serialized head, and the arrays of all rows, then the images. Their lengths follow from
-        the runs and the sizes, which stay in the head.
+        The serialized head, and arrays of all rows, then columns and images. Their lengths follow
+        from the runs and the sizes, which stay in the head.
     """
     arrays: list[bytes] = []
     for row in rows_of(record):
-        tokens = row.tokens
-        arrays += tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.loss_mask_u8
+        arrays += row.tokens.token_ids_u32le, row.tokens.logprobs_f32le, row.tokens.loss_mask_u8
         row.ClearField("tokens")
-    for image in record.images:
-        arrays.append(image.data)
-        image.ClearField("data")
+    for one in _files(record):
+        arrays.append(one.data)
+        one.ClearField("data")
     return record.SerializeToString(), arrays
 
 
@@ -223,7 +222,12 @@ def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
 def arrays_size(head: session_pb2.SessionRecord) -> int:
     """Returns the size of the arrays and the images that belong to a head, bytes."""
     tokens = sum(map(tokens_of, rows_of(head)))
-    return tokens * _BYTES_PER_TOKEN + sum(image.data_bytes for image in head.images)
+    return tokens * _BYTES_PER_TOKEN + int(sum(one.data_bytes for one in _files(head)))
+
+
+def _files(record: session_pb2.SessionRecord) -> list[Any]:
+    """Returns the columns of all rows, then the images: what has `data` of `data_bytes`."""
+    return [*(one for row in rows_of(record) for one in row.columns), *record.images]
 
 
 def join(
@@ -258,9 +262,9 @@ def join(
                 mask = mask[: run.start] + bytes(run.end - run.start) + mask[run.end :]
         tokens_into.loss_mask_u8 = mask
         start += _BYTES_PER_TOKEN * count
-    for image in head.images:
-        image.data = arrays[start : start + image.data_bytes]
-        start += image.data_bytes
+    for one in _files(head):
+        one.data = arrays[start : start + one.data_bytes]
+        start += one.data_bytes
     if kept is not None and len(kept) < len(rows):
         _keep(head, kept)
     return head

@@ -113,7 +113,7 @@ def scripted_experts(ids: TokenIds, start: int) -> NDArray[np.uint8]:
     """
     places = ids.astype(np.int64) + np.arange(start, start + len(ids))
     layers, choices = np.arange(3), np.arange(2)
-    rows = places[:, None, None] + 16 * layers[:, None] + 5 * choices
+    rows: NDArray[np.int64] = places[:, None, None] + 16 * layers[:, None] + 5 * choices
     return (rows % 64).astype(np.uint8)
 
 

@@ -17,6 +17,7 @@ from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Branches, Fidelity, Lineage, Node, Sample
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_logprobs
+from rollmesh.runtime.codec.columns import EXPERTS, joined, rows_between
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.records import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
@@ -28,6 +29,7 @@ from rollmesh.v1 import (
     session_pb2,
     trajectory_pb2,
 )
+from rollmesh.v1.sampling_pb2 import TokenColumn
 
 # Exports a tree for training: as one trajectory per leaf or per turn, or as a packed tree.
 #
@@ -277,14 +279,19 @@ def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
 
 # The arrays of a record: the bytes of its nodes, joined.
 
-Blobs: TypeAlias = Mapping[int, tuple[bytes, bytes]]
-"""Of each node: 4 bytes for each id, and 4 for the log-probability of each sampled one."""
+Blobs: TypeAlias = Mapping[int, tuple[bytes, bytes, bytes]]
+"""Of each node: 4 bytes for each id, 4 for the log-probability of each sampled one, and its columns
+as `columns_between` returns them."""
 
 
 def blobs_of(tree: Branches) -> Blobs:
     """Returns the bytes of the nodes of a tree, as the journal has them."""
     return {
-        id_: (pack_ids(node.token_ids), pack_logprobs(node.sample.logprobs) if node.sample else b"")
+        id_: (
+            pack_ids(node.token_ids),
+            pack_logprobs(node.sample.logprobs) if node.sample else b"",
+            node.columns,
+        )
         for id_, node in tree.nodes.items()
     }
 
@@ -301,10 +308,12 @@ def serialize(record: session_pb2.SessionRecord, blobs: Blobs) -> bytes:
     parts: list[bytes] = []
     for row in record.trajectories:
         tokens = _field(row.TOKENS_FIELD_NUMBER, _tokens(row.segments, blobs))
+        tokens += _columns(row.COLUMNS_FIELD_NUMBER, _path_columns(row, blobs))
         parts += _field(record.TRAJECTORIES_FIELD_NUMBER, [row.SerializeToString(), *tokens])
     if record.HasField("tree"):
         tree = record.tree
         tokens = _field(tree.TOKENS_FIELD_NUMBER, _tokens(tree.nodes, blobs))
+        tokens += _columns(tree.COLUMNS_FIELD_NUMBER, _tree_columns(tree, blobs))
         parts += _field(record.TREE_FIELD_NUMBER, [tree.SerializeToString(), *tokens])
     for image in record.images:
         parts += _field(record.IMAGES_FIELD_NUMBER, [image.SerializeToString()])
@@ -321,7 +330,7 @@ def _tokens(
     """Returns the parts of a serialised `TokenArrays`."""
     ids, logprobs, mask, end, last = list[bytes](), list[bytes](), list[bytes](), 0, 0
     for run in runs:
-        (token_ids, sampled), size = blobs[run.node_id], run.end - run.start
+        (token_ids, sampled, _), size = blobs[run.node_id], run.end - run.start
         if run.node_id != last:  # a node may be two segments
             ids.append(token_ids)
         if isinstance(run, trajectory_pb2.TrajectoryNode):
@@ -340,6 +349,45 @@ def _tokens(
         problem = f"have {sizes} bytes in the journal, which do not fit {end} tokens"
         raise InvalidFieldError("tokens", problem)
     return [part for number, parts in enumerate(arrays, 1) for part in _field(number, parts)]
+
+
+def _columns(number: int, columns: Iterable[TokenColumn]) -> list[bytes]:
+    """Returns the parts of repeated columns."""
+    return [part for one in joined(columns) for part in _field(number, [one.SerializeToString()])]
+
+
+def _path_columns(row: trajectory_pb2.Trajectory, blobs: Blobs) -> Iterator[TokenColumn]:
+    """Yields the columns of the nodes on a path, by index into its tokens."""
+    last = 0
+    for run in row.segments:
+        if run.node_id != last:
+            last = run.node_id
+            for one in _node_columns(blobs[run.node_id]):
+                one.start += run.start - (one.kind == EXPERTS)
+                yield one
+
+
+def _tree_columns(tree: trajectory_pb2.TrajectoryTree, blobs: Blobs) -> Iterator[TokenColumn]:
+    """Yields the columns of the nodes of a tree, by index into its tokens."""
+    parents: set[int] = set()  # whose last token has its experts
+    for node in tree.nodes:
+        for one in _node_columns(blobs[node.node_id]):
+            if one.kind == EXPERTS:
+                for before in rows_between([one], 0, 1):
+                    if node.HasField("parent_index") and node.parent_index not in parents:
+                        parents.add(node.parent_index)
+                        before.start = tree.nodes[node.parent_index].end - 1
+                        yield before
+                for own in rows_between([one], 1, node.end - node.start):
+                    own.start += node.start - 1
+                    yield own
+            else:
+                one.start += node.start
+                yield one
+
+
+def _node_columns(blob: tuple[bytes, bytes, bytes]) -> Iterable[TokenColumn]:
+    return sampling_pb2.TokenColumns.FromString(blob[2]).columns
 
 
 def _without_infinite(sampled: bytes, trained: bytes) -> tuple[bytes, bytes]:

@@ -303,8 +303,8 @@ def insert_turn(
     rows = [_node_row(session_id, one, receipt if one is last else None) for one in nodes]
     tx.db.run_many(
         "INSERT INTO nodes (session_id, node_id, parent_id, context_key, messages, token_ids,"
-        " scaffold, reasons, sample, logprobs, tops, images, sampling, answer)"
-        " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)"
+        " scaffold, reasons, sample, logprobs, tops, images, sampling, answer, token_columns)"
+        " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)"
         " ON CONFLICT DO NOTHING",
         rows,
     )
@@ -380,7 +380,7 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
     with damage(tx):
         stored = StoredSession(SessionSpec(**json.loads(spec_row(tx, session_id))), new_tree())
         contexts = read_contexts(tx, session_id)
-        rows = read_nodes(tx, session_id)
+        rows = read_nodes(tx, session_id, columns=_OPEN_COLUMNS)
         attach_rows(stored.tree, rows, contexts, stored.answers)
         sent = tx.db.rows("SELECT node_id FROM sent WHERE session_id = ?1", session_id)
         stored.sent = frozenset(node_id for (node_id,) in sent)
@@ -425,9 +425,10 @@ def read_contexts(tx: Transaction, session_id: str) -> dict[bytes, RenderContext
 
 _NODE_COLUMNS = (
     "n, node_id, parent_id, context_key, messages, token_ids, scaffold, reasons, sample, logprobs,"
-    " tops, answer, sampling, images"
+    " tops, answer, sampling, token_columns, images"
 )
-BLOB_COLUMNS = "n, node_id, token_ids, logprobs, images"
+_OPEN_COLUMNS = _NODE_COLUMNS.replace("token_columns", "length(token_columns)")
+BLOB_COLUMNS = "n, node_id, token_ids, logprobs, token_columns, images"
 """The source of a record's arrays."""
 
 
@@ -505,6 +506,7 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
         json.dumps(node.images) if node.images else None,
         sampling,
         receipt,
+        node.columns or None,
     )
 
 
@@ -535,7 +537,7 @@ def _parsed(rows: Sequence[Row]) -> Iterable[Any]:
 
     All are parsed at once: most are short, and a call of the parser takes longer than their text.
     """
-    texts = [f"[{row[4]},{row[8] or 'null'},{row[11] or 'null'},{row[13] or '[]'}]" for row in rows]
+    texts = [f"[{row[4]},{row[8] or 'null'},{row[11] or 'null'},{row[14] or '[]'}]" for row in rows]
     found: list[Any] = json.loads(f"[{','.join(texts)}]")
     return found
 
@@ -544,7 +546,8 @@ def _attach(
     tree: Branches, row: Row, contexts: Mapping[bytes, RenderContext], *parsed: Any
 ) -> dict[str, Any] | None:
     """Attaches the node of a row and returns the record of its answer."""
-    _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, _, sampling, _ = row
+    _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, *rest = row
+    _, sampling, columns, _ = rest
     messages, sample = parsed[:2]
     answer: dict[str, Any] | None = parsed[2]
     images = tuple([Placeholder(*one) for one in parsed[3]])
@@ -565,6 +568,9 @@ def _attach(
             reasons=_reasons(reasons),
             said=_known(trajectory_pb2.Lineage, said) if said else None,
             stored=True,
+            # Open sessions have their size alone.
+            columns=columns if isinstance(columns, bytes) else b"",
+            column_bytes=columns if isinstance(columns, int) else 0,
         )
     )
     return answer
@@ -688,7 +694,9 @@ def check_names(found: Sequence[str], served: str) -> None:
 
 VERSION = 16
 """Incremented with every change of the tables and of the values in them."""
-UPGRADE = "ALTER TABLE nodes ADD COLUMN sampling {blob}"
+UPGRADE = (
+    "ALTER TABLE nodes ADD COLUMN sampling {blob};ALTER TABLE nodes ADD COLUMN token_columns {blob}"
+)
 """Brings tables of the version before to this one."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -706,7 +714,8 @@ CREATE TABLE IF NOT EXISTS nodes (
   n {key}, session_id {text} NOT NULL, node_id BIGINT NOT NULL, parent_id BIGINT NOT NULL,
   context_key {blob} NOT NULL, messages {text} NOT NULL, token_ids {blob} NOT NULL,
   scaffold BIGINT NOT NULL, reasons {text} NOT NULL, sample {text}, logprobs {blob}, tops {blob},
-  answer {text}, images {text}, sampling {blob}, UNIQUE (session_id, node_id));
+  answer {text}, images {text}, sampling {blob}, token_columns {blob},
+  UNIQUE (session_id, node_id));
 CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id, n);
 CREATE TABLE IF NOT EXISTS images (
   n {key}, session_id {text} NOT NULL, sha256 {text} NOT NULL, media_type {text} NOT NULL,

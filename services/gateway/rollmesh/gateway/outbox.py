@@ -12,7 +12,7 @@ makes no session a dead letter.
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
@@ -24,6 +24,7 @@ import numpy as np
 from rollmesh.chat import RenderContext
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.export import (
+    Blobs,
     SlowRecordError,
     TimeLimit,
     blobs_of,
@@ -490,8 +491,8 @@ def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
         try:
             if letter.head:
                 record = session_pb2.SessionRecord.FromString(letter.head)
-                blobs: Mapping[int, tuple[bytes, bytes]] = {
-                    row[1]: (row[2], row[3] or b"") for row in letter.rows
+                blobs: Blobs = {
+                    row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows
                 }
             else:
                 spec, branches = rebuilt(letter, limit)

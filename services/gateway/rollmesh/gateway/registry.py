@@ -533,6 +533,7 @@ class Registry:
             purpose=request.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
             run_id=request.run_id,
             adapters=adapters,
+            columns=[*request.columns],
         )
         self._groups.check(spec)
         self._groups.add(spec)

@@ -14,6 +14,7 @@ from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.columns import KINDS
 from rollmesh.runtime.codec.sampling_ranges import check_ranges
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -101,6 +102,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens:
             raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
         _check_policies(request.adapters)
+        if len(request.columns) > len(set(request.columns) & set(KINDS.values())):
+            raise InvalidFieldError("columns", "give kinds of ColumnKind, each once")
         spec, key = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
             session_id=spec.session_id,

@@ -76,6 +76,7 @@ class SessionSpec:
     adapters: Sequence[Sequence[str | int]] = ()
     """Its policies: name and version of each adapter. An empty name is the base model, and a
     version of 0 the newest revision."""
+    columns: Sequence[sampling_pb2.ColumnKind.ValueType] = ()
 
     @property
     def policies(self) -> list[sampling_pb2.AdapterRef]:

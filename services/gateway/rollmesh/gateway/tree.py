@@ -12,7 +12,7 @@ Invariants:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -31,7 +31,9 @@ from rollmesh.chat import (
 from rollmesh.chat.templates import Seen
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, joined, rows_between
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
+from rollmesh.v1.sampling_pb2 import TokenColumn
 
 # Type aliases for the enums of the contract, under the names that this package uses.
 #
@@ -68,6 +70,8 @@ class Sample:
     """Its sampling parameters, as the engine received them. They may be shared and never change."""
     numerics: tuple[sampling_pb2.Numerics, ...] = ()
     """The numerics to which its spans refer. They may be shared and never change."""
+    columns: tuple[TokenColumn, ...] = ()
+    """The columns of its prompt and its ids, until nodes have them."""
 
     @property
     def engine_id(self) -> str:
@@ -95,6 +99,10 @@ class Node:
     """The lineage that the request gives the turn, or None if it gives none."""
     stored: bool = False
     """Whether the journal has it."""
+    columns: bytes = b""
+    """Its columns, see `columns_between`, until the journal has them."""
+    column_bytes: int = 0
+    """Size of its columns."""
     ends_turn: bool = True
     """False for an answer that was cut. The next node closes it."""
     end: int = 0
@@ -145,6 +153,31 @@ class Node:
             node = node.parent
         parts.reverse()
         return parts
+
+
+# Columns of nodes: the sampling support of their tokens, and routed experts.
+#
+# A node has the experts of the token before it and of all its tokens but the last, on which no
+# model was run yet. So a turn brings all rows of the nodes that it adds, no node changes later, and
+# each child of a node has the row of the node's last token.
+
+
+def columns_between(columns: Sequence[TokenColumn], start: int, end: int) -> bytes:
+    """Returns the columns of a node whose ids are `start` to `end` of its context.
+
+    Returns:
+        Serialised `TokenColumns`. Index i of the support is the node's token i, and index i of the
+        experts is the token before it. Empty if there are none.
+    """
+    found = sampling_pb2.TokenColumns()
+    for kind, shift in ((SUPPORT, 0), (EXPERTS, 1)):
+        of_kind = [one for one in columns if one.kind == kind]
+        parts = rows_between(of_kind, max(start - shift, 0), end - shift)
+        for one in joined(parts):
+            added = found.columns.add()
+            added.CopyFrom(one)
+            added.start += shift - start
+    return found.SerializeToString()
 
 
 # The nodes of one session, which an export reads.
@@ -572,6 +605,7 @@ class Tree(Branches):
         group: MessageGroup,
         token_ids: TokenIds,
         images: tuple[Placeholder, ...] = (),
+        columns: Sequence[TokenColumn] = (),
     ) -> Node:
         """Attaches an unsampled group, or returns the equal node that another request attached.
 
@@ -591,6 +625,7 @@ class Tree(Branches):
             len(token_ids),
             images,
             reasons=self._context_reasons(parent) if group[0].role == "assistant" else frozenset(),
+            columns=columns_between(columns, parent.end, parent.end + len(token_ids)),
         )
         return self._attach(node, key)
 
@@ -613,10 +648,11 @@ class Tree(Branches):
             (message,),
             np.concatenate([generation_prompt, sample.token_ids]),
             len(generation_prompt),
-            sample=sample,
+            sample=replace(sample, columns=()) if sample.columns else sample,
             reasons=reasons | self._context_reasons(parent),
             said=said,
         )
+        node.columns = columns_between(sample.columns, parent.end, parent.end + len(node.token_ids))
         return self._attach(node, self._key(node.messages))
 
     def attach(self, node: Node) -> Node:
@@ -631,6 +667,7 @@ class Tree(Branches):
             if bookmark.depends_on(parent):
                 del self._bookmarks[name]
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
+        node.column_bytes = node.column_bytes or len(node.columns)
         node.ends_turn = node.sample is None or last in self._end_ids
         node.own_bytes, text_bytes = _sizes(node)
         node.record_bytes = parent.record_bytes + node.own_bytes
@@ -760,6 +797,7 @@ def path_bytes(tokens: int, nodes: int) -> int:
 def _sizes(node: Node) -> tuple[int, int]:
     """Returns the approximate sizes of a node in a record, and of its text and most likely ids."""
     own = len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + len(node.images) * _IMAGE_BYTES
+    own += node.column_bytes
     text = 0
     if node.sample is not None:
         text = node.sample.sampling.ByteSize()

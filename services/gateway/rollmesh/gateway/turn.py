@@ -1,7 +1,7 @@
 """Runs one turn: prompt, lease, generation, commit."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,8 @@ async def run_turn(
     except TimeoutError as error:
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
     sample = sample_of(draft, prompt.length, prompt.crc32)
+    if size := sum(one.data_bytes for one in sample.columns):
+        deps.limits.reserve(session, turn, record_bytes(session), turn.record_bytes + size)
     turn.committing = True
     reasons = draft.reasons(request, prompt, sample)
     return await _commit(store, session, turn, prompt, draft.answer.message(), sample, reasons)
@@ -214,6 +216,8 @@ def _order(
         top_logprobs=settings.returns.top_logprobs,
         model=config.model,
         banned_token_ids=deps.banned_ids,
+        columns=spec.columns,
+        routed_experts_start=max(prompt.prompt.match.node.end - 1, 0) if spec.columns else 0,
     )
     if request.adapter is not None:
         complete.adapter.CopyFrom(request.adapter)
@@ -231,7 +235,9 @@ def _order(
         is_sent=lambda: turn.has_emitted,
         group_id=spec.group_id,
         images={one.sha256: one.data for one in turn.images.values()} if turn.images else {},
-        load_images=partial(_load_images, store, spec.session_id),
+        load_images=lambda wanted: store.read(
+            lambda tx: read_image_bytes(tx, spec.session_id, wanted)
+        ),
     )
 
 
@@ -378,6 +384,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
             for id_ in dict.fromkeys(span.numerics_id for span in spans)
             if id_
         ),
+        columns=tuple(generation.columns),
     )
 
 
@@ -394,7 +401,7 @@ async def _commit(
     tree, new = session.tree, prompt.prompt
     parent = tree.reattach(new.match.node)
     for (group, ids), places in zip(new.new_groups, new.new_images, strict=True):
-        parent = tree.add_messages(parent, group, ids, places)
+        parent = tree.add_messages(parent, group, ids, places, sample.columns)
     parent.seen = new.seen or parent.seen
     node = tree.add_sample(
         parent,
@@ -434,13 +441,8 @@ async def _commit(
             tree.detach(one)
         raise
     for one in added:
-        one.stored = True
+        one.stored, one.columns = True, b""
     if images:
         session.images.add(images)
     await faults.reach("gateway-after-commit")
     return Answered(node, receipt)
-
-
-async def _load_images(store: Journal, session_id: str, wanted: Sequence[str]) -> dict[str, bytes]:
-    """Returns the bytes of images of committed turns, by hash."""
-    return await store.read(lambda tx: read_image_bytes(tx, session_id, wanted))

@@ -149,7 +149,8 @@ class Database(AbstractAsyncContextManager["Database"]):
             path: The file. It and its folder are created if missing.
             schema: Idempotent statements that create the tables.
             version: Version of the schema. A file of another version is refused, untouched.
-            upgrade: Statement that brings a file of the version before to this one, if it can be.
+            upgrade: Statements, separated by ";", that bring a file of the version before to this
+                one, if it can be.
             page_bytes: Page size of a new file: large for large rows, small for small commits.
         """
         self.path = path
@@ -306,7 +307,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         with connection:  # both or nothing
             connection.execute("BEGIN IMMEDIATE")
             if found == self._version - 1:
-                connection.execute(self._upgrade)
+                for statement in self._upgrade.split(";"):
+                    connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")

@@ -437,7 +437,8 @@ async def prepare_database(
         address: The database and the schema of the tables.
         tables: Statements that create the tables.
         version: Their version.
-        upgrade: Statement that brings tables of the version before to this one, if it can be.
+        upgrade: Statements, separated by ";", that bring tables of the version before to this one,
+            if it can be.
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
@@ -478,7 +479,8 @@ def _prepare(db: Statements, address: Address, tables: str, version: int, upgrad
         db.run("INSERT INTO version VALUES (?1)", version)
     found = db.value("SELECT version FROM version")
     if upgrade and found == version - 1:
-        db.run(upgrade)
+        for statement in upgrade.split(";"):
+            db.run(statement)
         db.run("UPDATE version SET version = ?1", version)
     elif found != version:
         where = f"{address.setting}: the schema {address.schema} of {address.name}"

@@ -103,8 +103,8 @@ def test_another_engine_gives_the_rows_that_did_not_arrive() -> None:
     ]
     rows = experts_of(generation.columns, 7)
     assert rows is not None
-    assert rows[0][:, 0, 0].tolist() == [0, 101, 102, 103, 204, 205, 0]
-    assert rows[1].tolist() == [False, True, True, True, True, True, False]
+    assert rows.rows[:, 0, 0].tolist() == [0, 101, 102, 103, 204, 205, 0]
+    assert rows.has_row.tolist() == [False, True, True, True, True, True, False]
 
 
 def test_rows_are_cut_and_joined_without_loss() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import sampling_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 
 Kind: TypeAlias = sampling_pb2.ColumnKind.ValueType
@@ -32,6 +32,15 @@ class Ragged(NamedTuple):
     """uint8, uint16 or uint32 [V]."""
     offsets: NDArray[np.int64]
     """int64 [N + 1]."""
+
+
+class Experts(NamedTuple):
+    """The experts that each of L layers took for N tokens."""
+
+    rows: NDArray[np.unsignedinteger[Any]]
+    """uint8, uint16 or uint32 [N, L, K]. 0 for tokens without a row."""
+    has_row: NDArray[np.bool_]
+    """bool [N]."""
 
 
 def check_columns(columns: Iterable[TokenColumn], field: str, count: int) -> None:
@@ -218,15 +227,8 @@ def support_of(columns: Iterable[TokenColumn], count: int) -> Ragged | None:
     return Ragged(np.concatenate(values), np.cumsum(lengths))
 
 
-def experts_of(
-    columns: Iterable[TokenColumn], count: int
-) -> tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.bool_]] | None:
-    """Returns the routed experts of N tokens. None if no token has them.
-
-    Returns:
-        uint8, uint16 or uint32 [N, L, K]: the K experts that each of L layers took, 0 for tokens
-        without a row. bool [N]: which tokens have one.
-    """
+def experts_of(columns: Iterable[TokenColumn], count: int) -> Experts | None:
+    """Returns the routed experts of N tokens. None if no token has them."""
     found = [one for one in columns if one.kind == EXPERTS]
     if not found:
         return None
@@ -238,7 +240,7 @@ def experts_of(
         part = slice(one.start, one.start + one.rows)
         rows[part] = own.reshape(one.rows, *one.row_shape)
         has_row[part] = True
-    return rows, has_row
+    return Experts(rows, has_row)
 
 
 def ragged_of(one: TokenColumn) -> Ragged:
@@ -247,3 +249,37 @@ def ragged_of(one: TokenColumn) -> Ragged:
     offsets = np.zeros(one.rows + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return Ragged(np.frombuffer(one.data[4 * one.rows :], _VALUES[one.value_bytes]), offsets)
+
+
+class Columns(NamedTuple):
+    """The columns of N tokens."""
+
+    pieces: tuple[TokenColumn, ...] = ()
+    """Rows of consecutive tokens, each with the engine that gave them."""
+    tokens: int = 0
+    """N."""
+
+    @classmethod
+    def read(cls, row: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> "Columns":
+        """Reads the columns of a trajectory or a tree.
+
+        Raises:
+            InvalidFieldError: They overlap, are not within the tokens, or have another size.
+        """
+        count = len(row.tokens.loss_mask_u8)
+        check_columns(row.columns, "columns", count)
+        return cls(tuple(row.columns), count)
+
+    def sampling_support(self) -> Ragged | None:
+        """Returns the ids from which each token was sampled, uint32. None without this column.
+
+        A row without ids means that nothing was cut off, or that the token was not sampled.
+        """
+        return support_of(self.pieces, self.tokens)
+
+    def routed_experts(self) -> Experts | None:
+        """Returns the experts of each token. None without this column.
+
+        The last token of a sequence has no row, because no model was run on it.
+        """
+        return experts_of(self.pieces, self.tokens)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Container, Sequence
 from typing import TypeAlias
 
 from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
+from rollmesh.runtime.codec.columns import check_columns
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
@@ -59,6 +60,7 @@ def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
     _check_versions(trajectory.version_spans, count, f"{field}.version_spans")
     end = _check_runs(trajectory.segments, count, f"{field}.segments")
+    check_columns(trajectory.columns, f"{field}.columns", count)
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
     for at, segment in enumerate(trajectory.segments):
@@ -80,6 +82,7 @@ def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
             raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is not an earlier node")
         _check_reward(node, f"{field}.nodes[{at}]")
         end = node.end
+    check_columns(tree.columns, f"{field}.columns", count)
     if end != count:
         raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
 

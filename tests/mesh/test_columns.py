@@ -1,0 +1,214 @@
+"""The sampling support and the experts of each token, from the engines to a trainer."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from rollmesh.client import Client, Session, SessionResult, Trajectory
+from rollmesh.client.arguments import Column, ExportForm
+from rollmesh.engine.scripted import scripted_experts
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import gateway_pb2, sampling_pb2
+from tests.meshes import Mesh, delivered, scripted_mesh
+
+RULES = [
+    ("plain", "The answer is 42."),
+    ("next", "I am not sure."),
+    ("other", "Perhaps."),
+    ("slow", "word " * 40),
+]
+BOTH: tuple[Column, ...] = ("routed_experts", "sampling_support")
+CUT = {"temperature": 0.7, "top_p": 0.9}
+
+
+class Talk:
+    """An agent that asks, and goes on with each answer."""
+
+    def __init__(self, mesh: Mesh, session: Session, messages: Sequence[Any] = ()) -> None:
+        self._create = mesh.openai(session).chat.completions.create
+        self._messages = list(messages)
+
+    @property
+    def messages(self) -> list[Any]:
+        """The conversation so far."""
+        return list(self._messages)
+
+    async def begin(self, text: str) -> Any:
+        """Returns the stream of an answer."""
+        self._messages.append({"role": "user", "content": text})
+        return await self._create(model="policy", messages=self._messages, stream=True)
+
+    async def ask(self, text: str, *, stream: bool = False) -> None:
+        if stream:
+            parts = await self.begin(text)
+            said = "".join([one.choices[0].delta.content or "" async for one in parts])
+        else:
+            self._messages.append({"role": "user", "content": text})
+            answer = await self._create(model="policy", messages=self._messages)
+            said = answer.choices[0].message.content or ""
+        self._messages.append({"role": "assistant", "content": said})
+
+    def back(self) -> None:
+        """Forgets the last turn."""
+        del self._messages[-2:]
+
+
+def check(trajectory: Trajectory) -> None:
+    """Each token has the rows that the scripted model gave, and the last one has no experts."""
+    ids, count = trajectory.token_ids, len(trajectory.token_ids)
+    experts, support = trajectory.columns.routed_experts(), trajectory.columns.sampling_support()
+    assert experts is not None
+    assert support is not None
+    assert experts.has_row.tolist() == [True] * (count - 1) + [False]
+    assert np.array_equal(experts.rows[:-1], scripted_experts(ids[:-1], 0))
+    sampled = trajectory.policy_versions >= 0
+    assert np.array_equal(np.diff(support.offsets), 3 * sampled)
+    assert np.array_equal(support.values[support.offsets[:-1][sampled]], ids[sampled])
+
+
+def brought(mesh: Mesh, session: Session) -> list[int]:
+    """The number of rows of experts that the journal has for each node beyond its own tokens."""
+    with closing(sqlite3.connect(mesh.folder / "gateway" / "journal.sqlite")) as db:
+        found = db.execute(
+            "SELECT token_ids, token_columns FROM nodes WHERE session_id = ?", (session.session_id,)
+        )
+        return [
+            sum(one.rows for one in read.columns if one.kind == EXPERTS) - len(ids) // 4
+            for ids, columns in found
+            if (read := sampling_pb2.TokenColumns.FromString(columns))
+        ]
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def client(mesh: Mesh) -> AsyncIterator[Client]:
+    async with mesh.client() as client:
+        yield client
+
+
+async def conversation(mesh: Mesh, client: Client, export: ExportForm) -> SessionResult:
+    """What a trainer gets of three turns, a branch after the second one, and two equal samples."""
+    async with client.session(columns=BOTH, sampling=CUT, export=export) as session:
+        talk = Talk(mesh, session)
+        await talk.ask("plain")
+        await talk.ask("next", stream=True)
+        await mesh.restart("gateway")  # the rows of these turns are in its journal
+        await talk.ask("plain")
+        talk.back()
+        await talk.ask("other")
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(Talk(mesh, session, talk.messages).ask("next"))
+        found = brought(mesh, session)
+    # Only the first token of a sequence has none before it, and nothing came twice.
+    assert found == [-1] + [0] * (len(found) - 1)
+    return await delivered(client, session)
+
+
+async def test_each_trajectory_has_the_rows_of_all_its_tokens(mesh: Mesh, client: Client) -> None:
+    result = await conversation(mesh, client, "leaves")
+    assert len(result.trajectories) == 3
+    for trajectory in result.trajectories:
+        check(trajectory)
+        # However many turns brought them, adjacent rows of one engine are one piece.
+        assert [one.kind for one in trajectory.columns.pieces].count(EXPERTS) == 1
+        assert {one.engine_id for one in trajectory.columns.pieces} == {"engine-0"}
+        assert {one.numerics_id for one in trajectory.columns.pieces} == set(result.numerics)
+
+
+async def test_a_tree_has_the_rows_of_each_token_once(mesh: Mesh, client: Client) -> None:
+    tree = (await conversation(mesh, client, "tree")).tree
+    assert tree is not None
+    experts = tree.columns.routed_experts()
+    support = tree.columns.sampling_support()
+    assert experts is not None
+    assert support is not None
+    assert not experts.has_row[[tree.nodes[leaf].end - 1 for leaf in tree.leaves()]].any()
+    assert (~experts.has_row).sum() == len(tree.leaves()) == 3
+    for path in tree.paths():
+        ids = tree.token_ids[path]
+        assert np.array_equal(experts.rows[path][:-1], scripted_experts(ids[:-1], 0))
+    assert np.array_equal(np.diff(support.offsets), 3 * (tree.policy_versions >= 0))
+
+
+async def test_the_rest_of_an_answer_has_the_rows_of_the_engine_that_took_over(
+    mesh: Mesh, client: Client
+) -> None:
+    slow = {"tokens_per_second": 40, "port": 0}
+    names = ("second", "third")
+    for name in names:
+        await mesh.run("engine", name, **mesh.flags("engine") | {**slow, "engine_id": name})
+    await mesh.processes["engine"].terminate()
+    async with client.session(columns=BOTH, sampling=CUT) as session:
+        talk = Talk(mesh, session)
+        answer = await talk.begin("slow")
+        async for chunk in answer:
+            if chunk.choices and chunk.choices[0].delta.content:
+                break
+        replicas = (await client.replicas()).replicas
+        (address,) = [one.hello.address for one in replicas if one.leases]
+        (lost,) = [name for name in names if mesh.processes[name].address == address]
+        await mesh.processes[lost].kill()
+        async for _ in answer:
+            pass
+    (trajectory,) = (await delivered(client, session)).trajectories
+    assert "MIGRATED" in trajectory.reasons
+    check(trajectory)
+    other = next(name for name in names if name != lost)
+    cut = trajectory.version_spans[0].end
+    assert [(one.kind, one.engine_id) for one in trajectory.columns.pieces] == [
+        (kind, engine) for kind in (SUPPORT, EXPERTS) for engine in (lost, other)
+    ]
+    support, experts = trajectory.columns.pieces[:2], trajectory.columns.pieces[2:]
+    assert support[0].start + support[0].rows == cut
+    # The engine that went on read the last token of the lost one.
+    assert experts[0].rows == cut - 1
+
+
+async def test_a_session_without_columns_has_none(mesh: Mesh, client: Client) -> None:
+    async with client.session(sampling=CUT) as session:
+        await Talk(mesh, session).ask("plain")
+    (trajectory,) = (await delivered(client, session)).trajectories
+    assert (trajectory.columns.routed_experts(), trajectory.columns.sampling_support()) == (
+        None,
+        None,
+    )
+    wrong: Any = ("routed",)
+    with pytest.raises(InvalidFieldError, match=r"columns\[0\]: 'routed' is invalid; give one of"):
+        async with client.session(columns=wrong):
+            pass
+    twice = gateway_pb2.CreateSessionRequest(columns=[EXPERTS, EXPERTS])
+    with pytest.raises(InvalidFieldError, match="columns: give kinds of ColumnKind, each once"):
+        await client.open_session(twice)
+
+
+async def test_rows_count_for_the_size_of_a_record(tmp_path: Path, tokenizer_dir: Path) -> None:
+    small = {"gateway": {"max_session_record_bytes": 6_000}}
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, first=small) as mesh,
+        mesh.client() as client,
+    ):
+        wanted: tuple[tuple[Column, ...], ...] = ((), BOTH)
+        for columns in wanted:
+            async with client.session(columns=columns, sampling={"max_tokens": 12}) as session:
+                talk = Talk(mesh, session)
+                await talk.ask("plain")
+                turn = talk.ask("next " * 40 + "next")
+                if not columns:
+                    await turn
+                    continue
+                with pytest.raises(openai.BadRequestError, match="max_session_record_bytes"):
+                    await turn
