@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
 from rollmesh.mesh import tunnels
