@@ -226,7 +226,7 @@ def arrays_size(head: session_pb2.SessionRecord) -> int:
 
 
 def _files(record: session_pb2.SessionRecord) -> list[Any]:
-    """Returns the columns of all rows, then the images: what has `data` of `data_bytes`."""
+    """Returns the columns of all rows, then the images. Both have `data` of `data_bytes`."""
     return [*(one for row in rows_of(record) for one in row.columns), *record.images]
 
 

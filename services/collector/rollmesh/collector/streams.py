@@ -79,7 +79,7 @@ class Consumer:
     ready: list[Unit] = field(default_factory=list)
     """Heap of the units that wait for a stream with credits."""
     leased: dict[str, DeliveryLease] = field(default_factory=dict)
-    """By unit id: what was sent and is not yet acknowledged."""
+    """By unit id: units that were sent and are not yet acknowledged."""
     unscored: dict[str, Unit] = field(default_factory=dict)
     """By unit id: units that wait for the scores of the consumer's teacher."""
     streams: dict[int, int] = field(default_factory=dict)

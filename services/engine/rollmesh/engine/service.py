@@ -40,7 +40,7 @@ class EngineService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Returns what the backend can do. Some it knows once it has started."""
+        """Returns the abilities of the backend. Some are known once it has started."""
         found = {
             server_pb2.CAPABILITY_WEIGHT_TRANSFER: bool(self._backend.weight_transfer),
             server_pb2.CAPABILITY_SCORE_GIVEN_IDS: self._backend.limits.scores_given_ids,

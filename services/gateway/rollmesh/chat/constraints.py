@@ -73,7 +73,7 @@ class Wanted:
 
 
 class Constraint(NamedTuple):
-    """What an answer is constrained to."""
+    """The constraint of an answer."""
 
     structural_tag_json: str
     """The structural tag."""

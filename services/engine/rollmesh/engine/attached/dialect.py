@@ -1,4 +1,4 @@
-"""What differs between kinds of servers: routes, requests, answers, and what they cannot do."""
+"""The differences between kinds of servers: routes, requests, answers and limits."""
 
 import json
 from abc import ABC, abstractmethod
@@ -60,7 +60,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def probe(self) -> None:
-        """Finds out what the description does not say. The server samples.
+        """Finds out properties that the description lacks. The server samples.
 
         Raises:
             EngineStartError: The server does not fit the settings.

@@ -59,7 +59,7 @@ class Sglang(Dialect):
     _holds_in_place = False
     """Whether a pause stopped running requests where they are."""
     _released: tuple[str, ...] = ()
-    """What a sleep has freed."""
+    """The memory that a sleep has freed."""
 
     async def describe(self, info: Any) -> None:
         model = await self.server.get("/model_info")
