@@ -5,10 +5,10 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_736, 50),
+    "services/runtime/rollmesh/runtime": (7_738, 50),
     "services/runtime/rollmesh/mesh": (4_280, 11),
     "services/gateway/rollmesh/chat": (8_599, 39),
-    "services/gateway/rollmesh/gateway": (9_497, 24),
+    "services/gateway/rollmesh/gateway": (9_498, 24),
     "services/engine/rollmesh/engine": (7_267, 30),
     "services/router/rollmesh/router": (4_421, 17),
     "services/collector/rollmesh/collector": (5_257, 14),

@@ -241,22 +241,25 @@ async def test_a_file_of_another_version_is_refused_and_not_a_byte_of_it_changes
         assert await database.run(rows_of) == [1]
 
 
-async def test_a_file_of_the_version_before_is_upgraded_and_no_earlier_one(tmp_path: Path) -> None:
-    path, change = tmp_path / "store.sqlite", "ALTER TABLE rows ADD COLUMN more INTEGER"
+async def test_files_of_versions_before_are_upgraded_step_by_step_and_no_earlier_ones(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "store.sqlite"
+    first, second = (f"ALTER TABLE rows ADD COLUMN {name} INTEGER" for name in ("one", "two"))
     async with Database(path, SCHEMA, VERSION) as database:
         await database.run(inserting(1))
     with pytest.raises(StoreError, match="nothing was changed"):
-        async with Database(path, SCHEMA, VERSION + 2, upgrade=change):
+        async with Database(path, SCHEMA, VERSION + 2, upgrades=[second]):
             pass
-    with pytest.raises(StoreError):  # the change fails: the version stays
-        async with Database(path, SCHEMA, VERSION + 1, upgrade="ALTER TABLE absent ADD COLUMN x"):
+    with pytest.raises(StoreError):  # a change fails: the version stays
+        async with Database(path, SCHEMA, VERSION + 2, upgrades=[first, "x"]):
             pass
     for _ in range(2):
-        async with Database(path, SCHEMA, VERSION + 1, upgrade=change) as database:
-            found = await database.run(
-                lambda db: db.execute("SELECT id, more FROM rows").fetchall()
-            )
-            assert found == [(1, None)]
+        async with Database(path, SCHEMA, VERSION + 2, upgrades=[first, second]) as database:
+            found = await database.run(lambda db: db.execute("SELECT * FROM rows").fetchall())
+            assert [row[-2:] for row in found] == [(None, None)]
+    async with Database(path, SCHEMA, VERSION + 3, upgrades=["ALTER TABLE rows DROP COLUMN one"]):
+        pass
 
 
 async def test_a_file_of_another_program_is_refused_untouched(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The journal of the former release: a gateway reads it, and knows the retries of its requests.
+"""Journals of former releases: a gateway reads them, and knows the retries of their requests.
 
 `journal_16.sql` is a dump of the journal of one session, and `journal_16.json` has its requests and
-the ids of their answers. Both were made by the release whose journals have version 16.
+the ids of their answers. Both were made by the release whose journals have version 16. Journals of
+version 15 lack a column.
 """
 
 import json
@@ -9,6 +10,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from google.protobuf import json_format
 
 from rollmesh.client import Subscription
@@ -20,10 +22,16 @@ HERE = Path(__file__).parent
 TIMEOUT_S = 60
 
 
-async def test_a_journal_of_the_former_release_is_read(tmp_path: Path, tokenizer_dir: Path) -> None:
+@pytest.mark.parametrize("version", [15, 16])
+async def test_a_journal_of_a_former_release_is_read(
+    tmp_path: Path, tokenizer_dir: Path, version: int
+) -> None:
     (tmp_path / "gateway").mkdir()
     with closing(sqlite3.connect(tmp_path / "gateway" / "journal.sqlite")) as database:
         database.executescript((HERE / "journal_16.sql").read_text())
+        if version < 16:
+            database.execute("ALTER TABLE nodes DROP COLUMN sampling")
+            database.execute(f"PRAGMA user_version = {version:d}")
     former = json.loads((HERE / "journal_16.json").read_text())
     key = former["session_key"]
     request, answer = gateway_pb2.ChatRequest(), gateway_pb2.ChatAnswer()

@@ -692,12 +692,13 @@ def check_names(found: Sequence[str], served: str) -> None:
 
 # Tables of a journal in both dialects. A database may hold several journals.
 
-VERSION = 16
+VERSION = 17
 """Incremented with every change of the tables and of the values in them."""
-UPGRADE = (
-    "ALTER TABLE nodes ADD COLUMN sampling {blob};ALTER TABLE nodes ADD COLUMN token_columns {blob}"
+UPGRADES = (
+    "ALTER TABLE nodes ADD COLUMN sampling {blob}",
+    "ALTER TABLE nodes ADD COLUMN token_columns {blob}",
 )
-"""Brings tables of the version before to this one."""
+"""Each brings the tables of one version to the next, the last one to this version."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   n {key}, journal {text} NOT NULL, session_id {text} NOT NULL UNIQUE, request_id {text},
@@ -838,8 +839,8 @@ async def open_sqlite(
             sessions of another model.
     """
     path = folder / "journal.sqlite"
-    upgrade = UPGRADE.format(blob="BLOB")
-    async with Database(path, SQLITE_SCHEMA, VERSION, upgrade=upgrade) as database:
+    upgrades = [one.format(blob="BLOB") for one in UPGRADES]
+    async with Database(path, SQLITE_SCHEMA, VERSION, upgrades=upgrades) as database:
         fresh = new_journal_id(), secrets.token_bytes(SECRET_BYTES)
         journal_id, secret = await database.run(lambda db: _keep_identity(db, *fresh))
         opened = SqliteJournal(database, journal_id, secret)

@@ -302,7 +302,7 @@ async def open_postgres(
         Lane(address, "BEGIN", "journal", is_pipelined=True) as writer,
         Lane(address, _READING, "journal-reader") as reader,
     ):
-        upgrade = journal.UPGRADE.format(blob="BYTEA")
-        await prepare_database(writer, address, SCHEMA, journal.VERSION, upgrade=upgrade)
+        upgrades = [one.format(blob="BYTEA") for one in journal.UPGRADES]
+        await prepare_database(writer, address, SCHEMA, journal.VERSION, upgrades)
         _log.info("journal database opened", extra=fields(database=address.name))
         yield PostgresJournals(writer, reader, model, lease_ms)

@@ -141,7 +141,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         version: int,
         page_bytes: int = _PAGE_BYTES,
         *,
-        upgrade: str = "",
+        upgrades: Sequence[str] = (),
     ) -> None:
         """Names the file. Entering the context opens it and runs `schema`.
 
@@ -149,8 +149,8 @@ class Database(AbstractAsyncContextManager["Database"]):
             path: The file. It and its folder are created if missing.
             schema: Idempotent statements that create the tables.
             version: Version of the schema. A file of another version is refused, untouched.
-            upgrade: Statements, separated by ";", that bring a file of the version before to this
-                one, if it can be.
+            upgrades: Statements that each bring a file of one version to the next, the last one to
+                this version. Older files are refused.
             page_bytes: Page size of a new file: large for large rows, small for small commits.
         """
         self.path = path
@@ -158,7 +158,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._schema = schema
         self._version = version
         self._page_bytes = page_bytes
-        self._upgrade = upgrade
+        self._upgrades = upgrades
         self._jobs = Jobs[sqlite3.Connection](_MAX_BATCH)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._died = False
@@ -296,7 +296,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         with closing(sqlite3.connect(unchanged, uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        known = {self._version, self._version - bool(self._upgrade)}
+        known = range(self._version - len(self._upgrades), self._version + 1)
         if found not in known and (found or tables):
             raise StoreError(refusal(str(self.path), found, self._version))
 
@@ -306,8 +306,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         with connection:  # both or nothing
             connection.execute("BEGIN IMMEDIATE")
-            if found == self._version - 1:
-                for statement in self._upgrade.split(";"):
+            if found:
+                for statement in self._upgrades[found - self._version + len(self._upgrades) :]:
                     connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")

@@ -428,7 +428,7 @@ _PATIENCE_MS = 60_000
 
 
 async def prepare_database(
-    lane: Lane, address: Address, tables: str, version: int, upgrade: str = ""
+    lane: Lane, address: Address, tables: str, version: int, upgrades: Sequence[str] = ()
 ) -> None:
     """Prepares the tables as soon as the server answers, which may still be starting.
 
@@ -437,8 +437,8 @@ async def prepare_database(
         address: The database and the schema of the tables.
         tables: Statements that create the tables.
         version: Their version.
-        upgrade: Statements, separated by ";", that bring tables of the version before to this one,
-            if it can be.
+        upgrades: Statements that each bring tables of one version to the next, the last one to
+            this version.
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
@@ -449,7 +449,7 @@ async def prepare_database(
     end_ms = clock.monotonic_ms() + _PATIENCE_MS
     while True:
         try:
-            return await lane.run(lambda db: _prepare(db, address, tables, version, upgrade))
+            return await lane.run(lambda db: _prepare(db, address, tables, version, upgrades))
         except StoreAwayError as error:
             if clock.monotonic_ms() >= end_ms:
                 raise
@@ -457,7 +457,9 @@ async def prepare_database(
         await asyncio.sleep(backoff.next_s())
 
 
-def _prepare(db: Statements, address: Address, tables: str, version: int, upgrade: str) -> None:
+def _prepare(
+    db: Statements, address: Address, tables: str, version: int, upgrades: Sequence[str]
+) -> None:
     """Checks the server's settings, and creates missing tables or upgrades those that there are.
 
     Processes that start together do so one after another.
@@ -478,8 +480,8 @@ def _prepare(db: Statements, address: Address, tables: str, version: int, upgrad
             db.run(statement)
         db.run("INSERT INTO version VALUES (?1)", version)
     found = db.value("SELECT version FROM version")
-    if upgrade and found == version - 1:
-        for statement in upgrade.split(";"):
+    if version - len(upgrades) <= found < version:
+        for statement in upgrades[found - version :]:
             db.run(statement)
         db.run("UPDATE version SET version = ?1", version)
     elif found != version:
