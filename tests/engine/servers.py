@@ -119,7 +119,7 @@ class SglangServer(VllmServer):
             "--dtype", "float32", "--attention-backend", "torch_native",
             "--sampling-backend", "pytorch", "--grammar-backend", "none",
             "--context-length", "2055", "--max-total-tokens", "40000",
-            "--max-running-requests", "64",
+            "--max-running-requests", "64", "--sleep-on-idle",
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:

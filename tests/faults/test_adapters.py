@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh.engines import EngineClients
@@ -12,6 +13,7 @@ from rollmesh.mesh.failover import Failover, Order
 from rollmesh.mesh.generation import Generation
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests import models
 from tests.engine.engines import CONFIG
 from tests.processes import running
 from tests.router.routers import running_router
@@ -20,10 +22,14 @@ REPLY = 400
 ADAPTER = sampling_pb2.AdapterRef(name="math", version=3)
 
 
+PROMPT = [5, 6, 7]
+LORA = {**CONFIG, "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
 def order() -> Order:
     request = engine_pb2.GenerateRequest(
-        token_ids_u32le=np.array([5, 6, 7], "<u4").tobytes(),
-        sampling=sampling_pb2.SamplingParams(max_tokens=REPLY),
+        token_ids_u32le=np.array(PROMPT, "<u4").tobytes(),
+        sampling=sampling_pb2.SamplingParams(max_tokens=REPLY, ignore_eos=True),
         adapter=ADAPTER,
     )
     return Order(Generation(request), "s", 8, 0, 60_000, 120_000, is_sent=lambda: True)
@@ -63,3 +69,47 @@ async def test_a_killed_engines_generation_continues_on_a_late_engine_with_the_s
         assert spans == [("first", "math", 3), ("second", "math", 3)]
         assert cut.generation.token_ids().tolist() == whole.generation.token_ids().tolist()
         assert len(cut.generation.token_ids()) == REPLY
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of_torch(
+    tmp_path: Path,
+) -> None:
+    """An engine dies in the middle of an answer, after a later revision was pushed."""
+    model = models.make_model_dir(tmp_path / "model", spread=0.1)
+    pushed = {version: models.make_adapter(model, version, LORA) for version in (3, 4)}
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router(tmp_path))
+        flags = {"router": router.address, "backend": "vllm", "model_path": model}
+        flags |= {"dtype": "float32", "enforce_eager": True, "max_context_tokens": 512}
+        flags |= {"max_adapters": 5, "max_adapter_rank": 4}
+        engines = {}
+        for name in ("first", "second"):
+            engine = running("engine", tmp_path / name, engine_id=name, **flags)
+            engines[name] = await stack.enter_async_context(engine)
+        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
+        client = await stack.enter_async_context(Client(addresses))
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+        clients = EngineClients(5_000)
+        stack.push_async_callback(clients.close)
+        failover = Failover(leases, clients, on_loss=lambda: None, on_migration=lambda: None)
+        await client.push_adapter(pushed[3], "math", 3, LORA)
+        cut, killed = order(), ""
+        async with asyncio.timeout(120), aclosing(failover.run(cut)) as runs:
+            async for _ in runs:
+                if cut.generation.taken > 20 and not killed:
+                    await client.push_adapter(pushed[4], "math", 4, LORA)
+                    killed = cut.generation.engine_id
+                    await engines[killed].kill()
+    (other,) = engines.keys() - {killed}
+    spans = [(one.engine_id, one.adapter, one.policy_version) for one in cut.generation.spans]
+    assert spans == [(killed, "math", 3), (other, "math", 3)]
+    sampled = cut.generation.sampled()
+    assert sampled is not None
+    assert len(sampled.token_ids) == REPLY
+    ids = np.concatenate([PROMPT, sampled.token_ids]).astype(np.int64)
+    for version, is_it in ((3, True), (4, False)):
+        rows = models.merged_logprobs(model, ids, pushed[version], LORA)
+        own = rows[len(PROMPT) - 1 : -1][np.arange(REPLY), sampled.token_ids]
+        assert (np.abs(own - sampled.logprobs).max() < 1e-5) == is_it

@@ -25,3 +25,5 @@ Read first: `turn`, `prompt`, `session`.
 
 Outside itself it may import `chat`, `mesh`, `runtime` and `v1`.
 """
+
+from rollmesh import runtime as runtime  # first, because it quiets gRPC's core

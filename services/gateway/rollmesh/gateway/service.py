@@ -265,9 +265,11 @@ class GatewayService:
         if self._membership is not None:
             await self._membership.leave()
         await self._servicer.gateway.hand_over()
-        if len(self._tunnels):
-            await self._servicer.gateway.rest()
-        self._tunnels.end()
+        try:
+            if len(self._tunnels):
+                await self._servicer.gateway.rest()
+        finally:
+            self._tunnels.end()
 
     async def failed(self) -> str:
         """Returns why, once the router refuses the gateway or the files of its journal are gone."""

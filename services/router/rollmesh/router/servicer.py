@@ -184,10 +184,12 @@ class RouterServicer(
     async def RelayScoreTokens(
         self, request: router_pb2.RelayScoreTokensRequest, context: Context
     ) -> AsyncIterator[router_pb2.RelayScoreTokensResponse]:
+        if not 0 < len(request.engine_id) <= _MAX_ID_CHARS:
+            raise InvalidFieldError("engine_id", f"give 1 to {_MAX_ID_CHARS} characters")
         engine = self._table.engines.get(request.engine_id)
         if engine is None:
             raise NoEngineError(
-                f"engine {request.engine_id[:_MAX_ID_CHARS]} is not registered; try another one",
+                f"engine {request.engine_id} is not registered; try another one",
                 retry_delay_ms=_RETRY_MS,
             )
         async with open_channel(engine.address) as channel:
