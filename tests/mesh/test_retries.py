@@ -1,6 +1,8 @@
 """What a retry gets, with the published openai package: one row of the table in each test."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +167,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         agent = slow.openai(session)
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
-        await until(lambda: turns(slow, session))
+        await until(lambda: committed(slow, session))
         if restarts:
             await slow.restart("gateway")
         if comes_back:
@@ -176,6 +178,16 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
     (trajectory,) = result.trajectories
     assert trajectory.loss_mask.any() == comes_back
     assert trajectory.reasons == (("RETRY_REPLAY",) if comes_back else ("ORPHANED",))
+
+
+async def committed(mesh: Mesh, session: Session) -> int:
+    """Number of answers that the gateway's journal has."""
+    with closing(sqlite3.connect(mesh.folder / "gateway" / "journal.sqlite")) as db:
+        ((count,),) = db.execute(
+            "SELECT count(*) FROM nodes WHERE session_id = ? AND sample IS NOT NULL",
+            (session.session_id,),
+        )
+        return int(count)
 
 
 async def turns(mesh: Mesh, session: Session) -> int:
