@@ -6,7 +6,7 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (7_738, 50),
-    "services/runtime/rollmesh/mesh": (4_280, 11),
+    "services/runtime/rollmesh/mesh": (4_290, 11),
     "services/gateway/rollmesh/chat": (8_599, 39),
     "services/gateway/rollmesh/gateway": (9_502, 24),
     "services/engine/rollmesh/engine": (7_267, 30),

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.internal.v1 import leases_pb2, members_pb2
+from rollmesh.internal.v1 import leases_pb2, members_pb2, tunnels_pb2
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
@@ -24,12 +24,17 @@ from rollmesh.v1 import (
     router_pb2,
     sampling_pb2,
 )
+from tests import served
 from tests.collector.collectors import SESSION, create_or_update
 from tests.engine.engines import CONFIG
 from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
-from tests.served import SERVED
 
+_TUNNELS = tunnels_pb2.DESCRIPTOR.services_by_name["TunnelService"]
+SERVED = {
+    name: (*services, _TUNNELS) if name in {"router", "gateway"} else services
+    for name, services in served.SERVED.items()
+}
 TIMEOUT_S = 120
 UNDECODABLE = b"\xff"
 UNKNOWN = 99
@@ -60,6 +65,7 @@ FIRST: dict[str, Message] = {
             model="policy",
         )
     ),
+    "Attach": tunnels_pb2.AttachRequest(engine_id="stranger"),
     "Dispatch": leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello(gateway_id="stranger")),
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
     "PushAdapter": router_pb2.PushAdapterRequest(header=_ADAPTER),
@@ -164,7 +170,8 @@ async def test_an_empty_message_is_answered_or_refused_with_a_reason(mesh: Mesh)
                 channels[name], method, FIRST[method.name].SerializeToString(), b""
             )
             for name, method in methods()
-            if method.client_streaming and method.name != "Generations"  # begins nothing then
+            # An empty message begins no generation, and keeps a tunnel up.
+            if method.client_streaming and method.name not in {"Generations", "Attach"}
         }
     codes = {end.partition(" ")[0] for end in first.values()}
     refusals = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNAUTHENTICATED"}

@@ -52,6 +52,7 @@ _WINDOW_BYTES = 1024 * 1024
 """Bytes of a connection that its receiver holds at most, in each direction."""
 _MOST_CONNECTIONS = 256
 _BEAT_S = 2.0
+_LAST_WRITE_S = 1.0
 SILENCE_S = 10.0
 """Silence after which the other end is given up, seconds."""
 _Message: TypeAlias = tunnels_pb2.AttachRequest | tunnels_pb2.AttachResponse
@@ -224,8 +225,17 @@ class Tunnel:
     async def _send(self, number: int, **part: Any) -> None:
         frame = tunnels_pb2.TunnelFrame(connection=number, **part)
         async with self._writing:
-            with suppress(grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
-                await self._write(frame)  # if the call has failed, its reader learns why
+            writing = asyncio.get_running_loop().create_task(self._sent(frame))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:  # gRPC sends no status past a write that is cut off
+                await asyncio.wait([writing], timeout=_LAST_WRITE_S)
+                writing.cancel()
+                raise
+
+    async def _sent(self, frame: tunnels_pb2.TunnelFrame) -> None:
+        with suppress(grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            await self._write(frame)  # if the call has failed, its reader learns why
 
 
 # The end of routers and gateways.
