@@ -18,6 +18,7 @@ from tests.collector.collectors import (
     TIMEOUT_S,
     collector_at,
     consumer_stats,
+    create_or_update,
     ingest,
     ingest_all,
     stub_at,
@@ -277,6 +278,23 @@ async def test_a_unit_acknowledged_while_it_waits_behind_a_large_one_is_not_sent
         assert await reader.delivered(1) == ["large"]
         assert await reader.acknowledged() == {"small"}
         assert await reader.delivered(1) == ["next"]
+
+
+async def test_a_teacher_ends_the_stream_of_a_collector_without_a_router_and_loses_nothing(
+    stub: Any,
+) -> None:
+    """It is set after the stream has begun and the unit was delivered once."""
+    await ingest_all(stub, "a")
+    async with subscribing(stub, credits_=1, lease_ms=300) as stream:
+        assert await stream.delivered(1) == ["a"]
+        teacher = collector_pb2.Teacher(model="teacher")
+        await create_or_update(stub, name="trainer", unit=SESSION, teacher=teacher)
+        await stream.grant(1)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"consumer\.teacher: needs a router"):
+            await stream.read()
+    none = collector_pb2.Teacher()
+    async with subscribing(stub, credits_=1, teacher=none) as stream:
+        assert await stream.delivered(1) == ["a"]
 
 
 async def test_a_consumer_that_ends_its_side_still_hears_of_acknowledgements(stub: Any) -> None:

@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _MOST_FETCHED = 64
 _AFTER_ERROR_S = 1.0
+_NO_ROUTER = "needs a router; give the collector the setting router"
 _MAX_CREDITS = 65_536
 _MAX_ACKNOWLEDGED = 4096
 """Of one message."""
@@ -113,9 +114,8 @@ class Consumer:
         """
         self._settled.clear()
         held = len(self.ready) + len(self.unscored)
-        if not self.more or held >= _MOST_FETCHED:
-            return 0
-        return max(min(sum(self.streams.values()) - held, _MOST_FETCHED), 0)
+        wanted = min(sum(self.streams.values()) - held, _MOST_FETCHED)
+        return max(wanted, 0) if self.more and held < _MOST_FETCHED else 0
 
     def add_page(self, page: Page) -> None:
         """Adds a page from the store."""
@@ -514,9 +514,7 @@ class Subscriptions:
         await self.store.touch([name], clock.steady_unix_ms())
         consumer = self._know(await self.store.consumer(name))
         if consumer.settings.HasField("teacher") and self._lessons is None:
-            raise InvalidFieldError(
-                "consumer.teacher", "needs a router; give the collector the setting router"
-            )
+            raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
         stream = Stream(consumer)
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
@@ -638,7 +636,9 @@ class Subscriptions:
                 consumer.refund(stream.id)
             if loaded is None:
                 consumer.settle(unit.unit_id)
-            elif loaded.unscored and self._lessons is not None:
+            elif loaded.unscored:
+                if self._lessons is None:  # the consumer got its teacher after the stream began
+                    raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
                 consumer.hold(unit)
                 self._lessons.put_nowait((consumer, unit))
             elif response is None:
