@@ -1,9 +1,11 @@
 """Images through the library: messages in, ids and ranges out."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from rollmesh.chat import ChatModel, Conversation, InvalidInputError
 from tests.chat import families
@@ -109,3 +111,28 @@ def test_a_lying_media_type_is_refused(model: ChatModel) -> None:
     part = {"type": "image_url", "image_url": data_url(picture(), "image/webp")}
     with pytest.raises(InvalidInputError, match="said to be image/webp and is image/png"):
         Conversation(model).prompt([{"role": "user", "content": [part]}])
+
+
+def progressive(scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    file = io.BytesIO()
+    Image.new("L", (64, 64), 128).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xc4") : -2]
+    begin = data[: -2 - len(last)]
+    return begin + last * (scans - begin.count(b"\xff\xda")) + data[-2:]
+
+
+def test_a_small_file_of_many_scans_is_refused(model: ChatModel) -> None:
+    def ask(data: bytes) -> Conversation:
+        part = {"type": "image_url", "image_url": data_url(data, "image/jpeg")}
+        conversation = Conversation(model)
+        conversation.prompt([{"role": "user", "content": [part]}])
+        return conversation
+
+    with pytest.raises(InvalidInputError, match="progressive JPEG of more than 32 scans"):
+        ask(progressive(33))
+    assert len(ask(progressive(32)).placeholders) == 1
+    thumbnail = b"\xff\xe1" + (2 + 400).to_bytes(2, "big") + b"\xff\xda\0\2" * 100
+    data = progressive(6)
+    assert len(ask(data[:2] + thumbnail + data[2:]).placeholders) == 1

@@ -204,6 +204,10 @@ def _read(path: Path) -> dict[str, Any]:
 _FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF")}
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]*)[^,]*;base64,", re.ASCII)
 _MOST_FILE_BYTES, _MOST_FILE_PIXELS = 20 * 1024 * 1024, 16 * 1024 * 1024
+_MOST_SCANS = 32
+"""Scans of a progressive JPEG. Encoders make about ten. Each costs time for all pixels."""
+_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 
 
 def read_image(field: str, part: Mapping[str, Any]) -> tuple[Image, bytes]:
@@ -217,7 +221,7 @@ def read_image(field: str, part: Mapping[str, Any]) -> tuple[Image, bytes]:
 
     Raises:
         InvalidInputError: The part has another form, or the file is not a PNG, JPEG, WebP or GIF of
-            one frame, at most 20 MiB and 16 Mi pixels.
+            one frame, at most 20 MiB, 16 Mi pixels and 32 scans.
     """
     given, field = part.get("image_url"), f"{field}.image_url"
     url = given.get("url") if isinstance(given, Mapping) else given
@@ -251,6 +255,11 @@ def _decoded_size(field: str, data: bytes, media_type: str) -> tuple[int, int]:
                 problem = f"is said to be {media_type} and is {kind}; name its media type"
             elif getattr(picture, "is_animated", False):
                 problem = "has several frames; send one of them"
+            elif kind == _FORMATS["JPEG"] and _has_many_scans(data):
+                problem = (
+                    f"is a progressive JPEG of more than {_MOST_SCANS} scans; send one with fewer, "
+                    "or one that is not progressive"
+                )
             else:
                 picture.load()
     except Exception as error:  # Pillow's plugins raise whatever a damaged file makes of them
@@ -259,6 +268,18 @@ def _decoded_size(field: str, data: bytes, media_type: str) -> tuple[int, int]:
     if problem:
         raise InvalidInputError(field, problem)
     return width, height
+
+
+def _has_many_scans(data: bytes) -> bool:
+    """Returns whether a JPEG has more scans than the limit. Metadata may hold others."""
+    scans, at = 0, 2
+    while scans <= _MOST_SCANS and (found := _JPEG_MARKER.search(data, at)) is not None:
+        marker, at = data[found.end() - 1], found.end()
+        if marker == _END_OF_IMAGE:
+            break
+        scans += marker == _START_OF_SCAN
+        at += int.from_bytes(data[at : at + 2], "big")
+    return scans > _MOST_SCANS
 
 
 # Puts the runs of images into ids, and finds them there.
