@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rollmesh.client import Session
-from rollmesh.internal.v1 import leases_pb2, members_pb2
+from rollmesh.internal.v1 import leases_pb2, members_pb2, tunnels_pb2
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -127,6 +127,12 @@ def _router(model: str) -> dict[str, Sequence[Message]]:
             ),
             leases_pb2.DispatchRequest(acquire=acquire),
             leases_pb2.DispatchRequest(releases=[leases_pb2.ReleaseLease(lease_id="l")]),
+        ],
+        "Attach": [
+            tunnels_pb2.AttachRequest(engine_id="fuzz"),
+            tunnels_pb2.AttachRequest(
+                frame=tunnels_pb2.TunnelFrame(connection=1, data=b"\0" * 8, credit=8)
+            ),
         ],
         "PushWeights": [
             router_pb2.PushWeightsRequest(header=header),

@@ -24,17 +24,12 @@ from rollmesh.v1 import (
     router_pb2,
     sampling_pb2,
 )
-from tests import served
 from tests.collector.collectors import SESSION, create_or_update
 from tests.engine.engines import CONFIG
 from tests.mesh.protocols.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.served import SERVED
 
-_TUNNELS = tunnels_pb2.DESCRIPTOR.services_by_name["TunnelService"]
-SERVED = {
-    name: (*services, _TUNNELS) if name in {"router", "gateway"} else services
-    for name, services in served.SERVED.items()
-}
 TIMEOUT_S = 120
 UNDECODABLE = b"\xff"
 UNKNOWN = 99
