@@ -56,10 +56,10 @@ class School:
         async with open_channel(f"127.0.0.1:{self.port}") as channel:
             yield collector_pb2_grpc.CollectorServiceStub(channel)
 
-    async def ingest(self, *sessions: session_pb2.SessionRecord) -> None:
+    async def ingest(self, *sessions: session_pb2.SessionRecord, model: str = "policy") -> None:
         async with self.stub() as stub:
             for session in sessions:
-                session.model = "policy"
+                session.model = model
                 await ingest(stub, session)
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
@@ -262,6 +262,27 @@ async def test_a_teacher_with_another_vocabulary_ends_the_stream_and_loses_nothi
         await school.teacher("t2")
         (session,) = sessions_of(await take(client, 1))
         await check(client, session)
+
+
+async def test_a_top_k_that_the_teacher_does_not_offer_ends_the_stream_and_loses_nothing(
+    school: School,
+) -> None:
+    small = {"vocabulary_tokens": 50}
+    await school.fleet.engine("s1", model="small", **small)
+    await school.teacher(**small)
+    await school.ingest(record("s1"), record("s2"), model="small")
+    async with school.client() as client:
+        wide = SubscribeOptions(teacher="teacher", top_k=51)
+        says = r"^consumer\.teacher\.top_k: is 51; give at most 50$"
+        for _ in range(2):
+            with pytest.raises(InvalidFieldError, match=says) as caught:
+                await take(client, 1, options=wide)
+            assert caught.value.field == "consumer.teacher.top_k"
+        narrow = SubscribeOptions(teacher="teacher", top_k=50)
+        found = await take(client, 2, options=narrow)
+        assert [one.attempt for one in found] == [1, 1]
+        for session in sessions_of(found):
+            await check(client, session, 50)
 
 
 async def test_another_teacher_scores_what_waited_for_the_first_one(school: School) -> None:

@@ -417,7 +417,9 @@ class Teacher(_message.Message):
     that of the model that answered in the sessions.
     """
     top_k: _builtins.int
-    """Number K of most likely ids at each position, at most 256."""
+    """Number K of most likely ids at each position, at most 256. Streams end with INVALID_ARGUMENT
+    (INVALID_FIELD) if the teacher offers fewer: the size of its vocabulary, or a limit of its server.
+    """
     def __init__(
         self,
         *,

@@ -34,7 +34,6 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
     ShuttingDownError,
-    VocabularyMismatchError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun, contained, finish
@@ -324,9 +323,9 @@ class Subscriptions:
 
         try:
             await teachers.score(consumer.settings, unit, is_wanted)
-        except VocabularyMismatchError as error:
-            refusal = VocabularyMismatchError("consumer.teacher.model", error.message)
-            self._end_of(consumer.name, refusal)
+        except InvalidFieldError as refusal:
+            if is_wanted():  # otherwise the consumer may have another teacher by now
+                self._end_of(consumer.name, refusal)
         except Exception as error:  # one unit must not stop the others
             _log.error("unit not scored, will retry", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)

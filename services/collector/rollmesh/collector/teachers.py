@@ -50,13 +50,14 @@ class Teachers:
             wanted: Whether the consumer still waits for the unit. Otherwise the work ends early.
 
         Raises:
-            VocabularyMismatchError: The teacher has another tokenizer than the model of a session.
+            InvalidFieldError: The consumer's settings do not fit the teacher: it has another
+                tokenizer than the model of a session, or offers fewer ids at each position.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for session_id in unit.session_ids:
                     group.create_task(self._session(consumer, unit, session_id, wanted))
-        except* VocabularyMismatchError as errors:
+        except* InvalidFieldError as errors:
             raise errors.exceptions[0] from None
 
     async def _session(
@@ -73,9 +74,10 @@ class Teachers:
                         scores = await self._scores(consumer.teacher, one)
                         await self._store.add_scores(consumer.teacher, one.key, scores)
                         metrics.TEACHER_SCORES.labels("scored" if scores else "refused").inc()
-            except VocabularyMismatchError:
-                raise
-            except RollmeshError as error:  # no engine now, an unknown model, or the store
+            except RollmeshError as error:
+                if (refusal := _refusal(error)) is not None:
+                    raise refusal from error
+                # No engine now, an unknown model, or the store.
                 metrics.TEACHER_SCORES.labels("failed").inc()
                 _log.warning(
                     "trajectory not scored, will retry",
@@ -117,3 +119,12 @@ class Teachers:
             top_logprobs_f32le=found.top_logprobs_f32le,
         )
         return scores.SerializeToString()
+
+
+def _refusal(error: RollmeshError) -> InvalidFieldError | None:
+    """Returns the refusal of a consumer's settings. None if another try may succeed."""
+    if isinstance(error, VocabularyMismatchError):
+        return VocabularyMismatchError("consumer.teacher.model", error.message)
+    if isinstance(error, InvalidFieldError) and error.field == "top_k":
+        return InvalidFieldError("consumer.teacher.top_k", error.message.removeprefix("top_k: "))
+    return None
