@@ -1,8 +1,10 @@
 """The sampling support and the experts of each token, from the engines to a trainer."""
 
 import asyncio
+import json
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ import numpy as np
 import openai
 import pytest
 
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session, SessionResult, Trajectory
 from rollmesh.client.arguments import Column, ExportForm
 from rollmesh.engine.scripted import scripted_experts
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_column
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.router.engines import Answers, noting_engine
 
 RULES = [
     ("plain", "The answer is 42."),
@@ -176,6 +181,91 @@ async def test_the_rest_of_an_answer_has_the_rows_of_the_engine_that_took_over(
     assert support[0].start + support[0].rows == cut
     # The engine that went on read the last token of the lost one.
     assert experts[0].rows == cut - 1
+
+
+def answering(
+    tokenizer: Tokenizer, shape: tuple[int, int], missing: int
+) -> Callable[[engine_pb2.GenerateRequest], Answers]:
+    """How an engine answers that gives experts at the end, without the rows of some last ids."""
+    ids = tokenizer.encode("It is 13, and more than that.")
+
+    async def answer(request: engine_pb2.GenerateRequest) -> Answers:
+        yield engine_pb2.TokenChunk(
+            token_ids_u32le=pack_ids(ids),
+            logprobs_f32le=pack_logprobs(np.full(len(ids), -0.5, np.float32)),
+            policy_version=0,
+        )
+        last = engine_pb2.TokenChunk()
+        last.finish.reason = sampling_pb2.FINISH_REASON_ABORT
+        last.finish.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
+        last.finish.version_spans.add(end=len(ids))
+        start = request.routed_experts_start
+        rows = len(request.token_ids_u32le) // 4 + len(ids) - 1 - start - missing
+        last.columns.append(experts_column(start, np.full((rows, *shape), 7, np.uint8)))
+        yield last
+
+    return answer
+
+
+@pytest.mark.parametrize("missing", [0, 16])
+async def test_a_turn_that_a_stop_string_cut_says_that_rows_are_missing(
+    mesh: Mesh, client: Client, tokenizer: Tokenizer, missing: int
+) -> None:
+    await mesh.processes["engine"].terminate()
+    async with (
+        noting_engine(mesh.addresses.router, "late") as engine,
+        client.session(columns=["routed_experts"]) as session,
+    ):
+        engine.answers = answering(tokenizer, (3, 2), missing)
+        asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "plain"}]}
+        create = mesh.openai(session).chat.completions.create
+        answer = await create(**asked, stop=["more"])
+        assert answer.choices[0].message.content == "It is 13, and "
+    (trajectory,) = (await delivered(client, session)).trajectories
+    experts = trajectory.columns.routed_experts()
+    assert experts is not None
+    if missing:
+        assert trajectory.reasons == ("STOP_STRING", "COLUMNS_INCOMPLETE")
+        assert not experts.has_row[:-1].all()
+    else:
+        assert trajectory.reasons == ("STOP_STRING",)
+        assert experts.has_row[:-1].all()
+
+
+@pytest.mark.parametrize("export", ["leaves", "turns", "tree"])
+async def test_rows_of_another_shape_are_left_out_with_a_reason(
+    mesh: Mesh, client: Client, tokenizer: Tokenizer, export: ExportForm
+) -> None:
+    async with client.session(columns=["routed_experts"], export=export) as session:
+        talk = Talk(mesh, session)
+        await talk.ask("plain")
+        await mesh.processes["engine"].terminate()
+        async with noting_engine(mesh.addresses.router, "other") as engine:
+            engine.answers = answering(tokenizer, (4, 2), 0)
+            create = mesh.openai(session).chat.completions.create
+            messages: Any = [*talk.messages, {"role": "user", "content": "next"}]
+            await create(model="policy", messages=messages, stop=["more"])
+    result = await delivered(client, session)
+    row = result.trajectories[-1] if result.tree is None else result.tree
+    experts = row.columns.routed_experts()
+    assert experts is not None
+    known = int(experts.has_row.sum())
+    assert np.array_equal(experts.rows[:known], scripted_experts(row.token_ids[:known], 0))
+    assert not experts.has_row[known:].any()
+    assert {"STOP_STRING", "COLUMNS_INCOMPLETE"} <= set(row.reasons)
+    parts = result.tree.nodes if result.tree is not None else result.trajectories[-1].segments
+    marked = [
+        one.sampled
+        for one in parts
+        if trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE in one.reasons
+    ]
+    assert marked == [False, True]  # the message, and the answer to it
+    if export == "turns":
+        assert result.trajectories[0].reasons == ("EXACT",)
+    lines = map(json.loads, (mesh.folder / "gateway.log").read_text().splitlines())
+    (said,) = [one for one in lines if one["event"] == "rows left out"]
+    assert (said["column"], said["engine"]) == ("ROUTED_EXPERTS", "other")
+    assert (said["shape"], said["expected"]) == ([4, 2], [3, 2])
 
 
 async def test_a_session_without_columns_has_none(mesh: Mesh, client: Client) -> None:

@@ -113,6 +113,11 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     """Several policies sampled the tokens: the base model and an adapter, or two adapters. On a segment:
     none of the consumer's `adapters` sampled the turn, and the turn is not trained.
     """
+    FIDELITY_REASON_COLUMNS_INCOMPLETE: _FidelityReason.ValueType  # 21
+    """Rows of a column that the session asked for are missing: the engine was lost or interrupted before it
+    gave them, or their shape was another one than that of the session's other rows. Tokens without a row
+    are trained as the others are.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
@@ -204,6 +209,11 @@ Such a token has 0.0 and is not trained.
 FIDELITY_REASON_MIXED_POLICIES: FidelityReason.ValueType  # 20
 """Several policies sampled the tokens: the base model and an adapter, or two adapters. On a segment:
 none of the consumer's `adapters` sampled the turn, and the turn is not trained.
+"""
+FIDELITY_REASON_COLUMNS_INCOMPLETE: FidelityReason.ValueType  # 21
+"""Rows of a column that the session asked for are missing: the engine was lost or interrupted before it
+gave them, or their shape was another one than that of the session's other rows. Tokens without a row
+are trained as the others are.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 

@@ -5,6 +5,7 @@ tree at the close and stored with it. Its arrays are joined from the journal's b
 handed over, without an object for each node.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from rollmesh.runtime.codec.columns import EXPERTS, joined, rows_between
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.records import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -31,6 +33,8 @@ from rollmesh.v1 import (
 )
 from rollmesh.v1.sampling_pb2 import TokenColumn
 
+_log = logging.getLogger(__name__)
+
 # Exports a tree for training: as one trajectory per leaf or per turn, or as a packed tree.
 #
 # In each form a sampled token is trained exactly once, or carries the reason why it is not trained.
@@ -40,6 +44,8 @@ _NONE: Mapping[int, Lineage] = {}
 _NO_REASONS: frozenset[Fidelity] = frozenset()
 _MIXED_POLICIES = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES})
 _MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
+_EXACT = trajectory_pb2.FIDELITY_REASON_EXACT
+_INCOMPLETE = trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE
 _NOT_FINITE = trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE
 
 
@@ -306,14 +312,17 @@ def serialize(record: session_pb2.SessionRecord, blobs: Blobs) -> bytes:
         InvalidFieldError: The nodes do not have the tokens that the head says.
     """
     parts: list[bytes] = []
+    alike = _Alike(record.session_id)
     for row in record.trajectories:
         tokens = _field(row.TOKENS_FIELD_NUMBER, _tokens(row.segments, blobs))
-        tokens += _columns(row.COLUMNS_FIELD_NUMBER, _path_columns(row, blobs))
+        tokens += _columns(row.COLUMNS_FIELD_NUMBER, _path_columns(row, blobs, alike))
+        alike.explain(row, row.segments)
         parts += _field(record.TRAJECTORIES_FIELD_NUMBER, [row.SerializeToString(), *tokens])
     if record.HasField("tree"):
         tree = record.tree
         tokens = _field(tree.TOKENS_FIELD_NUMBER, _tokens(tree.nodes, blobs))
-        tokens += _columns(tree.COLUMNS_FIELD_NUMBER, _tree_columns(tree, blobs))
+        tokens += _columns(tree.COLUMNS_FIELD_NUMBER, _tree_columns(tree, blobs, alike))
+        alike.explain(tree, tree.nodes)
         parts += _field(record.TREE_FIELD_NUMBER, [tree.SerializeToString(), *tokens])
     for image in record.images:
         parts += _field(record.IMAGES_FIELD_NUMBER, [image.SerializeToString()])
@@ -356,22 +365,69 @@ def _columns(number: int, columns: Iterable[TokenColumn]) -> list[bytes]:
     return [part for one in joined(columns) for part in _field(number, [one.SerializeToString()])]
 
 
-def _path_columns(row: trajectory_pb2.Trajectory, blobs: Blobs) -> Iterator[TokenColumn]:
+class _Alike:
+    """The shape that rows of each kind have in one record: that of the first rows."""
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._shapes: dict[int, list[int]] = {}
+        self._left_out: set[int] = set()  # ids of nodes
+
+    def of_node(self, node_id: int, blobs: Blobs) -> Iterator[TokenColumn]:
+        """Yields the columns of a node whose rows have that shape."""
+        for one in sampling_pb2.TokenColumns.FromString(blobs[node_id][2]).columns:
+            shape = [*one.row_shape]
+            if (first := self._shapes.setdefault(one.kind, shape)) == shape:
+                yield one
+                continue
+            if not self._left_out:
+                kind = name_of(sampling_pb2.ColumnKind.DESCRIPTOR, one.kind)
+                of = {"engine": one.engine_id, "column": kind, "shape": shape, "expected": first}
+                _log.warning("rows left out", extra=fields(session_id=self._session_id, **of))
+            self._left_out.add(node_id)
+
+    def explain(
+        self,
+        row: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+        parts: Iterable[trajectory_pb2.TrajectorySegment] | Iterable[trajectory_pb2.TrajectoryNode],
+    ) -> None:
+        """Adds the reason to the parts of a row that lack rows, and to the row."""
+        last = {part.node_id: part for part in parts}  # a node may be two segments
+        for node_id in self._left_out & last.keys():
+            _add_reason(last[node_id], _INCOMPLETE)
+            _add_reason(row, _INCOMPLETE)
+
+
+def _add_reason(
+    message: trajectory_pb2.Trajectory
+    | trajectory_pb2.TrajectoryTree
+    | trajectory_pb2.TrajectorySegment
+    | trajectory_pb2.TrajectoryNode,
+    reason: Fidelity,
+) -> None:
+    message.reasons[:] = sorted({*message.reasons, reason} - {_EXACT})
+
+
+def _path_columns(
+    row: trajectory_pb2.Trajectory, blobs: Blobs, alike: _Alike
+) -> Iterator[TokenColumn]:
     """Yields the columns of the nodes on a path, by index into its tokens."""
     last = 0
     for run in row.segments:
         if run.node_id != last:
             last = run.node_id
-            for one in _node_columns(blobs[run.node_id]):
+            for one in alike.of_node(run.node_id, blobs):
                 one.start += run.start - (one.kind == EXPERTS)
                 yield one
 
 
-def _tree_columns(tree: trajectory_pb2.TrajectoryTree, blobs: Blobs) -> Iterator[TokenColumn]:
+def _tree_columns(
+    tree: trajectory_pb2.TrajectoryTree, blobs: Blobs, alike: _Alike
+) -> Iterator[TokenColumn]:
     """Yields the columns of the nodes of a tree, by index into its tokens."""
     parents: set[int] = set()  # whose last token has its experts
     for node in tree.nodes:
-        for one in _node_columns(blobs[node.node_id]):
+        for one in alike.of_node(node.node_id, blobs):
             if one.kind == EXPERTS:
                 for before in rows_between([one], 0, 1):
                     if node.HasField("parent_index") and node.parent_index not in parents:
@@ -384,10 +440,6 @@ def _tree_columns(tree: trajectory_pb2.TrajectoryTree, blobs: Blobs) -> Iterator
             else:
                 one.start += node.start
                 yield one
-
-
-def _node_columns(blob: tuple[bytes, bytes, bytes]) -> Iterable[TokenColumn]:
-    return sampling_pb2.TokenColumns.FromString(blob[2]).columns
 
 
 def _without_infinite(sampled: bytes, trained: bytes) -> tuple[bytes, bytes]:

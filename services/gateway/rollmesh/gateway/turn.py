@@ -155,6 +155,8 @@ class Draft:
             reasons.add(trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT)
         if not np.isfinite(sample.logprobs).all():
             reasons.add(trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE)
+        if not self.generation.has_all_rows(len(sample.token_ids)):
+            reasons.add(trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE)
         return frozenset(reasons)
 
 

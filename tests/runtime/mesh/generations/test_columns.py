@@ -107,6 +107,23 @@ def test_another_engine_gives_the_rows_that_did_not_arrive() -> None:
     assert rows.has_row.tolist() == [False, True, True, True, True, True, False]
 
 
+@pytest.mark.parametrize("aborted", [True, False])
+def test_rows_that_never_came_are_missed_unless_their_tokens_were_cut_off(*, aborted: bool) -> None:
+    generation = begun(BOTH)
+    assert not generation.has_all_rows(0)
+    generation.take(part(support(3, 5)))
+    assert not generation.has_all_rows(1)
+    if aborted:
+        last = {"spans": ((0, 0, 2),), "reason": sampling_pb2.FINISH_REASON_ABORT}
+        generation.take(part(experts(0, 3), ids=(), **last))
+    else:  # the engine was lost
+        generation.take(part(experts(0, 3), ids=()))
+        generation.end(engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_STOP))
+    assert generation.has_all_rows(1)
+    assert not generation.has_all_rows(2)
+    assert begun([]).has_all_rows(6)
+
+
 def test_rows_are_cut_and_joined_without_loss() -> None:
     whole = [experts(0, 9), support(2, 9)]
     cut = [row for at in range(9) for row in rows_between(whole, at, at + 1)]
