@@ -6,12 +6,12 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (7_738, 50),
-    "services/runtime/rollmesh/mesh": (4_290, 11),
-    "services/gateway/rollmesh/chat": (8_599, 39),
-    "services/gateway/rollmesh/gateway": (9_502, 24),
+    "services/runtime/rollmesh/mesh": (4_296, 11),
+    "services/gateway/rollmesh/chat": (8_620, 39),
+    "services/gateway/rollmesh/gateway": (9_555, 24),
     "services/engine/rollmesh/engine": (7_267, 30),
     "services/router/rollmesh/router": (4_423, 17),
-    "services/collector/rollmesh/collector": (5_257, 14),
+    "services/collector/rollmesh/collector": (5_267, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),
     "clients/rollmesh/client": (4_802, 15),

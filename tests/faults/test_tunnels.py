@@ -21,7 +21,7 @@ from rollmesh.mesh.generation import Generation
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.routers import Membership
 from rollmesh.mesh.tunnels import DialOut, Tunnels
-from rollmesh.runtime.errors import RemoteError, RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import (
     open_channel,
     tunnel_address,
@@ -172,6 +172,9 @@ async def test_pushes_and_scores_go_through_tunnels_with_tokens_and_tls(
             scores = await client.score(ids, top_k=64)
             assert (scores.engine_id, scores.policy_version) == ("engine-0", 1)
             assert scores.logprobs[1:].tolist() == pytest.approx((ids[1:] % 97 / -50).tolist())
+            with pytest.raises(InvalidFieldError, match=r"^top_k: is 257; give at most") as caught:
+                await client.score(ids, top_k=257)
+            assert caught.value.field == "top_k"
             async with client.session(adapters=["math"]) as session:
                 agent = mesh.openai(session)
                 answer = await agent.chat.completions.create(**ASK)

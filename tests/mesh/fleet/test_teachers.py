@@ -267,7 +267,7 @@ async def test_a_teacher_with_another_vocabulary_ends_the_stream_and_loses_nothi
 async def test_a_top_k_that_the_teacher_does_not_offer_ends_the_stream_and_loses_nothing(
     school: School,
 ) -> None:
-    small = {"vocabulary_tokens": 50}
+    small: dict[str, Any] = {"vocabulary_tokens": 50}
     await school.fleet.engine("s1", model="small", **small)
     await school.teacher(**small)
     await school.ingest(record("s1"), record("s2"), model="small")

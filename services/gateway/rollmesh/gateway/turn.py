@@ -146,8 +146,7 @@ class Draft:
         if self.answer.stopped_at is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         # Banned ids are part of the model: they carry no reason.
-        masked = masks(request.sampling) or bool(prompt.bad_sequences)
-        if masked or prompt.constraint is not None:
+        if masks(request.sampling) or prompt.bad_sequences or prompt.constraint is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         if request.settings.sampling_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)

@@ -476,15 +476,10 @@ class Generation:
         return joined(self.runs).token_ids if self.runs else np.empty(0, np.uint32)
 
     def has_all_rows(self, tokens: int) -> bool:
-        """Returns whether the columns have every row of the prompt and of the first sampled ids.
-
-        Args:
-            tokens: Number of those ids. The last one has no experts.
-        """
-        total = self._prompt_tokens + tokens
-        wanted = {SUPPORT: total, EXPERTS: total - 1}
+        """Returns whether columns have all rows of the prompt and of so many sampled ids."""
+        end = self._prompt_tokens + tokens  # the last one has no experts
         ends = {one.kind: one.start + one.rows for one in self.columns}
-        return all(ends.get(kind, 0) >= wanted[kind] for kind in self.request.columns)
+        return all(ends.get(one, 0) >= end - (one == EXPERTS) for one in self.request.columns)
 
     def anew(self) -> "Generation":
         """Returns the same generation before its first token."""
