@@ -114,6 +114,8 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         await self.hangs.wait()
         if self.refuses:
             raise InvalidWeightsError("weights", "do not fit")
+        if self.load.adapters:
+            raise InvalidFieldError("header", "adapters belong to the weights in use")
         held = self.load.policy_version, self.load.push_id
         if header.push_id and held == (header.policy_version, header.push_id):
             return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)

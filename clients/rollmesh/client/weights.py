@@ -286,10 +286,11 @@ class WeightCalls(Connections):
             model: Name of the model. May be empty if the mesh has only one.
 
         Returns:
-            One result for each engine that takes adapters.
+            One result for each engine that takes adapters and holds the weights of the model.
 
         Raises:
             WeightsPushError: An engine did not load it.
+            SupersededError: Weights of the model are being pushed. Push the adapter after them.
         """
         header = filled(
             engine_pb2.AdapterHeader,

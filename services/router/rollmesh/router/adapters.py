@@ -73,9 +73,11 @@ class AdapterPushes:
         """Receives a revision and offers it to the engines of its model.
 
         Returns:
-            One result for each engine that takes adapters.
+            One result for each engine that takes adapters and holds the weights of the model. The
+            others get the revision after the weights.
 
         Raises:
+            SupersededError: Weights are being pushed, or another router changed the adapters.
             StaleVersionError: The version is not above the last one of the name.
             InvalidFieldError: A field is invalid, or an engine has too little room.
             StoreFullError: The disk has too little free space.
@@ -134,8 +136,13 @@ class AdapterPushes:
                 loop.call_later(_LAST_ANSWER_S, work.cancel)
 
     def _check(self, header: engine_pb2.AdapterHeader, kept: KeptWeights) -> None:
-        """Checks the version of a push, and that the engines have room."""
+        """Checks the version of a push, its weights, and that the engines have room."""
         name, version = revision_of(header.adapter)
+        if kept.offered is not None:  # an engine with adapters would never take them
+            raise SupersededError(
+                f"header.adapter: weights of version {kept.offered.policy_version} are offered, "
+                "and adapters belong to the weights in use; push again once an engine has them"
+            )
         if name in self._models.names():
             raise InvalidFieldError(
                 "header.adapter", f"{name!r} is a model's name; give the adapter another one"
@@ -193,7 +200,11 @@ class AdapterPushes:
                 f"header.adapter: another router changed the adapters of {kept.model!r} at the "
                 "same time; push again"
             )
-        engines = [one for one in self._models.engines(kept.model) if one.max_adapters]
+        engines = [
+            one
+            for one in self._models.engines(kept.model)
+            if one.max_adapters and self._models.is_current(one)
+        ]
         if not engines:
             await self._accept(header, kept)
         results = await asyncio.gather(*(self._load(one, header, kept) for one in engines))
@@ -251,10 +262,15 @@ class AdapterPushes:
             self.heed(engine)
 
     def _work(self, engine: Engine) -> tuple[list[Revision], list[engine_pb2.AdapterHeader]]:
-        """Returns the revisions that an engine must unload, and the lacking ones."""
+        """Returns the revisions that an engine must unload, and the lacking ones.
+
+        An engine that must get other weights unloads all: it takes none while it has adapters.
+        """
         kept = self._models.kept(engine.model)
-        if engine.sleeping or not engine.max_adapters or not self._models.is_current(engine):
+        if engine.sleeping or not engine.max_adapters:
             return [], []
+        if not self._models.is_current(engine):
+            return list(engine.adapters), []
         pushes = {one.header.push_id for one in kept.state.adapters}
         extra = [one for one, push_id in engine.adapters.items() if push_id not in pushes]
         accepted = [one.header for one in kept.state.adapters if one.accepted]
