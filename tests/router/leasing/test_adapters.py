@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine
 from rollmesh.router.leases import LeaseTable
@@ -168,6 +169,22 @@ def test_turns_of_an_adapter_hold_at_most_their_share_of_an_engine() -> None:
     assert [granted(acquire(leases, "g", f"x{n}", "s", adapter=ASKED)) for n in range(2)]
     with pytest.raises(EnginesBusyError):
         acquire(leases, "g", "x2", "s", adapter=ASKED)
+
+
+def test_restated_leases_count_for_the_share_of_their_adapter() -> None:
+    leases = LeaseTable(shares={"math": 0.5})
+    leases.open_stream("g", hello())
+    stated = leases_pb2.EngineHoldings(
+        engine_id="a", lease_ids=["1", "2", "3"], adapters=["math", "", "math"]
+    )
+    leases.restate("g", [stated])
+    leases.add_engine(Engine("a", "a:1", "m", 4, adapters={MATH: "p"}))
+    leases.fleet.retain("m", [MATH])
+    assert acquire(leases, "g", "4", "s", adapter=ASKED, wait_ms=100) is None
+    leases.release("g", "2")
+    assert ended(leases, 10) == {}
+    leases.release("g", "3")
+    assert ended(leases, 20) == {"4": "a"}
 
 
 def test_a_small_share_is_one_lease() -> None:

@@ -98,7 +98,7 @@ class Lease:
     epoch: int
     """Epoch of the engine's circuit when the lease was granted."""
     adapter: str = ""
-    """Name of the adapter that samples the turn. Empty for the base model, and if unknown."""
+    """Name of the adapter that samples the turn. Empty for the base model."""
 
 
 @dataclass(slots=True, eq=False)

@@ -459,9 +459,10 @@ class LeaseTable:
             engine = self.engines.get(stated.engine_id) or self._await(stated.engine_id, now_ms)
             if engine is None:
                 continue
-            for lease_id in stated.lease_ids:
+            leases = itertools.zip_longest(stated.lease_ids, stated.adapters, fillvalue="")
+            for lease_id, adapter in leases:
                 if lease_id and lease_id not in stream.leases and lease_id not in stream.waiting:
-                    self._book(stream, lease_id, engine, engine.circuit.epoch)
+                    self._book(stream, lease_id, engine, engine.circuit.epoch, adapter)
                     engine.elsewhere = max(0, engine.elsewhere - 1)  # it was there
             for one in stated.sessions:
                 known = self._sessions.get(one.session_id)

@@ -105,6 +105,7 @@ class Restating:
         for lease_id in lease_ids:
             if (grant := self._held.leases.get(lease_id)) is not None:
                 engines[grant.engine_id].lease_ids.append(lease_id)
+                engines[grant.engine_id].adapters.append(grant.adapter.name)
         for session_id in session_ids:
             if session_id in self._held.sessions:
                 engine_id, group_id = self._held.sessions[session_id]

@@ -190,6 +190,7 @@ class EngineHoldings(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine."""
     @_builtins.property
@@ -200,16 +201,23 @@ class EngineHoldings(_message.Message):
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedSession]:
         """Sessions that are placed on it."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Name of the adapter of each of `lease_ids`, in their order. Empty for the base model. Gateways of
+        earlier releases send none.
+        """
+
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         sessions: _abc.Iterable[Global___PlacedSession] | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "lease_ids", b"lease_ids", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine_id", b"engine_id", "lease_ids", b"lease_ids", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
