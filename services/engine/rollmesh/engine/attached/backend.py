@@ -56,6 +56,8 @@ _NO_WEIGHTS = "none"
 """Takes the place of a version while the weights are incomplete or dropped."""
 _LOOK_S = 0.5
 _LAST_WORDS_S = 0.3
+_RESUME_S = 5.0
+"""Longest wait for a server that is left."""
 _WAIT_MS = 30 * 60_000
 """Longest wait for a server that is starting."""
 _RETRY_MS = 5_000
@@ -143,7 +145,14 @@ class AttachedBackend:
             raise EngineStartError(f"attach: {error.message}") from error
 
     async def stop(self) -> None:
-        """Leaves the server, which goes on. Its requests from here end."""
+        """Leaves the server, which goes on. Its requests from here end.
+
+        A pause ends, unless the server sleeps, or nobody knows its weights.
+        """
+        if not (self._open.is_set() or self._is_fenced or self._busy or self._sleep_level):
+            with suppress(RollmeshError, RefusedError, TimeoutError):
+                async with asyncio.timeout(_RESUME_S):
+                    await self._dialect.resume()
         await self._server.close()
 
     async def watch(self) -> None:
@@ -308,6 +317,7 @@ class AttachedBackend:
         if self._sleep_level != _DROPS_WEIGHTS and not self._dialect.tells_sleep:
             await self._rename(self._policy_version)
         await self.resume()
+        self._sleep_level = 0
 
     async def reset_prefix_cache(self) -> bool:
         """Drops cached prefixes. Returns False if running requests hold them."""
