@@ -76,14 +76,17 @@ class Work:
 
         await until(are_equal, LIMIT_S)
 
+    async def ask(self, session: Session) -> None:
+        await self.mesh.openai(session).chat.completions.create(model="policy", messages=FIRST)
+
     async def check_sessions(self) -> None:
         """Checks that each session is answered by the revision that it pinned, and closes it."""
         for session in self.sessions:
-            await self.mesh.openai(session).chat.completions.create(model="policy", messages=FIRST)
+            await self.ask(session)
             await self.client.close_session(session)
-            (trajectory,) = (await delivered(self.client, session)).trajectories
-            found = {(one.adapter, one.policy_version) for one in trajectory.version_spans}
-            assert found == {(one.name, one.version) for one in session.adapters}
+            for trajectory in (await delivered(self.client, session)).trajectories:
+                found = {(one.adapter, one.policy_version) for one in trajectory.version_spans}
+                assert found == {(one.name, one.version) for one in session.adapters}
         self.sessions.clear()
 
 
@@ -92,8 +95,12 @@ async def work(
     tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
 ) -> AsyncIterator[Work]:
     folder = tmp_path_factory.mktemp("work")
-    flags: dict[str, Any] = {"max_adapters": 8}
-    async with scripted_mesh(folder, tokenizer_dir, **flags) as mesh, AsyncExitStack() as stack:
+    flags: dict[str, Any] = {"max_adapters": 64}
+    first = {"router": {"max_adapter_lag": 0}}
+    async with AsyncExitStack() as stack:
+        mesh = await stack.enter_async_context(
+            scripted_mesh(folder, tokenizer_dir, first=first, **flags)
+        )
         link = await stack.enter_async_context(proxy_to(mesh.address("engine-1")))
         port = mesh.address("engine-1").rpartition(":")[2]
         flags = {**mesh.flags("engine"), **flags, "port": port, "advertise": link.address}
@@ -157,3 +164,27 @@ async def test_either_the_weights_or_the_adapter_come_first(
     await work.client.unload_adapter("math")
     await work.push_weights()
     await work.rest()
+
+
+async def test_a_revision_that_is_pinned_beside_its_successors_push_stays(work: Work) -> None:
+    """The router retains no revision below the newest one but for sessions."""
+    await work.push_adapter()
+    done = asyncio.Event()
+
+    async def open_more() -> None:
+        while not done.is_set():
+            await work.open()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(open_more())
+        for _ in range(12):
+            await work.push_adapter()
+        done.set()
+    assert len({one.version for session in work.sessions for one in session.adapters}) > 4
+    await work.rest()
+    await asyncio.gather(*(work.ask(session) for session in work.sessions))
+    work.sessions, others = work.sessions[::20], work.sessions
+    await work.check_sessions()
+    await asyncio.gather(*(work.client.close_session(session) for session in others))
+    await work.client.unload_adapter("math")

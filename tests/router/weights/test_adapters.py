@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
     InvalidFieldError,
@@ -197,6 +198,30 @@ async def test_adapters_are_forgotten_by_name_before_the_weights_change(
             with typed_errors():
                 await stub.PushWeights(iter(requests), timeout=60)
         await push(router.address, "math", 1)
+
+
+async def test_a_gateway_that_names_revisions_learns_which_are_lost_and_keeps_the_others(
+    router: ServiceProcess,
+) -> None:
+    load = router_pb2.ReplicaLoad()
+    hello = router_pb2.ReplicaHello(
+        replica_id="g",
+        kind=router_pb2.REPLICA_KIND_GATEWAY,
+        address="127.0.0.1:1",
+        model="policy",
+    )
+    async with AsyncExitStack() as stack:
+        engine = await engine_with_room(stack, router.address, "engine")
+        member = await stack.enter_async_context(Membership(router.address, hello, lambda: load))
+        await member.wait_registered()
+        for version in (1, 2, 3):
+            await push(router.address, "math", version)
+        for version in (1, 2):
+            load.pinned_adapters.add(name="math", version=version)
+        assert await member.name_adapters() == {("math", 1)}
+        for version in (4, 5):
+            await push(router.address, "math", version)
+        await engine.until_holding(("math", 2), ("math", 4), ("math", 5))
 
 
 async def test_a_peer_keeps_the_same_revisions(tmp_path: Path) -> None:

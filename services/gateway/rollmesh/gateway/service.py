@@ -182,6 +182,7 @@ class GatewayService:
                 ) as membership:
                     self._membership = membership
                     gateway.changed = membership.notify
+                    gateway.name_adapters = membership.name_adapters
                     metrics.REGISTERED.set_function(lambda: membership.registered)
                     yield
                 gateway.changed = lambda: None

@@ -6,7 +6,9 @@ sessions in one journal, takes over journals of others, and may lose each of the
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 
 from rollmesh.gateway import metrics
 from rollmesh.gateway.deps import Deps
@@ -30,6 +32,10 @@ from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2, sampling_pb2
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
 _LOOK_S = 0.02
+
+
+async def _none_lost() -> set[tuple[str, int]]:
+    return set()
 
 
 class Gateway:
@@ -63,6 +69,10 @@ class Gateway:
         self._refusal: ShuttingDownError | None = None
         self.changed: Callable[[], None] = lambda: None
         """Called when the journals change."""
+        self.name_adapters: Callable[[], Awaitable[set[tuple[str, int]]]] = _none_lost
+        """Tells routers which adapter revisions are named. Returns those that they have dropped."""
+        self._claims: Counter[tuple[str, int]] = Counter()
+        """Revisions that sessions name which are being opened."""
 
     @property
     def registries(self) -> Sequence[Registry]:
@@ -112,7 +122,8 @@ class Gateway:
             pinned_adapters=[
                 sampling_pb2.AdapterRef(name=name, version=version)
                 for name, version in sorted(
-                    {one for registry in self.registries for one in registry.named_adapters}
+                    self._claims.keys()
+                    | {one for registry in self.registries for one in registry.named_adapters}
                 )
             ],
         )
@@ -166,8 +177,8 @@ class Gateway:
                 spec = await asyncio.shield(opening)
                 return spec, registry.keys.key(spec.session_id)
         if request.adapters and adapters is None:
-            found = await self._policies(request.adapters)
-            return await self.create(request, found)  # it may have been opened meanwhile
+            async with self._claimed(request.adapters) as found:
+                return await self.create(request, found)  # it may have been opened meanwhile
         if self._refusal is not None:
             raise self._refusal
         if (
@@ -186,19 +197,41 @@ class Gateway:
         if home is None:
             raise moved("for new sessions")
         spec = await home.create(request, adapters or ())
-        if spec.named_adapters:
-            self.changed()
         return spec, home.keys.key(spec.session_id)
 
-    async def _policies(
+    @asynccontextmanager
+    async def _claimed(
         self, choices: Sequence[sampling_pb2.AdapterChoice]
+    ) -> AsyncIterator[list[tuple[str, int]]]:
+        """Yields the policies. Routers retain the named revisions while the block runs.
+
+        A later revision may have outlived one before the routers heard of it. Then a pinned policy
+        has that one.
+        """
+        lost = set[tuple[str, int]]()
+        while True:
+            policies = await self._policies(choices, lost)
+            named = {one for one in policies if one[1]}
+            kept = {one for registry in self.registries for one in registry.named_adapters}
+            self._claims.update(named)
+            try:
+                new = set[tuple[str, int]]() if named <= kept else await self.name_adapters()
+                lost |= new & named
+                if not lost & named:
+                    yield policies
+                    return
+            finally:
+                self._claims -= Counter(named)
+
+    async def _policies(
+        self, choices: Sequence[sampling_pb2.AdapterChoice], lost: Collection[tuple[str, int]]
     ) -> list[tuple[str, int]]:
         """Returns the name and version of each policy. 0 is the newest version at each turn."""
         wanted = [(one.name, one.version) for one in choices if one.name]
         retained = set[tuple[str, int]]()
         if wanted:
             offered = self._deps.leases.offered
-            retained = await offered.until_adapters(self._config.model, wanted)
+            retained = await offered.until_adapters(self._config.model, wanted, lost)
         policies: list[tuple[str, int]] = []
         for one in choices:
             newest = max((version for name, version in retained if name == one.name), default=0)

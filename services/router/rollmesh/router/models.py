@@ -14,7 +14,10 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.statuses import to_status
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, sampling_pb2
+
+_DROP_S = 0.5
+"""Longest time for which revisions are dropped, seconds."""
 
 
 async def call_engine(
@@ -118,6 +121,19 @@ class Models:
     def named_adapters(self, model: str) -> set[Revision]:
         """Returns the adapter revisions that open sessions of a model name."""
         return self._members.named_adapters(model)
+
+    async def lost_adapters(self, hello: router_pb2.ReplicaHello) -> list[sampling_pb2.AdapterRef]:
+        """Returns the revisions that a gateway's last report names and that are not retained.
+
+        A drop that is under way did not know of the report, so its end is waited for. A longer
+        work on the kept weights drops nothing.
+        """
+        lock = self.lock(hello.model)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DROP_S), lock:
+                pass
+        retained = self.kept(hello.model).retained
+        return [one for one in hello.load.pinned_adapters if one not in retained]
 
     def engines(self, model: str) -> list[Engine]:
         """Returns the registered engines of a model."""

@@ -123,6 +123,12 @@ class RouterServicer(
                             self._table.judge(engine)
                         self._table.fleet.changed(engine)
                         self._pushes.heed(engine)
+                    if message.number:
+                        yield members_pb2.RegisterResponse(
+                            router_id=self._router_id,
+                            number=message.number,
+                            lost_adapters=await self._models.lost_adapters(member.hello),
+                        )
         except DeadlineError:  # it fell silent
             if engine is not None:
                 self._dispatch.warn_of_silence(engine)

@@ -13,7 +13,7 @@ import itertools
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -375,17 +375,21 @@ class OfferedVersions:
         }
 
     async def until_adapters(
-        self, model: str, wanted: Iterable[tuple[str, int]]
+        self,
+        model: str,
+        wanted: Iterable[tuple[str, int]],
+        lost: Collection[tuple[str, int]] = (),
     ) -> set[tuple[str, int]]:
         """Waits for up to 5 s until adapter revisions are retained. Returns the retained revisions.
 
         Args:
             model: Name of the model.
             wanted: Names and versions. A version of 0 means any.
+            lost: Revisions that are known to be dropped.
         """
 
         def are_retained() -> bool:
-            retained = self.adapters(model)
+            retained = self.adapters(model).difference(lost)
             names = {name for name, _ in retained}
             return all(one in retained or (not one[1] and one[0] in names) for one in wanted)
 
@@ -394,7 +398,7 @@ class OfferedVersions:
             async with asyncio.timeout(_NEWS_S):
                 while not are_retained():
                     await self._news.wait()
-        return self.adapters(model)
+        return self.adapters(model).difference(lost)
 
     async def until(self, model: str, policy_version: int) -> Offered:
         """Waits for up to 5 s until a version is offered. Returns the versions offered then."""

@@ -158,6 +158,7 @@ def _own_address(family: int, router: tuple[Any, ...]) -> str:
 
 _log = logging.getLogger(__name__)
 _REPORT_MS = 1_000
+_ANSWER_S = 1.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
@@ -200,6 +201,15 @@ class Membership(Background):
         """Reports the load now instead of within a second."""
         for stream in self._streams:
             stream.notify()
+
+    async def name_adapters(self) -> set[tuple[str, int]]:
+        """Reports the load now. Returns the adapter revisions that it names and a router has not.
+
+        Routers retain the others as long as the load names them. One that does not answer within a
+        second is passed over.
+        """
+        asked = [stream.ask() for stream in self._streams if stream.registered]
+        return set[tuple[str, int]]().union(*await asyncio.gather(*asked))
 
     @property
     def registered(self) -> bool:
@@ -261,6 +271,8 @@ class _Registration:
         self._identity = identity
         self._changed = asyncio.Event()
         self._next_log_ms = 0
+        self._last = 0  # number of the last load that asks for an answer
+        self._asked: dict[int, asyncio.Future[set[tuple[str, int]]]] = {}
         self.registered = False
         """Whether the replica is registered now."""
         self.refusal: RollmeshError | None = None
@@ -269,6 +281,19 @@ class _Registration:
     def notify(self) -> None:
         """Reports the load now."""
         self._changed.set()
+
+    async def ask(self) -> set[tuple[str, int]]:
+        """Reports the load now. Returns the adapter revisions that the router says are lost."""
+        self._last += 1
+        answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
+        self.notify()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await answer
+        except TimeoutError:
+            return set()
+        finally:
+            self._asked = {at: one for at, one in self._asked.items() if one is not answer}
 
     async def stay(self) -> None:
         """Keeps the stream open until the router refuses the replica."""
@@ -312,13 +337,22 @@ class _Registration:
         call = stub.Register(self._reports(hello, ended))
         try:
             async with aclosing(read_stream(call)) as responses:
-                async for _ in responses:
+                async for response in responses:
+                    if response.number:
+                        self._answered(response)
+                        continue
                     _log.info("registered", extra=fields(router=self._router))
                     self.registered = True
                     self._turned.set()
         finally:
             ended.set()  # lets the call's own task end
             self._changed.set()
+
+    def _answered(self, response: members_pb2.RegisterResponse) -> None:
+        lost = {(one.name, one.version) for one in response.lost_adapters}
+        for number, answer in self._asked.items():
+            if number <= response.number and not answer.done():
+                answer.set_result(lost)
 
     async def _reports(
         self, hello: router_pb2.ReplicaHello, ended: asyncio.Event
@@ -332,7 +366,8 @@ class _Registration:
             if ended.is_set():
                 return
             self._changed.clear()
-            yield members_pb2.RegisterRequest(load=self._load())
+            number = self._last if self._asked else 0
+            yield members_pb2.RegisterRequest(load=self._load(), number=number)
 
 
 # Calls to the routers of a mesh. Any of them may answer.

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from rollmesh.v1 import router_pb2 as rollmesh_dot_v1_dot_router__pb2
+from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollmesh/internal/v1/members.proto\x12\x14rollmesh.internal.v1\x1a\x18rollmesh/v1/router.proto\"o\n\x0fRegisterRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoadH\x00\x42\x06\n\x04part\"%\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t2r\n\x11MembershipService\x12]\n\x08Register\x12%.rollmesh.internal.v1.RegisterRequest\x1a&.rollmesh.internal.v1.RegisterResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollmesh/internal/v1/members.proto\x12\x14rollmesh.internal.v1\x1a\x18rollmesh/v1/router.proto\x1a\x1arollmesh/v1/sampling.proto\"\x7f\n\x0fRegisterRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoadH\x00\x12\x0e\n\x06number\x18\x03 \x01(\x04\x42\x06\n\x04part\"e\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12.\n\rlost_adapters\x18\x03 \x03(\x0b\x32\x17.rollmesh.v1.AdapterRef2r\n\x11MembershipService\x12]\n\x08Register\x12%.rollmesh.internal.v1.RegisterRequest\x1a&.rollmesh.internal.v1.RegisterResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +34,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.internal.v1.member
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\024rollmesh.internal.v1P\001Z\'rollmesh/internal/v1;rollmeshinternalv1\252\002\024Rollmesh.Internal.V1'
-  _globals['_REGISTERREQUEST']._serialized_start=86
-  _globals['_REGISTERREQUEST']._serialized_end=197
-  _globals['_REGISTERRESPONSE']._serialized_start=199
-  _globals['_REGISTERRESPONSE']._serialized_end=236
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=238
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=352
+  _globals['_REGISTERREQUEST']._serialized_start=114
+  _globals['_REGISTERREQUEST']._serialized_end=241
+  _globals['_REGISTERRESPONSE']._serialized_start=243
+  _globals['_REGISTERRESPONSE']._serialized_end=344
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=346
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=460
 # @@protoc_insertion_point(module_scope)

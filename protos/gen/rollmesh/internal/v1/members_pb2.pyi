@@ -5,9 +5,12 @@ Membership of the mesh: what engines, gateways, collectors and sidecars report t
 nothing beyond the last release.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from rollmesh.v1 import router_pb2 as _router_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -27,6 +30,9 @@ class RegisterRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of a load that asks for an answer. 0 asks for none."""
     @_builtins.property
     def hello(self) -> _router_pb2.ReplicaHello:
         """The first message."""
@@ -40,10 +46,11 @@ class RegisterRequest(_message.Message):
         *,
         hello: _router_pb2.ReplicaHello | None = ...,
         load: _router_pb2.ReplicaLoad | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "number", b"number", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "load"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
@@ -53,21 +60,33 @@ Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
 
 @_typing.final
 class RegisterResponse(_message.Message):
-    """Confirms that the caller is a member."""
+    """Confirms that the caller is a member, or that the router has taken a load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LOST_ADAPTERS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Id that the router generated at its start. Another id means that the router restarted."""
+    number: _builtins.int
+    """Number of the load. 0 in the first response."""
+    @_builtins.property
+    def lost_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
+        """The `pinned_adapters` of that load that the router does not retain. It retains the others as long
+        as loads name them.
+        """
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+        lost_adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_adapters", b"lost_adapters", "number", b"number", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
