@@ -31,6 +31,8 @@ _GROUPS = (
     ("tests/agents/", "agents"),
     ("tests/chat/templates/", "templates"),  # these share what probing a template found
     ("tests/gateway/turns/test_prompt.py", "templates"),
+    ("tests/faults/test_tunnels_of_vllm.py", "vllm"),
+    ("tests/pairs/test_scores_beside_weights.py", "vllm"),
     ("tests/router/test_control_repeats.py", None),  # these wait
     ("tests/faults/", None),
     ("tests/chat/", None),

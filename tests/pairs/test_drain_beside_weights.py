@@ -87,7 +87,8 @@ class Work:
 @pytest.fixture(params=[PausingVllm, PausingSglang])
 async def work(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Work]:
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(served(request.param()))
+        server: Pausing = request.param()
+        await stack.enter_async_context(served(server))
         save_file(WEIGHTS, tmp_path / "model.safetensors")
         if isinstance(server, SglangStandIn):
             server.info["model_path"] = str(tmp_path)

@@ -285,7 +285,8 @@ class _Registration:
     async def ask(self) -> set[tuple[str, int]]:
         """Reports the load now. Returns the adapter revisions that the router says are lost."""
         self._last += 1
-        answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[set[tuple[str, int]]] = asyncio.get_running_loop().create_future()
+        self._asked[self._last] = answer
         self.notify()
         try:
             async with asyncio.timeout(_ANSWER_S):
