@@ -12,7 +12,8 @@ from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.errors import InvalidFieldError, SupersededError
 from rollmesh.v1 import router_pb2, sampling_pb2
 from tests.engine.engines import CONFIG
-from tests.processes import ServiceProcess
+from tests.pairs.meshwork import ended
+from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import NotingEngine, noting_engine, reason_of
 from tests.router.routers import running_router
 from tests.waiting import until
@@ -29,10 +30,12 @@ async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
 
 @pytest.fixture
 async def client(router: ServiceProcess) -> AsyncIterator[Client]:
-    async with Client(
-        MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
-    ) as client:
+    async with client_of(router) as client:
         yield client
+
+
+def client_of(router: ServiceProcess) -> Client:
+    return Client(MeshAddresses(router=router.address, gateway="", collector="", sidecar=""))
 
 
 async def engine_of(
@@ -114,3 +117,42 @@ async def test_an_engine_that_returns_with_adapters_of_other_weights_loses_them_
 
 async def nobody_is_fenced(client: Client) -> bool:
     return not await fenced(client)
+
+
+async def are_equal(client: Client, engines: list[NotingEngine]) -> bool:
+    """Whether all engines hold the weights and the adapters that a router keeps, and no others."""
+    listed = await client.replicas()
+    (model,) = listed.models
+    adapters = [(one.name, one.version) for one in model.adapters]
+    return not any(one.fenced for one in listed.replicas) and all(
+        (one.load.policy_version, one.adapters) == (model.target_policy_version, adapters)
+        for one in engines
+    )
+
+
+async def test_two_routers_agree_which_of_two_pushes_came_first(tmp_path: Path) -> None:
+    """Weights come through one of them and an adapter through the other one."""
+    async with AsyncExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()).getsockname()[1] for _ in range(2)]
+        both = ",".join(f"127.0.0.1:{port}" for port in ports)
+        clients = []
+        for number, port in enumerate(ports):
+            router = running_router(tmp_path / str(number), port=port, peers=both)
+            process = await stack.enter_async_context(router)
+            clients.append(await stack.enter_async_context(client_of(process)))
+        engines = [
+            await stack.enter_async_context(noting_engine(both, name, max_adapters=8))
+            for name in ("first", "second")
+        ]
+        for version in range(1, 9):
+            reasons = await asyncio.gather(
+                ended(clients[version % 2].push_weights(WEIGHTS, 10 * version)),
+                ended(clients[1 - version % 2].push_adapter(WEIGHTS, "math", version, CONFIG)),
+            )
+            assert set(reasons) <= {"", "SUPERSEDED", "INVALID_FIELD"}
+            assert "" in reasons
+            for client in clients:
+                await until(lambda client=client: are_equal(client, engines))  # type: ignore[misc]
+            await clients[0].unload_adapter("math")
+            for client in clients:
+                await until(lambda client=client: are_equal(client, engines))  # type: ignore[misc]

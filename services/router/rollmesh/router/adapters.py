@@ -189,6 +189,7 @@ class AdapterPushes:
                 await asyncio.to_thread(kept.discard_part, header)
                 raise
         await self._peers.share()
+        await self._peers.sync()  # another push may have been stored there meanwhile
         return await self._offer(header, kept)
 
     async def _offer(

@@ -211,6 +211,7 @@ class Pushes:
                 await asyncio.to_thread(kept.discard_part, header)
                 raise
         await self.peers.share()
+        await self.peers.sync()  # another push may have been stored there meanwhile
         await faults.reach("router-offered")
         return await self._offer_to_all(header, kept)
 
@@ -223,9 +224,10 @@ class Pushes:
             SupersededError: A peer keeps a later push.
         """
         if header.push_id not in {kept.state.offered.push_id, kept.state.current.push_id}:
+            other = "an adapter" if kept.state.adapters else f"version {kept.last_version}"
             raise SupersededError(
-                f"policy_version {header.policy_version}: another router received version "
-                f"{kept.last_version} at the same time; push again, above it"
+                f"policy_version {header.policy_version}: another router received {other} at the "
+                f"same time; push again, above version {kept.last_version}"
             )
         engines = self._models.engines(kept.model)
         if not engines:
