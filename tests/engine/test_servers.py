@@ -1,6 +1,7 @@
 """An engine that is attached to a real vLLM or SGLang server: exact tokens, and what it notices."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -135,6 +136,17 @@ async def test_an_engine_attaches_again_and_keeps_the_version_of_the_weights(
         result = await engine.generate(engine.request(20, 0, sampling=GREEDY))
         assert (result.ids, result.spans) == (ids, [(5, 0, 20)])
         await engine.update(6, exact_model)
+
+
+async def test_a_stop_in_a_pause_lets_the_server_go_on(server: VllmServer, tmp_path: Path) -> None:
+    async with engine_of(tmp_path, attach=server.url) as engine:
+        await engine.stub.ControlEngines(pause())
+        assert await engine.process.terminate() == 0
+    if server.backend == "sglang":  # it does not say that it is paused
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+        assert json.loads(await server.call("/generate", json.dumps(body).encode()))["output_ids"]
+    else:
+        assert json.loads(await server.call("/is_paused")) == {"is_paused": False}
 
 
 async def test_a_pause_by_another_process_shows_as_silence(
