@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-mesh bench-async kills soak chaos fuzz lock clean
+.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -183,6 +183,9 @@ bench-mesh: .venv/.ready  # Tokens per second and CPU: the mesh and `vllm serve`
 
 bench-adapter: .venv/.ready  # A revision of an adapter to the engines, and the pause that it costs
 	.venv/bin/python -m benchmarks.adapter
+
+bench-weights: .venv/.ready  # Weights whole and by difference: bytes, and the pause of an engine
+	.venv/bin/python -m benchmarks.weights
 
 bench-async: .venv/.ready  # GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo

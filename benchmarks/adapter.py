@@ -51,13 +51,15 @@ class Load:
         self._leases = leases
         self._engines = engines
         self._next = 0
+        self.tokens = 300
+        """Length of a generation."""
         self.times: list[list[float]] = [[] for _ in range(_GENERATIONS)]
         """Of each of the generations that run at once, in seconds of the performance counter."""
 
     async def run(self, times: list[float]) -> None:
         """Samples one generation after the other."""
         while True:
-            async for _ in self.messages(300, None):
+            async for _ in self.messages(self.tokens, None):
                 times += [time.perf_counter()]
 
     async def messages(

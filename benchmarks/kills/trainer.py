@@ -1,11 +1,11 @@
 """A trainer in a separate process: logs each delivery to a file, then acknowledges it.
 
 It writes one JSON line for each delivery before sending the acknowledgement, and one once that is
-durable. If it pushes weights, it writes a line before each push and one after it. Arguments: the
-mesh's addresses as JSON, the file, the number of deliveries after which to print `FAULT` and block
-before acknowledging (0: never), the seconds between two pushes of weights (0: it pushes none), and
-the name of a further model (empty: none), to which it pushes an adapter, and which is its teacher.
-It ends when its standard input does.
+durable. If it pushes weights, by difference, it writes a line before each push and one after it.
+Arguments: the mesh's addresses as JSON, the file, the number of deliveries after which to print
+`FAULT` and block before acknowledging (0: never), the seconds between two pushes of weights (0: it
+pushes none), and the name of a further model (empty: none), to which it pushes an adapter, and
+which is its teacher. It ends when its standard input does.
 """
 
 import asyncio
@@ -116,7 +116,10 @@ async def main(
                 if adapter:
                     await client.push_adapter(_WEIGHTS, adapter, version, _CONFIG, model=model)
                 else:
-                    await client.push_weights(_WEIGHTS, version, model=model, allow_partial=True)
+                    _WEIGHTS["w"][version % 1024] = version
+                    await client.push_weights(
+                        _WEIGHTS, version, model=model, allow_partial=True, delta=True
+                    )
             except RollmeshError as error:  # it may have reached some engines
                 note({"not_pushed": error.reason})
             else:
