@@ -5,18 +5,18 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_738, 50),
+    "services/runtime/rollmesh/runtime": (7_848, 51),
     "services/runtime/rollmesh/mesh": (4_337, 11),
     "services/gateway/rollmesh/chat": (8_620, 39),
     "services/gateway/rollmesh/gateway": (9_589, 24),
-    "services/engine/rollmesh/engine": (7_277, 30),
-    "services/router/rollmesh/router": (4_465, 17),
+    "services/engine/rollmesh/engine": (7_779, 32),
+    "services/router/rollmesh/router": (4_570, 17),
     "services/collector/rollmesh/collector": (5_267, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),
-    "clients/rollmesh/client": (4_803, 15),
+    "clients/rollmesh/client": (4_958, 15),
     "clients/rollmesh/batches": (1_386, 6),
-    "clients/rollmesh/integrations": (2_247, 12),
+    "clients/rollmesh/integrations": (2_267, 12),
     "clients/rollmesh/launch": (544, 4),
     "clients/rollmesh/cli": (1_452, 7),
     "clients/rollmesh/conformance": (3_656, 36),

@@ -172,8 +172,12 @@ class Engine:
 
         await until(look)
 
-    async def update(self, version: int, source: Path | bytes, mode: Any = KEEP) -> Any:
-        header = engine_pb2.UpdateWeightsHeader(policy_version=version, pause_mode=mode)
+    async def update(
+        self, version: int, source: Path | bytes, mode: Any = KEEP, **header_fields: Any
+    ) -> Any:
+        header = engine_pb2.UpdateWeightsHeader(
+            policy_version=version, pause_mode=mode, **header_fields
+        )
         if isinstance(source, Path):
             header.checkpoint_dir = str(source)
         else:

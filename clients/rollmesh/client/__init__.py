@@ -35,7 +35,7 @@ from rollmesh.client.sessions import (
     Transcript,
     TranscriptTurn,
 )
-from rollmesh.client.weights import Transfer, WeightsPushError
+from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "Transcript",
     "TranscriptTurn",
     "Transfer",
+    "WeightDeltas",
     "WeightsPushError",
     "register_runner",
     "rollout",

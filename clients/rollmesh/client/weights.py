@@ -6,8 +6,9 @@ import json
 import math
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +18,10 @@ from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
 from rollmesh.mesh.scores import weights_of
-from rollmesh.runtime.errors import InvalidFieldError, NoEngineError
+from rollmesh.runtime.codec.differences import Bits, Difference, checksum
+from rollmesh.runtime.errors import InvalidFieldError, NoEngineError, WeightsBaseError
 from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 
 # Encodes tensors as a safetensors file, in chunks.
@@ -49,20 +52,23 @@ _DTYPES = {
 }
 
 
-def file_of(tensors: Mapping[str, Any]) -> tuple[int, Iterator[bytes]]:
+def file_of(
+    tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> tuple[int, Iterator[bytes]]:
     """Returns the size of the file in bytes and an iterator that makes its chunks.
 
     Args:
         tensors: `torch.Tensor` on any device, or `numpy.ndarray`, by parameter name.
+        metadata: The metadata of the file. None means none.
 
     Raises:
         InvalidFieldError: A tensor has an unsupported type or dtype.
     """
-    if not tensors:
+    if not tensors and not metadata:
         raise InvalidFieldError("weights", "is empty; give the parameters by name")
     # Wide types first, as the format's own writer does: every tensor is then aligned.
     names = sorted(tensors, key=lambda name: (-_item_bytes(name, tensors[name]), name))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         tensor, start = tensors[name], end
@@ -117,6 +123,7 @@ def _data(tensor: Any) -> memoryview:
 
 
 _TIMEOUT_S = 600.0
+_MOST_FULL_EVERY = 64
 _Request = TypeVar("_Request", router_pb2.PushWeightsRequest, router_pb2.PushAdapterRequest)
 
 
@@ -127,6 +134,82 @@ class WeightsPushError(EngineControlError):
     """
 
     reason = "WEIGHTS_PUSH_FAILED"
+
+
+class WeightDeltas:
+    """Pushes weights by their differences to the last push, as `push_weights(..., delta=True)`.
+
+    It keeps a copy of the weights that were pushed last, on the host. A client makes one for each
+    model. Give one yourself if each push has a client of its own.
+    """
+
+    def __init__(self, full_every: int = 16) -> None:
+        """Knows of no push yet, so the next one is whole.
+
+        Args:
+            full_every: Number of pushes of which one is whole, at least 1, at most 64. An engine
+                that joins gets the whole one and all differences since.
+
+        Raises:
+            InvalidFieldError: It is out of range.
+        """
+        if not 1 <= full_every <= _MOST_FULL_EVERY:
+            raise InvalidFieldError("full_every", f"is {full_every}; give 1 to {_MOST_FULL_EVERY}")
+        self._full_every = full_every
+        self._count = 0
+        self._state: dict[str, Bits] = {}
+        self._shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._checksums: dict[str, str] = {}
+        self.push_id = ""
+        """Id of the push that the next difference changes. Empty if the next push is whole."""
+        self.lock = asyncio.Lock()
+        """Held by a push."""
+
+    def difference(self, weights: Mapping[str, Any]) -> Difference | None:
+        """Returns the changes since the last push. None if the next one is to be whole.
+
+        Args:
+            weights: torch tensors or NumPy arrays by parameter name.
+        """
+        if not self.push_id or self._count >= self._full_every or self._shapes != _shapes(weights):
+            return None
+        found = Difference()
+        most = sum(one.nbytes for one in self._state.values()) // 2
+        for name in sorted(weights):
+            old = self._state[name]
+            found.add(name, old, _bits(weights[name]), self._checksums[name])
+            if found.size > most:
+                return None
+        return found
+
+    def pushed(self, weights: Mapping[str, Any], found: Difference | None, push_id: str) -> None:
+        """Notes a push.
+
+        Args:
+            weights: Its weights.
+            found: Their difference to the push before. None if it was whole.
+            push_id: The router's id of it. Empty if the next push is to be whole.
+        """
+        self.push_id = push_id
+        if not push_id:
+            self._state.clear()
+        elif found is not None:
+            found.apply_to(self._state)
+            self._checksums = found.checksums
+            self._count += 1
+        else:
+            self._shapes = _shapes(weights)
+            self._state = {name: _bits(one).copy() for name, one in weights.items()}
+            self._checksums = {name: checksum(one) for name, one in self._state.items()}
+            self._count = 1
+
+
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (_dtype_name(name, one), tuple(one.shape)) for name, one in weights.items()}
+
+
+def _bits(tensor: Any) -> Bits:
+    return np.frombuffer(_data(tensor), f"u{tensor.itemsize}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +244,12 @@ def _checked(results: list[engine_pb2.EngineResult]) -> list[engine_pb2.EngineRe
     return results
 
 
+def _lack_base(response: router_pb2.PushWeightsResponse) -> bool:
+    """Returns whether an engine lacks the weights that a difference changes."""
+    failed = [one.status for one in response.results if one.status.code]
+    return any(isinstance(from_status(one), WeightsBaseError) for one in failed)
+
+
 def _json(value: Any, field: str) -> str:
     try:
         return json.dumps(value)
@@ -193,6 +282,11 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 class WeightCalls(Connections):
     """Pushes weights through the router."""
 
+    @cached_property
+    def _deltas(self) -> dict[str, WeightDeltas]:
+        """The weights that were pushed last, by model."""
+        return {}
+
     async def push_weights(
         self,
         weights: Mapping[str, Any] | Path | Transfer,
@@ -201,6 +295,7 @@ class WeightCalls(Connections):
         mode: Literal["keep", "abort", "wait"] = "keep",
         allow_partial: bool = False,
         model: str = "",
+        delta: "bool | WeightDeltas" = False,
     ) -> list[engine_pb2.EngineResult]:
         """Pushes weights to all engines of a model. Tokens sampled afterwards carry the version.
 
@@ -217,6 +312,12 @@ class WeightCalls(Connections):
             mode: The treatment of running requests. "keep" continues them with the new weights.
             allow_partial: Whether a failed engine is only reported in its result.
             model: Name of the model. May be empty if the mesh has only one.
+            delta: Whether to push only the elements that changed since the last push. Only with
+                tensors. The first push is whole, and so is one after which the mesh lacks the
+                weights that changed, the 16th after it, and one of which half the bytes have
+                changed. It takes a copy of the weights on the host here, on the disks of the router
+                and the engines, and on engines that prepare them in memory. `WeightDeltas` outlives
+                a client.
 
         Returns:
             One result per engine.
@@ -224,6 +325,9 @@ class WeightCalls(Connections):
         Raises:
             WeightsPushError: An engine did not apply them.
         """
+        deltas = delta if isinstance(delta, WeightDeltas) else None
+        if delta is True:
+            deltas = self._deltas.setdefault(model, WeightDeltas())
         header = filled(
             router_pb2.PushWeightsHeader,
             policy_version=policy_version,
@@ -238,27 +342,77 @@ class WeightCalls(Connections):
             case Path():
                 header.checkpoint_dir = str(weights.absolute())  # noqa: ASYNC240 - no disk access
             case Mapping():
-                header.safetensors_bytes, _ = file_of(weights)
+                pass
             case _:
                 kind = type(weights).__name__
                 raise InvalidFieldError(
                     "weights", f"is a {kind}; give tensors, a Path or a Transfer"
                 )
+        if not isinstance(weights, Mapping) and deltas is not None:
+            raise InvalidFieldError("delta", "is for tensors; give them, or leave it out")
+        if isinstance(weights, Transfer):  # the trainer sends it once, by other means
+            with typed_errors():
+                stub = await self._routers.stub()
+                requests = _requests(router_pb2.PushWeightsRequest, header, iter(()))
+                response = await stub.PushWeights(requests, timeout=_TIMEOUT_S)
+        elif isinstance(weights, Path):
+            response = await self._push(header, lambda: iter(()))
+        elif deltas is None:
+            header.safetensors_bytes, _ = file_of(weights)
+            response = await self._push(header, lambda: file_of(weights)[1])
+        else:
+            async with deltas.lock:
+                response = await self._push_delta(header, weights, deltas)
+        results = list(response.results)
+        return results if allow_partial else _checked(results)
+
+    async def _push(
+        self, header: router_pb2.PushWeightsHeader, chunks: Callable[[], Iterator[bytes]]
+    ) -> router_pb2.PushWeightsResponse:
+        """Pushes a file, again at another router if one is lost. `chunks` begins it anew."""
 
         async def push(
             router: "router_pb2_grpc.RouterServiceAsyncStub",
         ) -> router_pb2.PushWeightsResponse:
-            chunks = file_of(weights)[1] if isinstance(weights, Mapping) else iter(())
-            requests = _requests(router_pb2.PushWeightsRequest, header, chunks)
+            requests = _requests(router_pb2.PushWeightsRequest, header, chunks())
             return await router.PushWeights(requests, timeout=_TIMEOUT_S)
 
-        if isinstance(weights, Transfer):  # the trainer sends it once, by other means
-            with typed_errors():
-                response = await push(await self._routers.stub())
-        else:
-            response = await self._routers.repeat(push)
-        results = list(response.results)
-        return results if allow_partial else _checked(results)
+        return await self._routers.repeat(push)
+
+    async def _push_delta(
+        self,
+        header: router_pb2.PushWeightsHeader,
+        weights: Mapping[str, Any],
+        deltas: WeightDeltas,
+    ) -> router_pb2.PushWeightsResponse:
+        """Pushes the difference to the last push, or whole weights if the mesh lacks that one."""
+        header.keep_file = True
+        found = await asyncio.to_thread(deltas.difference, weights)
+        response = None
+        if found is not None:
+            response = await self._push_difference(header, found, deltas.push_id)
+        if response is None:
+            found, header.base_push_id, header.request_id = None, "", uuid.uuid4().hex
+            header.safetensors_bytes, _ = file_of(weights)
+            response = await self._push(header, lambda: file_of(weights)[1])
+        accepted = response.policy_version == header.policy_version
+        whole = not accepted or _lack_base(response)
+        await asyncio.to_thread(deltas.pushed, weights, found, "" if whole else response.push_id)
+        return response
+
+    async def _push_difference(
+        self, header: router_pb2.PushWeightsHeader, found: Difference, base_push_id: str
+    ) -> router_pb2.PushWeightsResponse | None:
+        """Pushes a difference. Returns None if the mesh lacks the weights that it changes."""
+        tensors, sums = found.tensors, found.checksums
+        header.base_push_id = base_push_id
+        header.safetensors_bytes, _ = file_of(tensors, sums)
+        try:
+            response = await self._push(header, lambda: file_of(tensors, sums)[1])
+        except WeightsBaseError:
+            return None
+        accepted = response.policy_version == header.policy_version
+        return response if accepted or not _lack_base(response) else None
 
     async def push_adapter(
         self,

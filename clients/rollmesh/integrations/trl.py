@@ -31,6 +31,7 @@ from rollmesh.client import (
     SampleOutcome,
     SessionResult,
     TimeLimits,
+    WeightDeltas,
     rollout,
 )
 from rollmesh.client.arguments import chosen
@@ -132,7 +133,7 @@ class MeshRollouts:
             )
         return list(mesh_reward)
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Any, *, delta: bool = False) -> None:
         """Makes a trainer push its weights to the mesh and use our log-probabilities.
 
         The trainer behaves as with `use_vllm`, with the mesh instead of its own vLLM: it pushes the
@@ -140,13 +141,19 @@ class MeshRollouts:
         (`vllm_importance_sampling_correction`) it weighs every token by exp(trainer's
         log-probability - ours).
 
+        Args:
+            trainer: The trainer.
+            delta: Whether to push weights as differences, see `Client.push_weights`.
+
         Raises:
             InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
         """
         sampling_of(trainer.args)
         adapter = self._consumer if _is_adapter(trainer) else ""
         self._settings["adapters"] = [adapter] if adapter else []
-        trainer.vllm_generation = _Weights(self._addresses, self._model, trainer, adapter)
+        trainer.vllm_generation = _Weights(
+            self._addresses, self._model, trainer, adapter, WeightDeltas() if delta else None
+        )
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
@@ -194,8 +201,16 @@ class MeshRollouts:
 class _Weights:
     """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh."""
 
-    def __init__(self, addresses: MeshAddresses, model: str, trainer: Any, adapter: str) -> None:
+    def __init__(
+        self,
+        addresses: MeshAddresses,
+        model: str,
+        trainer: Any,
+        adapter: str,
+        deltas: WeightDeltas | None,
+    ) -> None:
         self._addresses = addresses
+        self._delta = deltas or False
         self._model = model
         self._trainer = trainer
         self._adapter = adapter
@@ -212,7 +227,7 @@ class _Weights:
             version = await client.policy_version(self._model, self._adapter) + 1
             if not self._adapter:
                 named = {name: tensor.detach() for name, tensor in model.named_parameters()}
-                await client.push_weights(named, version, model=self._model)
+                await client.push_weights(named, version, model=self._model, delta=self._delta)
                 return
             peft: Any = importlib.import_module("peft")  # it is there if the model is one
             matrices = peft.get_peft_model_state_dict(model)

@@ -8,7 +8,8 @@ verl imports this module in each of its processes and finds the rollout by name:
 
 After a step, verl's checkpoint manager updates the rollout: the first rank of the actor pushes the
 weights, with verl's `global_steps` as the policy version. With `model.lora_rank` it pushes the
-adapter that `engine_kwargs.rollmesh.adapter` names, with `global_steps` + 1 as the version.
+adapter that `engine_kwargs.rollmesh.adapter` names, with `global_steps` + 1 as the version. With
+`engine_kwargs.rollmesh.delta=true` it pushes only the elements that a step changed.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from typing import Any
 from torch import distributed
 from verl.workers.rollout import base, replica
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client, MeshAddresses, WeightDeltas
 from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.errors import InvalidFieldError
@@ -35,6 +36,8 @@ class MeshReplica(replica.RolloutReplica):  # type: ignore[misc]  # verl has no 
 
 class MeshRollout(base.BaseRollout):  # type: ignore[misc]
     """Receives the weights of each rank of verl's actor."""
+
+    _deltas: WeightDeltas | None = None
 
     async def resume(self, tags: list[str]) -> None:
         """Does nothing: the mesh's engines have their own accelerators."""
@@ -91,8 +94,10 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
             present = weights_of(await client.replicas(), model)
             if present.target_policy_version == step:
                 return
-            mode = settings.get("mode", "keep")
-            await client.push_weights(tensors, step, mode=mode, model=model)
+            if settings.get("delta") and self._deltas is None:
+                self._deltas = WeightDeltas()
+            mode, delta = settings.get("mode", "keep"), self._deltas or False
+            await client.push_weights(tensors, step, mode=mode, model=model, delta=delta)
 
 
 base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{MeshRollout.__name__}"  # noqa: SLF001

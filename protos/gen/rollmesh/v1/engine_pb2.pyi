@@ -853,6 +853,9 @@ class UpdateWeightsHeader(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    KEEP_FILE_FIELD_NUMBER: _builtins.int
+    BASE_PUSH_ID_FIELD_NUMBER: _builtins.int
+    FILE_ONLY_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the new weights, above the current one. With a `push_id` any version is accepted,
     because the router decides which weights its engines hold.
@@ -871,6 +874,18 @@ class UpdateWeightsHeader(_message.Message):
     """Id of the push, which tells two pushes of one version apart. Set by routers. If the engine holds
     the weights of this id and version, the call returns at once.
     """
+    keep_file: _builtins.bool
+    """Whether the engine keeps the file, so that a difference may follow. It takes the file's size on the
+    engine's disk. The engine may also prepare the weights while it samples, which takes their size in
+    memory once more, and only exchanges them in the pause.
+    """
+    base_push_id: _builtins.str
+    """Id of the push whose kept file this one changes. Then the chunks are a difference. See
+    PushWeightsHeader in router.proto. FAILED_PRECONDITION (WEIGHTS_BASE_DIFFERS) if the engine keeps
+    another file, or none.
+    """
+    file_only: _builtins.bool
+    """Whether to load nothing: only the kept file changes. For the earlier pushes of a difference."""
     @_builtins.property
     def transfer(self) -> Global___WeightTransfer:
         """The trainer sends the weights over a transfer backend, outside this call."""
@@ -885,10 +900,13 @@ class UpdateWeightsHeader(_message.Message):
         transfer: Global___WeightTransfer | None = ...,
         model: _builtins.str = ...,
         push_id: _builtins.str = ...,
+        keep_file: _builtins.bool = ...,
+        base_push_id: _builtins.str = ...,
+        file_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "push_id", b"push_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_push_id", b"base_push_id", "checkpoint_dir", b"checkpoint_dir", "file_only", b"file_only", "keep_file", b"keep_file", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "push_id", b"push_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes", "transfer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -1372,8 +1390,11 @@ class EngineResult(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     ABORTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    PAUSED_MS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine."""
+    paused_ms: _builtins.int
+    """How long sampling stood still for new weights, milliseconds. 0 for other calls."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """The engine's status: code 0 if the call succeeded, or the error with its details."""
@@ -1388,10 +1409,11 @@ class EngineResult(_message.Message):
         engine_id: _builtins.str = ...,
         status: _status_pb2.Status | None = ...,
         aborted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        paused_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "engine_id", b"engine_id", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_request_ids", b"aborted_request_ids", "engine_id", b"engine_id", "paused_ms", b"paused_ms", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

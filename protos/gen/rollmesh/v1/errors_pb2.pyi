@@ -409,6 +409,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Name a teacher with the same tokenizer. The message has the digests of both.
     """
+    ERROR_REASON_WEIGHTS_BASE_DIFFERS: _ErrorReason.ValueType  # 69
+    """FAILED_PRECONDITION. Weights came as a difference, and the ones that it changes are not there, or
+    the checksum of a changed tensor is another one.
+
+    Push whole weights, as the client does by itself. The weights in use have not changed.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -794,6 +800,12 @@ ERROR_REASON_VOCABULARY_MISMATCH: ErrorReason.ValueType  # 68
 """INVALID_ARGUMENT. A teacher has another tokenizer than the model whose tokens it is to score.
 
 Name a teacher with the same tokenizer. The message has the digests of both.
+"""
+ERROR_REASON_WEIGHTS_BASE_DIFFERS: ErrorReason.ValueType  # 69
+"""FAILED_PRECONDITION. Weights came as a difference, and the ones that it changes are not there, or
+the checksum of a changed tensor is another one.
+
+Push whole weights, as the client does by itself. The weights in use have not changed.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -746,6 +746,8 @@ class PushWeightsHeader(_message.Message):
     SAFETENSORS_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KEEP_FILE_FIELD_NUMBER: _builtins.int
+    BASE_PUSH_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     policy_version: _builtins.int
@@ -758,6 +760,20 @@ class PushWeightsHeader(_message.Message):
     """Size of the safetensors file that follows in chunks, bytes."""
     request_id: _builtins.str
     """Makes the call repeatable, see server.proto. The header is its body."""
+    keep_file: _builtins.bool
+    """Whether a difference may follow, so that engines keep the file on their disks. A difference has it
+    set, too. Only with `safetensors_bytes`.
+    """
+    base_push_id: _builtins.str
+    """Id of the push that this one changes, the last one. Then the file is a difference: for each changed
+    tensor NAME, `gaps:NAME` and `values:NAME`, both of shape [changed]. An element has the bit pattern
+    `values[i]`, an unsigned integer of the element's size, at the flat row-major position that is the
+    sum of `gaps[0]` to `gaps[i]`, unsigned integers of any size. No gap but the first is 0. The metadata
+    of the file have the CRC-32 of each tensor of the model as it must be afterwards, changed or not, in
+    eight lower-case hexadecimal digits under its name. Empty means whole weights.
+    FAILED_PRECONDITION (WEIGHTS_BASE_DIFFERS) if it is not the last push, if that keeps no file, or
+    after 64 differences.
+    """
     @_builtins.property
     def transfer(self) -> _engine_pb2.WeightTransfer:
         """The trainer sends the weights over a transfer backend, outside this call."""
@@ -772,10 +788,12 @@ class PushWeightsHeader(_message.Message):
         safetensors_bytes: _builtins.int = ...,
         transfer: _engine_pb2.WeightTransfer | None = ...,
         request_id: _builtins.str = ...,
+        keep_file: _builtins.bool = ...,
+        base_push_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "request_id", b"request_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_push_id", b"base_push_id", "checkpoint_dir", b"checkpoint_dir", "keep_file", b"keep_file", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "request_id", b"request_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes", "transfer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -791,8 +809,11 @@ class PushWeightsResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version that engines must hold to be leased from now on."""
+    push_id: _builtins.str
+    """Id of the push, for the `base_push_id` of the next one."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.EngineResult]:
         """One result per engine."""
@@ -802,10 +823,11 @@ class PushWeightsResponse(_message.Message):
         *,
         policy_version: _builtins.int = ...,
         results: _abc.Iterable[_engine_pb2.EngineResult] | None = ...,
+        push_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "push_id", b"push_id", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

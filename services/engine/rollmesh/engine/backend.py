@@ -237,8 +237,15 @@ class Backend(Protocol):
         """
         ...
 
-    async def check_weights(self, source: Path | Transfer) -> None:
+    async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
         """Checks a safetensors file, a directory of such files, or a transfer before its update.
+
+        The model samples meanwhile.
+
+        Args:
+            source: The weights.
+            prepares: Whether the next `load_weights` is to be short. The backend may then take
+                the memory of a second copy of the weights.
 
         Raises:
             InvalidWeightsError: The weights do not fit the model.

@@ -77,7 +77,7 @@ def read_headers(source: Path) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for path in files:
         with safetensors.safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in list(file.keys()):
                 tensor = file.get_slice(name)
                 headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend, PauseMode, Transfer
+from rollmesh.engine.kept_file import KeptFile
 from rollmesh.engine.requests import read_transfer
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -163,11 +164,24 @@ class Control:
                 await to_the_end(self._act())  # a wake-up may wait
             await to_the_end(work())
 
-    async def update(self, source: Path | Transfer, policy_version: int, mode: PauseMode) -> int:
+    async def update(
+        self,
+        source: Path | Transfer,
+        policy_version: int,
+        mode: PauseMode,
+        *,
+        prepares: bool = False,
+    ) -> int:
         """Loads new weights, and samples again unless something else was asked meanwhile.
 
         It is completed even if its caller leaves, once the model is held. The model stays held if
         its process died.
+
+        Args:
+            source: The weights.
+            policy_version: Their version.
+            mode: The treatment of running requests.
+            prepares: See `Backend.check_weights`.
 
         Returns:
             Duration of the sampling pause, milliseconds.
@@ -181,7 +195,7 @@ class Control:
             self._check_no_adapters("header")
             if self.state.asleep:
                 await to_the_end(self._act())
-            await to_the_end(self._backend.check_weights(source))
+            await to_the_end(self._backend.check_weights(source, prepares=prepares))
             started = clock.monotonic_ms()
             if self.state.held is Held.YES and mode == engine_pb2.PAUSE_MODE_WAIT:
                 mode = engine_pb2.PAUSE_MODE_KEEP  # requests that are held cannot finish
@@ -316,6 +330,7 @@ class WeightUpdates:
         self._backend = backend
         self._control = control
         self._lock = asyncio.Lock()
+        self._kept = KeptFile()
         self.push_id = ""
         """Id of the push that delivered the current weights. Empty for the initial weights."""
         self.changed = asyncio.Event()
@@ -338,9 +353,13 @@ class WeightUpdates:
             StaleVersionError: The version is not above the current one.
             EngineAsleepError: There is no memory for weights.
             InvalidWeightsError: The weights do not fit the model. The old ones stay in use.
+            WeightsBaseError: The weights are a difference, and those that it changes are not kept.
             StoreFullError: The disk has no room for the upload.
         """
         async with self._lock:
+            if header.file_only:
+                await self._keep(header, chunks)
+                return 0
             if self._holds(header):
                 return 0
             self._control.check_awake()  # before the bytes are received, and again after
@@ -376,6 +395,8 @@ class WeightUpdates:
             case "checkpoint_dir":
                 source = _folder(header.checkpoint_dir)
                 return await self._load(source, header)
+            case "safetensors_bytes" if header.keep_file:
+                return await self._load(await self._keep(header, chunks), header)
             case "safetensors_bytes":
                 with await asyncio.to_thread(Scratch, "weights") as folder:
                     path = folder / "weights.safetensors"
@@ -387,9 +408,46 @@ class WeightUpdates:
             case _:
                 raise AssertionError("the servicer has checked the header")
 
+    async def _keep(
+        self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
+    ) -> Path:
+        """Makes the kept file that of a push, while the model samples. Returns the file.
+
+        Raises:
+            InvalidWeightsError: The file is shorter or longer than announced, or malformed.
+            WeightsBaseError: The file is a difference of another one than is kept.
+            StoreFullError: The disk has no room for the upload.
+        """
+        kept, size = self._kept, header.safetensors_bytes
+        if not header.base_push_id:
+            path = await asyncio.to_thread(kept.renew)
+            await receive(path, size, chunks)
+            kept.push_id = header.push_id
+            return path
+        with await asyncio.to_thread(Scratch, "weights") as folder:
+            path = folder / "difference.safetensors"
+            await receive(path, size, chunks)
+            if kept.push_id != header.push_id:  # else an earlier call had its load fail
+                base = header.base_push_id
+                await to_the_end(asyncio.to_thread(kept.change, path, base, header.push_id))
+        return kept.path
+
+    async def close(self) -> None:
+        """Removes the kept file."""
+        async with self._lock:
+            await asyncio.to_thread(self._kept.drop)
+
     async def _load(self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader) -> int:
-        paused_ms = await self._control.update(source, header.policy_version, header.pause_mode)
+        version, mode = header.policy_version, header.pause_mode
+        try:
+            paused_ms = await self._control.update(source, version, mode, prepares=header.keep_file)
+        except InvalidWeightsError:
+            if header.keep_file:  # no difference follows weights that no engine takes
+                await asyncio.to_thread(self._kept.drop)
+            raise
         self.push_id = header.push_id
+        if not header.keep_file:
+            await asyncio.to_thread(self._kept.drop)
         return paused_ms
 
 

@@ -343,7 +343,7 @@ class ScriptedBackend:
             raise WeightTransferError("init_info: rank_offset is missing; give a number")
         self._joined = True
 
-    async def check_weights(self, source: Path | Transfer) -> None:
+    async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
         """Reads the tensor names, as a model would."""
         if isinstance(source, Path):
             await asyncio.to_thread(_read_names, source)

@@ -62,6 +62,7 @@ class EngineService:
             self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
             stack.push_async_callback(self._servicer.generations.images.close)
             stack.push_async_callback(self._servicer.adapters.close)
+            stack.push_async_callback(self._servicer.weights.close)
             if self._config.router:
                 where = self._tunnelled(address) if self._config.dial_out else address
                 self._membership = Membership(self._config.router, self._hello(where), self._load)

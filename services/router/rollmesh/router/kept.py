@@ -5,7 +5,8 @@ Each model has a folder:
     kept                         a `KeptWeights` message: the header of the weights that its engines
                                  must hold, the header of an offered push, and the headers of
                                  adapter revisions
-    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes, or an adapter
+    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes, or an adapter. If they
+                                 are a difference, also each push that it builds on
     *.part                       a push that is being received
 
 Headers name their files and are replaced by one rename, so version and bytes change together.
@@ -27,12 +28,20 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router.engines import Revision
-from rollmesh.runtime.errors import InvalidFieldError, StoreError, StoreFullError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    StoreError,
+    StoreFullError,
+    SupersededError,
+    WeightsBaseError,
+)
 from rollmesh.runtime.rpc.uploads import check_room
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
+_MOST_DIFFERENCES = 64
+"""Number of differences after which whole weights must come: a late engine gets all of them."""
 Header: TypeAlias = engine_pb2.UpdateWeightsHeader | engine_pb2.AdapterHeader
 _PUSH_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -82,6 +91,47 @@ class KeptWeights:
         """Highest version that an engine may have received from this router."""
         offered = self.offered.policy_version if self.offered is not None else 0
         return max(self.target_version, offered)
+
+    def chain_to(
+        self, header: engine_pb2.UpdateWeightsHeader
+    ) -> list[engine_pb2.UpdateWeightsHeader]:
+        """Returns the pushes that make up weights: whole ones, and then differences.
+
+        Args:
+            header: The last of them, which is current or offered.
+
+        Raises:
+            SupersededError: The weights that it changes are not kept any more.
+        """
+        if not header.base_push_id:
+            return [header]
+        chain = [*self.state.bases, *([self.current] if self.current is not None else [])]
+        for at, one in enumerate(chain):
+            if one.push_id == header.base_push_id:
+                return [*chain[: at + 1], header]
+        raise SupersededError(
+            f"policy_version {header.policy_version}: later weights replaced those that it changes"
+        )
+
+    def check_base(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Checks that the weights that a push changes are the current ones, and can be changed.
+
+        Raises:
+            WeightsBaseError: They are not.
+        """
+        base, current = header.base_push_id, self.current
+        if not base:
+            return
+        if current is None or current.push_id != base or not current.keep_file:
+            raise WeightsBaseError(
+                f"header.base_push_id: {base!r:.80} is not the last push with keep_file; push "
+                "whole weights"
+            )
+        if len(self.state.bases) >= _MOST_DIFFERENCES:
+            raise WeightsBaseError(
+                f"header.base_push_id: {_MOST_DIFFERENCES} differences follow each other; push "
+                "whole weights"
+            )
 
     def file_of(self, header: Header) -> Path | None:
         """Returns the file of a push, or None if it was not pushed as bytes."""
@@ -135,7 +185,13 @@ class KeptWeights:
         Raises:
             StoreError: The change could not be stored. The earlier weights stay current.
         """
-        self._store(current=self.offered, offered=None, request_id=self.state.request_id)
+        chain = [] if self.offered is None else self.chain_to(self.offered)
+        self._store(
+            current=self.offered,
+            offered=None,
+            request_id=self.state.request_id,
+            bases=chain[:-1],
+        )
 
     def withdraw(self) -> None:
         """Drops the offer, which no engine has loaded."""
@@ -143,7 +199,7 @@ class KeptWeights:
 
     def forget(self) -> None:
         """Drops the current weights and the offer."""
-        self._store(current=None, offered=None, request_id="")
+        self._store(current=None, offered=None, request_id="", bases=[])
 
     def stored(self, request_id: str, policy_version: int) -> engine_pb2.UpdateWeightsHeader | None:
         """Returns the header of the last push if a request repeats it. None otherwise."""
@@ -250,6 +306,7 @@ class KeptWeights:
         current: engine_pb2.UpdateWeightsHeader | None,
         offered: engine_pb2.UpdateWeightsHeader | None,
         request_id: str,
+        bases: Sequence[engine_pb2.UpdateWeightsHeader] | None = None,
     ) -> None:
         with typed_errors(self.folder):
             self._make_folder()
@@ -262,6 +319,7 @@ class KeptWeights:
                     offered=offered,
                     request_id=request_id,
                     adapters=self.state.adapters,
+                    bases=self.state.bases if bases is None else bases,
                 )
             )
 
@@ -391,7 +449,7 @@ def _order(adapter: peers_pb2.KeptAdapter) -> Revision:
 def _headers(state: peers_pb2.KeptWeights) -> list[Header]:
     """Returns the headers of all that a state keeps."""
     weights = [getattr(state, one) for one in ("current", "offered") if state.HasField(one)]
-    return [*weights, *(one.header for one in state.adapters)]
+    return [*state.bases, *weights, *(one.header for one in state.adapters)]
 
 
 def _name(header: Header) -> str:

@@ -249,7 +249,9 @@ class RouterServicer(
                 version, results = await self._pushes.push(
                     header, chunks_of(request_iterator), given.request_id
                 )
-                return router_pb2.PushWeightsResponse(policy_version=version, results=results)
+                return router_pb2.PushWeightsResponse(
+                    policy_version=version, results=results, push_id=header.push_id
+                )
 
             return await self._write(given, push)
 
@@ -326,6 +328,8 @@ def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWei
         policy_version=header.policy_version,
         pause_mode=header.pause_mode,
         model=header.model,
+        keep_file=header.keep_file,
+        base_push_id=header.base_push_id,
         **given,
     )
 

@@ -7,7 +7,7 @@ retried with growing delays. `rollmesh.router.peers` keeps the weights of severa
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
     StoreError,
     SupersededError,
+    WeightsBaseError,
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
 _LAST_ANSWER_S = 2.0
-_REFUSALS = (EngineAsleepError, InvalidFieldError, WeightTransferError)
+_REFUSALS = (EngineAsleepError, InvalidFieldError, WeightsBaseError, WeightTransferError)
 """Errors that mean an engine loads nothing of the push by itself."""
 
 
@@ -94,7 +95,8 @@ class Pushes:
     ) -> tuple[int, list[engine_pb2.EngineResult]]:
         """Receives new weights and offers them to the engines of their model.
 
-        A push that is repeated here after another router received it is offered again.
+        A push that is repeated here after another router received it is offered again. The header
+        gets its push id.
 
         Returns:
             The version that engines must hold now, and one result for each engine.
@@ -102,6 +104,7 @@ class Pushes:
         Raises:
             StaleVersionError: The version is not above the last one.
             InvalidFieldError: A field is invalid, or the size differs from the announced one.
+            WeightsBaseError: The weights are a difference of others than the last push.
             StoreFullError: The disk has too little free space.
             StoreError: The weights could not be stored.
             DeadlineError: The sender paused for too long.
@@ -113,6 +116,7 @@ class Pushes:
         await self.peers.sync()
         stored = kept.stored(request_id, header.policy_version)
         if stored is not None:
+            header.push_id = stored.push_id
             async for _ in chunks:
                 pass
             results = await finish(self._tasks, self._offer_to_all(stored, kept))
@@ -197,6 +201,7 @@ class Pushes:
                 f"is {header.policy_version}, more than {step} above {last}; count up in smaller "
                 "steps, or raise the router's max_version_step",
             )
+        kept.check_base(header)
 
     async def _offer(
         self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights, request_id: str
@@ -351,32 +356,20 @@ class Pushes:
     async def _update(
         self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
     ) -> engine_pb2.EngineResult:
-        kept = self._models.kept(header.model)
-        path = kept.file_of(header)
+        """Sends a push to an engine.
+
+        An engine that keeps the file of an earlier push is sent the differences since. If that is
+        refused, and for all other engines, the whole weights come first.
+        """
         try:
-            file = await asyncio.to_thread(path.open, "rb") if path is not None else None
-        except OSError as error:
-            return failed(engine, StoreError(str(error)))
-
-        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
-            yield engine_pb2.UpdateWeightsRequest(header=header)
-            while file is not None and (chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES)):
-                yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
-
-        async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
-            timeout_s = self._config.control_timeout_ms / 1000
-            response = await stub.UpdateWeights(parts(), timeout=timeout_s)
-            if response.policy_version != header.policy_version:
-                raise EngineFaultError(
-                    f"the engine was given version {header.policy_version} and reports "
-                    f"{response.policy_version}"
-                )
-
-        try:
-            result = await call_engine(engine, call)
-        finally:
-            if file is not None:
-                file.close()
+            chain = self._models.kept(header.model).chain_to(header)
+        except SupersededError as error:
+            return failed(engine, error)
+        former = [one.push_id for one in chain[:-1]]
+        held = former.index(engine.push_id) + 1 if engine.push_id in former else 0
+        result = await self._send(engine, chain[held:])
+        if held and _lacks_base(result):
+            result = await self._send(engine, chain)
         engine.update_error = result.status.message
         if not result.status.code:
             self._models.loaded(engine, header)
@@ -387,6 +380,52 @@ class Pushes:
                 return failed(engine, error)
         return result
 
+    async def _send(
+        self, engine: Engine, pushes: Sequence[engine_pb2.UpdateWeightsHeader]
+    ) -> engine_pb2.EngineResult:
+        """Sends the files of pushes to an engine, which loads the last one."""
+        result = engine_pb2.EngineResult(engine_id=engine.engine_id)
+        for push in pushes:
+            header = engine_pb2.UpdateWeightsHeader()
+            header.CopyFrom(push)
+            header.file_only = push is not pushes[-1]
+            result = await self._send_one(engine, header)
+            if result.status.code:
+                break
+        return result
+
+    async def _send_one(
+        self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
+    ) -> engine_pb2.EngineResult:
+        path = self._models.kept(header.model).file_of(header)
+        try:
+            file = await asyncio.to_thread(path.open, "rb") if path is not None else None
+        except OSError as error:
+            return failed(engine, StoreError(str(error)))
+
+        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
+            yield engine_pb2.UpdateWeightsRequest(header=header)
+            while file is not None and (chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES)):
+                yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
+
+        async def call(
+            stub: "engine_pb2_grpc.EngineServiceAsyncStub",
+        ) -> engine_pb2.EngineResult:
+            timeout_s = self._config.control_timeout_ms / 1000
+            response = await stub.UpdateWeights(parts(), timeout=timeout_s)
+            if response.policy_version != header.policy_version:
+                raise EngineFaultError(
+                    f"the engine was given version {header.policy_version} and reports "
+                    f"{response.policy_version}"
+                )
+            return engine_pb2.EngineResult(paused_ms=response.paused_ms)
+
+        try:
+            return await call_engine(engine, call)
+        finally:
+            if file is not None:
+                file.close()
+
 
 def _what(header: engine_pb2.UpdateWeightsHeader, **more: object) -> dict[str, dict[str, object]]:
     """Returns the fields of a log line about a push."""
@@ -395,6 +434,10 @@ def _what(header: engine_pb2.UpdateWeightsHeader, **more: object) -> dict[str, d
 
 def _refused(result: engine_pb2.EngineResult) -> bool:
     return result.status.code != 0 and isinstance(from_status(result.status), _REFUSALS)
+
+
+def _lacks_base(result: engine_pb2.EngineResult) -> bool:
+    return result.status.code != 0 and isinstance(from_status(result.status), WeightsBaseError)
 
 
 def _holds(engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> bool:

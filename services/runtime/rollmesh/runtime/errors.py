@@ -210,6 +210,10 @@ class WeightTransferError(
     """A transfer backend did not connect to the trainer or did not receive its weights."""
 
 
+class WeightsBaseError(RollmeshError, code="FAILED_PRECONDITION", reason="WEIGHTS_BASE_DIFFERS"):
+    """The weights that a difference changes are not there, or a checksum is another one."""
+
+
 # Errors of the membership.
 
 

@@ -36,6 +36,7 @@ class KeptWeights(_message.Message):
     OFFERED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    BASES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     revision: _builtins.int
@@ -54,6 +55,12 @@ class KeptWeights(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptAdapter]:
         """The adapter revisions, by name and version."""
 
+    @_builtins.property
+    def bases(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.UpdateWeightsHeader]:
+        """The pushes that `current` builds on, if it is a difference: whole weights, and then the differences
+        before `current`, in their order.
+        """
+
     def __init__(
         self,
         *,
@@ -63,10 +70,11 @@ class KeptWeights(_message.Message):
         offered: _engine_pb2.UpdateWeightsHeader | None = ...,
         request_id: _builtins.str = ...,
         adapters: _abc.Iterable[Global___KeptAdapter] | None = ...,
+        bases: _abc.Iterable[_engine_pb2.UpdateWeightsHeader] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bases", b"bases", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -263,7 +263,7 @@ class AttachedBackend:
         async with self._occupied(by_trainer=True):
             await self._dialect.init_weight_transfer(init_info)
 
-    async def check_weights(self, source: Path | Transfer) -> None:
+    async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
         """Checks weights, and whether the server can load them."""
         async with self._occupied(by_trainer=isinstance(source, Transfer)):
             await self._dialect.check_weights(source)

@@ -460,6 +460,8 @@ _FINISHES = {
     "abort": sampling_pb2.FINISH_REASON_ABORT,
 }
 _HEALTH_CHECK_S = 0.5
+_PREPARED_S = 600.0
+"""Time that weights have to be prepared while the model samples, seconds."""
 _READS_PROMPT = "_update_prompt_logprobs"  # vLLM 0.32
 setattr(LogprobsProcessor, _READS_PROMPT, keep_tensors)
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
@@ -669,10 +671,20 @@ class VllmBackend:
             if problem := _first(await self._transfer_call("init_transfer", init_info)):
                 raise WeightTransferError(problem)
 
-    async def check_weights(self, source: Path | Transfer) -> None:
-        """Asks the workers whether they can load the weights."""
+    async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
+        """Asks the workers whether they can load the weights, and has them prepare."""
         with self._occupied():
             await self._check(source)
+        if prepares and any(await self._on_workers("prepare_weights", str(source))):
+            with suppress(TimeoutError):  # then the pause is as long as without
+                async with asyncio.timeout(_PREPARED_S):
+                    await self._until_prepared()
+
+    async def _until_prepared(self) -> None:
+        while True:
+            if not any(await self._on_workers("is_preparing")):
+                return
+            await asyncio.sleep(_HEALTH_CHECK_S / 10)
 
     async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
         """Loads weights that were checked."""

@@ -22,6 +22,7 @@ from typing import Any
 import safetensors
 
 from rollmesh.engine.checkpoints import Header, find_misfit, read_headers, weight_files
+from rollmesh.engine.vllm.prepared import PreparedWeights
 from rollmesh.runtime.codec.cuda_handles import BYTES, FIELDS
 
 # Keeps pickle out of weight transfers, whatever vLLM's environment allows.
@@ -140,22 +141,51 @@ class WeightReceiver:
     vllm_config: Any
     weight_transfer_engine: Any
     rank: int
+    _prepared: tuple[str, PreparedWeights] | None = None
 
     def check_weights(self, source: str) -> str:
         """Returns the fault of new weights. Empty if they fit the running model."""
+        self._prepared = None
         try:
             offered = read_headers(Path(source))
         except (safetensors.SafetensorError, OSError) as error:
             return f"cannot be read: {error}"
         return find_misfit(offered, self._own_headers())
 
+    def prepare_weights(self, source: str) -> bool:
+        """Begins to prepare checked weights beside those in use. Returns whether it does."""
+        config = self.vllm_config
+        if config.device_config.device_type != "cpu" or config.lora_config is not None:
+            return False
+        tied = _tied_layers if self._is_tied else lambda _model: None
+        prepared = PreparedWeights(self.model_runner.get_model(), self._wanted(source), tied)
+        self._prepared = source, prepared
+        return True
+
+    def is_preparing(self) -> bool:
+        """Returns whether weights are being prepared."""
+        return self._prepared is not None and self._prepared[1].running
+
     def load_checked_weights(self, source: str) -> None:
-        """Loads weights that `check_weights` has accepted."""
+        """Loads weights that `check_weights` has accepted, or exchanges those that are prepared."""
+        runner, prepared, self._prepared = self.model_runner, self._prepared, None
+        if prepared is not None and prepared[0] == source and prepared[1].ready:
+            prepared[1].exchange(self.vllm_config.model_config.dtype)
+            runner.reset_encoder_cache()
+            runner.reset_mm_cache()
+            return
+        runner.reload_weights(weights_iterator=self._wanted(source))
+        _pack_experts(runner.get_model())
+        if self._is_tied:
+            _tie_again(runner.get_model())
+
+    def _wanted(self, source: str) -> Iterator[tuple[str, Any]]:
         wanted = self._own_headers().keys()
-        tensors = (pair for pair in _tensors(Path(source)) if pair[0] in wanted)
-        self.model_runner.reload_weights(weights_iterator=tensors)
-        if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
-            _tie_again(self.model_runner.get_model())
+        return (pair for pair in _tensors(Path(source)) if pair[0] in wanted)
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(self.vllm_config.model_config.hf_text_config.tie_word_embeddings)
 
     def attention_backends(self) -> str:
         """Returns the names of the attention backends in use, separated by commas."""
@@ -222,7 +252,8 @@ class WeightReceiver:
                 _put_back(self.weight_transfer_engine)
                 return f"{type(error).__name__}: {error}"
             worker.finish_weight_update()
-        if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
+        _pack_experts(model)
+        if self._is_tied:
             _tie_again(model)
         return ""
 
@@ -282,25 +313,46 @@ def _watched(model: Any) -> Iterator[list[bool]]:
         del model.load_weights
 
 
+def _pack_experts(model: Any) -> None:
+    """Packs new experts for the CPU. `reload_weights` packs them only when a model is loaded."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(layer)
+
+
 def _tie_again(model: Any) -> None:
     """Ties the output layer to the new embedding. `reload_weights` does not update a tied layer.
 
     On CPU the layer also holds a packed copy of its weight, made by post-processing. In a pipeline
     only the last worker has the layer.
     """
+    if (tied := _tied_layers(model)) is not None:
+        head, embedding = tied
+        head.weight.data.copy_(embedding.weight.data)
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _tied_layers(model: Any) -> tuple[Any, Any] | None:
+    """Returns the output layer and the embedding of a model in which they are tied.
+
+    None if this worker has no output layer, or the model has none of its own.
+    """
     from vllm.model_executor.models.utils import PPMissingLayer
 
     # A vision model holds its language model, under a name that differs between models.
     language = model.get_language_model() if hasattr(model, "get_language_model") else model
-    head, embedding = language.lm_head, language.model.embed_tokens
-    if isinstance(head, PPMissingLayer):
-        return
-    head.weight.data.copy_(embedding.weight.data)
-    head.quant_method.process_weights_after_loading(head)
+    head = getattr(language, "lm_head", None)  # Gemma has no layer beside the embedding
+    if head is None or isinstance(head, PPMissingLayer):
+        return None
+    return head, language.model.embed_tokens
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, Any]]:
     for path in weight_files(source):
         with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in list(file.keys()):
                 yield name, file.get_tensor(name)

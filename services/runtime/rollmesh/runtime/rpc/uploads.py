@@ -31,11 +31,16 @@ def check_update(header: engine_pb2.UpdateWeightsHeader) -> None:
     """Checks the fields of an update that every receiver needs.
 
     Raises:
-        InvalidFieldError: One of them is not set.
+        InvalidFieldError: One of them is not set, or two of them contradict each other.
     """
     check_pause_mode(header.pause_mode, "header.pause_mode")
     if header.WhichOneof("source") is None:
         raise InvalidFieldError("header.source", "is not set; name where weights come from")
+    if header.keep_file and not header.HasField("safetensors_bytes"):
+        raise InvalidFieldError("header.keep_file", "is for weights by bytes; leave it out")
+    for name in ("base_push_id", "file_only"):
+        if getattr(header, name) and not header.keep_file:
+            raise InvalidFieldError(f"header.{name}", "needs keep_file; set it, too")
 
 
 def check_adapter(adapter: sampling_pb2.AdapterRef, field: str, least_version: int = 1) -> None:
