@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.meshes import scripted_mesh
@@ -42,6 +43,26 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
     sent = load_file(file)
     assert sent.keys() == {"model.a.weight", "model.b.weight"}
     np.testing.assert_array_equal(sent["model.a.weight"], [0, 0, 1, 1])  # of both ranks
+
+
+async def test_verls_worker_pushes_the_difference_to_its_last_step(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """Each push has a client and an event loop of its own."""
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh:
+        said = await run_script(
+            "verl_weights_run",
+            tmp_path,
+            router=mesh.addresses.router,
+            step=STEP,
+            is_adapter=False,
+            delta=True,
+        )
+        assert said["said"][:-1] == [""] * 5
+        (file,) = tmp_path.rglob(f"{STEP}-*.safetensors")
+        with safe_open(file, framework="numpy") as changes:
+            assert not list(changes.keys())  # the network is the same
+            assert changes.metadata().keys() == {"model.a.weight", "model.b.weight"}
 
 
 async def test_verls_worker_pushes_its_adapter_alone(tmp_path: Path, tokenizer_dir: Path) -> None:

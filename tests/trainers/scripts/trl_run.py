@@ -163,7 +163,7 @@ def main() -> None:
             callbacks=[watch],
             peft_config=adapter,
         )
-        rollouts.attach(trainer)
+        rollouts.attach(trainer, delta=True)
         trainer.train()
         attempts = delivered(addresses, _STEPS * _GROUPS * _SAMPLES + 1)
     result = {

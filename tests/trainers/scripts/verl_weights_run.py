@@ -77,7 +77,8 @@ def rank(number: int, given: dict[str, Any]) -> None:
         "gloo", init_method=f"file://{given['folder']}/store", rank=number, world_size=_RANKS
     )
     adapter = given.get("adapter", "")
-    settings = {"rollmesh": {"router": given["router"], "adapter": adapter}}
+    own = {"router": given["router"], "adapter": adapter, "delta": given.get("delta", False)}
+    settings = {"rollmesh": own}
     config = RolloutConfig(name="rollmesh", free_cache_engine=False, engine_kwargs=settings)
     worker: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=config),
