@@ -313,10 +313,9 @@ class WeightCalls(Connections):
             allow_partial: Whether a failed engine is only reported in its result.
             model: Name of the model. May be empty if the mesh has only one.
             delta: Whether to push only the elements that changed since the last push. Only with
-                tensors. The first push is whole, and so is one after which the mesh lacks the
-                weights that changed, the 16th after it, and one of which half the bytes have
-                changed. It takes a copy of the weights on the host here, on the disks of the router
-                and the engines, and on engines that prepare them in memory. `WeightDeltas` outlives
+                tensors. The first push is whole, and every 16th push. So is a push that changes
+                half of the bytes, or whose base the mesh lacks. It takes a copy of the weights on
+                this host and on the disks of the router and the engines. A `WeightDeltas` outlives
                 a client.
 
         Returns:

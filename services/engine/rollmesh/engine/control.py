@@ -353,7 +353,7 @@ class WeightUpdates:
             StaleVersionError: The version is not above the current one.
             EngineAsleepError: There is no memory for weights.
             InvalidWeightsError: The weights do not fit the model. The old ones stay in use.
-            WeightsBaseError: The weights are a difference, and those that it changes are not kept.
+            WeightsBaseError: The weights are a difference, and its base is not kept.
             StoreFullError: The disk has no room for the upload.
         """
         async with self._lock:
@@ -411,7 +411,7 @@ class WeightUpdates:
     async def _keep(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
     ) -> Path:
-        """Makes the kept file that of a push, while the model samples. Returns the file.
+        """Brings the kept file to a push, while the model samples. Returns the file.
 
         Raises:
             InvalidWeightsError: The file is shorter or longer than announced, or malformed.

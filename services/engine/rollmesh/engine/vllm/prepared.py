@@ -1,4 +1,4 @@
-"""Prepares new weights beside those that sample, so that a pause only exchanges them.
+"""Prepares new weights beside the old ones, so that a pause only exchanges them.
 
 It runs inside vLLM's worker on a CPU, in a thread. The weights are loaded by vLLM's own layerwise
 reload into a copy of the model's modules that has no tensors in common with the model. Loading and
@@ -144,7 +144,7 @@ class PreparedWeights:
         """Puts the weights into the model, which must not run.
 
         Args:
-            dtype: That of the model.
+            dtype: The model's.
         """
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -167,7 +167,7 @@ class PreparedWeights:
 
 
 def _parameters(module: Any) -> dict[str, Any]:
-    """Returns the parameters of a module itself, by name. None stands for one that it lacks."""
+    """Returns the parameters of a module itself, by name. Missing ones are None."""
     own: dict[str, Any] = module.__dict__["_parameters"]
     return own
 

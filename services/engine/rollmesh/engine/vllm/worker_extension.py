@@ -167,7 +167,7 @@ class WeightReceiver:
         return self._prepared is not None and self._prepared[1].running
 
     def load_checked_weights(self, source: str) -> None:
-        """Loads weights that `check_weights` has accepted, or exchanges those that are prepared."""
+        """Loads weights that `check_weights` has accepted, or exchanges prepared ones."""
         runner, prepared, self._prepared = self.model_runner, self._prepared, None
         if prepared is not None and prepared[0] == source and prepared[1].ready:
             prepared[1].exchange(self.vllm_config.model_config.dtype)

@@ -75,7 +75,7 @@ class Difference:
 
 
 def _gaps(at: npt.NDArray[np.int64], item_bytes: int) -> tuple[Bits, npt.NDArray[np.int64]]:
-    """Returns the gaps between positions, and the positions with those that fill wide gaps.
+    """Returns the gaps between positions, and the positions, among them fillers of wide gaps.
 
     Small gaps take one byte if wide ones are filled: unchanged elements are sent in between. Gaps
     have the size with which the tensor takes the fewest bytes.
