@@ -319,7 +319,7 @@ def _pack_experts(model: Any) -> None:
 
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
             experts.process_weights_after_loading(layer)
 
