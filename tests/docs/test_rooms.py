@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_848, 51),
+    "services/runtime/rollmesh/runtime": (7_838, 51),
     "services/runtime/rollmesh/mesh": (4_337, 11),
     "services/gateway/rollmesh/chat": (8_620, 39),
     "services/gateway/rollmesh/gateway": (9_589, 24),
@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_267, 14),
     "services/collector/rollmesh/scorer": (375, 6),
     "clients/rollmesh/sidecar": (4_514, 13),
-    "clients/rollmesh/client": (4_958, 15),
+    "clients/rollmesh/client": (4_957, 15),
     "clients/rollmesh/batches": (1_386, 6),
     "clients/rollmesh/integrations": (2_267, 12),
     "clients/rollmesh/launch": (544, 4),

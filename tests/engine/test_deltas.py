@@ -195,6 +195,8 @@ async def test_a_wrong_checksum_changes_neither_the_weights_nor_the_file(
     (path,) = kept(tmp_path)
     assert path.read_bytes() == file(first)
     assert await push.version() == 1
+    with pytest.raises(WeightsBaseError, match="base_push_id"):
+        await push(2, data_of(found), base_push_id="push-0", push_id="")
     await push(2, data_of(found), base_push_id="push-1")
     assert path.read_bytes() == file(second)
 

@@ -394,9 +394,9 @@ class WeightCalls(Connections):
             found, header.base_push_id, header.request_id = None, "", uuid.uuid4().hex
             header.safetensors_bytes, _ = file_of(weights)
             response = await self._push(header, lambda: file_of(weights)[1])
-        accepted = response.policy_version == header.policy_version
-        whole = not accepted or _lack_base(response)
-        await asyncio.to_thread(deltas.pushed, weights, found, "" if whole else response.push_id)
+        if response.policy_version == header.policy_version:  # else the mesh has the last ones
+            push_id = "" if _lack_base(response) else response.push_id
+            await asyncio.to_thread(deltas.pushed, weights, found, push_id)
         return response
 
     async def _push_difference(

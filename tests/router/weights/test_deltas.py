@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, MeshAddresses, WeightDeltas
+from rollmesh.client import Client, MeshAddresses, WeightDeltas, WeightsPushError
 from rollmesh.client.weights import file_of
 from rollmesh.runtime.errors import InvalidFieldError, StaleVersionError
 from tests.processes import ServiceProcess, reserved_port, running
@@ -208,6 +208,21 @@ def _damage(folder: Path, name: str) -> None:
     with path.open("r+b") as opened:
         opened.seek(-3, 2)
         opened.write(b"\xff")
+
+
+async def test_a_push_that_sleeping_engines_refuse_is_followed_by_a_difference(mesh: Mesh) -> None:
+    weights = first_weights()
+    await mesh.engine("one")
+    await mesh.client.push_weights(weights, 1, delta=True)
+    await mesh.client.sleep_engines()
+    weights = stepped(weights, 2)
+    with pytest.raises(WeightsPushError, match="sleeps"):
+        await mesh.client.push_weights(weights, 2, delta=True)
+    await mesh.client.wake_up_engines()
+    weights = stepped(weights, 3)
+    await mesh.client.push_weights(weights, 2, delta=True)
+    assert mesh.sent()[2] < mesh.sent()[1] / 10
+    assert mesh.kept() == [file(weights)]
 
 
 async def test_peers_keep_the_base_and_the_differences(

@@ -427,7 +427,7 @@ class WeightUpdates:
         with await asyncio.to_thread(Scratch, "weights") as folder:
             path = folder / "difference.safetensors"
             await receive(path, size, chunks)
-            if kept.push_id != header.push_id:  # else an earlier call had its load fail
+            if not header.push_id or kept.push_id != header.push_id:  # else only the load failed
                 base = header.base_push_id
                 await to_the_end(asyncio.to_thread(kept.change, path, base, header.push_id))
         return kept.path

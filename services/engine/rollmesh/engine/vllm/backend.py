@@ -460,7 +460,7 @@ _FINISHES = {
     "abort": sampling_pb2.FINISH_REASON_ABORT,
 }
 _HEALTH_CHECK_S = 0.5
-_PREPARED_S = 600.0
+_PREPARED_S = 300.0
 """Time that weights have to be prepared while the model samples, seconds."""
 _READS_PROMPT = "_update_prompt_logprobs"  # vLLM 0.32
 setattr(LogprobsProcessor, _READS_PROMPT, keep_tensors)

@@ -20,16 +20,6 @@ _WIDTHS = (1, 2, 4)
 """Sizes of a gap, bytes."""
 
 
-def bits_of(data: Any) -> Bits:
-    """Returns the bit patterns of an array's elements in row-major order, without a copy if it can.
-
-    Args:
-        data: An array of any shape, whose elements have 1, 2, 4 or 8 bytes.
-    """
-    flat = np.ascontiguousarray(data).reshape(-1)
-    return flat.view(f"u{flat.dtype.itemsize}")
-
-
 def checksum(bits: Bits) -> str:
     """Returns the CRC-32 of a tensor's bytes, eight hexadecimal digits."""
     return f"{zlib.crc32(bits.view(np.uint8).data):08x}"
