@@ -61,7 +61,7 @@ class PreparedWeights:
             self.ready = True
         except Exception as error:  # loading in the pause then raises it, or succeeds
             _log.info("weights are loaded in the pause: %s: %s", type(error).__name__, error)
-            self._pairs.clear()
+            self._forget()
 
     def _prepare(self) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -161,9 +161,20 @@ class PreparedWeights:
         for live, _ in self._pairs:
             if is_deferred_attention_layer(live):
                 live.process_weights_after_loading(dtype)
-        self._pairs.clear()
+        self._forget()
         # Freeing gigabytes takes longer than the exchange.
         threading.Thread(target=former.clear, daemon=True).start()
+
+    def _forget(self) -> None:
+        """Lets go of the copies. Their loaders refer to them, and vLLM's table to the loaders."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for _, own in self._pairs:
+            layerwise.LAYERWISE_INFO.pop(own, None)
+            for table in _TENSORS & own.__dict__.keys():
+                own.__dict__[table].clear()
+        self._pairs.clear()
+        self._loaded.clear()
 
 
 def _parameters(module: Any) -> dict[str, Any]:
@@ -177,8 +188,8 @@ def _copied(module: Any, copies: dict[Any, Any]) -> Any:
     if module in copies:
         return copies[module]
     own = copies[module] = copy.copy(module)
-    for table in ("_parameters", "_buffers"):
-        own.__dict__[table] = dict(module.__dict__[table])
+    for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        own.__dict__[table] = module.__dict__[table].copy()
     own.__dict__["_modules"] = {
         name: None if one is None else _copied(one, copies)
         for name, one in module.__dict__["_modules"].items()
