@@ -33,7 +33,7 @@ def make_model() -> Any:
         def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
             from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-            named = dict(self.named_parameters())
+            named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
             for name, tensor in tensors:
                 loader = getattr(named[name], "weight_loader", default_weight_loader)
                 loader(named[name], tensor)
@@ -81,7 +81,13 @@ async def test_weights_that_cannot_be_prepared_leave_the_model_as_it_is() -> Non
     model = make_model()
     layerwise.record_metadata_for_reloading(model)
     known = len(layerwise.LAYERWISE_INFO)
-    for tensors in ({"third.weight": torch.ones(4, 3)}, {"first.weight": torch.ones(5, 3)}):
+    both = {"first.weight": torch.ones(4, 3), "second.weight": torch.ones(4, 3)}
+    for tensors in (
+        {"third.weight": torch.ones(4, 3)},
+        {"first.weight": torch.ones(5, 3)},
+        {"first.weight": torch.ones(4, 3)},
+        {**both, "first.table": torch.ones(5)},
+    ):
         weights = await prepared(model, tensors)
         assert not weights.ready
         assert all((one == 0).all() for one in model.parameters())

@@ -433,9 +433,8 @@ class WeightUpdates:
         return kept.path
 
     async def close(self) -> None:
-        """Removes the kept file."""
-        async with self._lock:
-            await asyncio.to_thread(self._kept.drop)
+        """Removes the kept file. An update that stands still is not waited for."""
+        await asyncio.to_thread(self._kept.drop)
 
     async def _load(self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader) -> int:
         version, mode = header.policy_version, header.pause_mode

@@ -84,8 +84,7 @@ class PreparedWeights:
             _parameters(head)["weight"] = _parameters(embedding)["weight"]
             head.quant_method.process_weights_after_loading(head)
             self._loaded.add((head, "weight"))
-        for _, own in self._pairs:
-            self._check(own)
+        self._check()
 
     def _own_tensors(self, live: Any, own: Any) -> None:
         """Gives a copy what it loads into, and loaders that load into nothing else."""
@@ -124,8 +123,8 @@ class PreparedWeights:
         tensor.weight_loader = noting
         return tensor
 
-    def _check(self, own: Any) -> None:
-        """Checks that all of a layer was loaded or nothing, and that it keeps all in itself.
+    def _check(self) -> None:
+        """Checks that all parameters were loaded and no buffer, and that layers keep all they have.
 
         Raises:
             UnpreparedError: It is not so.
@@ -133,12 +132,15 @@ class PreparedWeights:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-        names = {name for name, one in _parameters(own).items() if one is not None}
-        loaded = {name for name in names if (own, name) in self._loaded}
-        method = getattr(own, "quant_method", None)
         known = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
-        if loaded and (loaded != names or type(method) not in known):
-            raise UnpreparedError(f"{type(own).__name__} cannot be prepared")
+        found: _Loaded = set()
+        for _, own in self._pairs:
+            names = {name for name, one in _parameters(own).items() if one is not None}
+            found |= {(own, name) for name in names}
+            if names and type(getattr(own, "quant_method", None)) not in known:
+                raise UnpreparedError(f"{type(own).__name__} cannot be prepared")
+        for own, name in found ^ self._loaded:
+            raise UnpreparedError(f"{name} of {type(own).__name__} cannot be prepared")
 
     def exchange(self, dtype: torch.dtype) -> None:
         """Puts the weights into the model, which must not run.
