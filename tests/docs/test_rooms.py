@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (4_337, 11),
     "services/gateway/rollmesh/chat": (8_620, 39),
     "services/gateway/rollmesh/gateway": (9_589, 24),
-    "services/engine/rollmesh/engine": (7_779, 32),
+    "services/engine/rollmesh/engine": (7_796, 32),
     "services/router/rollmesh/router": (4_570, 17),
     "services/collector/rollmesh/collector": (5_267, 14),
     "services/collector/rollmesh/scorer": (375, 6),

@@ -19,13 +19,13 @@ def make_model() -> Any:
     """Returns two layers that load as vLLM's models do."""
     import torch
 
-    class Layer(torch.nn.Module):
+    class Layer(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
             self.register_buffer("table", torch.arange(5.0), persistent=False)
 
-    class Model(torch.nn.Module):
+    class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = Layer(), Layer()
