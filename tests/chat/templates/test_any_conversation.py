@@ -119,7 +119,9 @@ whitespace = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
 @pytest.mark.parametrize("name", families.parameters())
 @given(before=whitespace, after=whitespace)
 @families.for_each
-def test_the_profile_says_which_answers_lose_whitespace(name: str, before: str, after: str) -> None:
+def test_the_profile_says_whether_answers_lose_whitespace(
+    name: str, before: str, after: str
+) -> None:
     family, continuation = loaded(name)
 
     def earlier(said: str) -> str:
@@ -128,7 +130,8 @@ def test_the_profile_says_which_answers_lose_whitespace(name: str, before: str, 
 
     said = f"{before}here7zq{after}"
     as_it_was = earlier("here7zq").replace("here7zq", said)
-    assert continuation.profile.stripped.changes(said) == (earlier(said) != as_it_was)
+    if Finding.STRIPS_ANSWERS not in continuation.profile.findings:
+        assert earlier(said) == as_it_was
 
 
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 
 from rollmesh.chat import Message, RenderContext, Tokenizer
-from rollmesh.chat.templates import RememberedTemplate, TemplateRenderError, load_template, probe
+from rollmesh.chat.templates import (
+    ModelTemplate,
+    RememberedTemplate,
+    TemplateRenderError,
+    load_template,
+    probe,
+)
 
 ASK, GREETING = Message("user", "Where?"), Message("assistant", "Hello.")
 CONTEXT = RenderContext()
 
 
-class Counted:
+class Counted(ModelTemplate):
     """A model's template that counts how often it renders each conversation."""
 
-    source = sha256 = ""
-
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        super().__init__("")
         self.renders: Counter[tuple[tuple[Message, ...], RenderContext, bool]] = Counter()
         self._template = load_template(folder, tokenizer)
 

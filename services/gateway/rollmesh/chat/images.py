@@ -9,10 +9,11 @@ import hashlib
 import io
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,18 +40,14 @@ class ImageRefusedError(Exception):
     """A model cannot take an image. The message says why."""
 
 
-class ImageRule(Protocol):
+@dataclass(frozen=True, slots=True)
+class ImageRule(ABC):
     """How the processor of one model represents images."""
 
-    @property
-    def printed_id(self) -> int:
-        """Id of the token that the chat template prints for an image."""
-        ...
-
-    @property
-    def reserved_ids(self) -> tuple[int, ...]:
-        """Ids that stand for images, video and sound, and for nothing else."""
-        ...
+    printed_id: int
+    """Id of the token that the chat template prints for an image."""
+    reserved_ids: tuple[int, ...]
+    """Ids that stand for images, video and sound, and for nothing else."""
 
     def run(self, width: int, height: int) -> TokenIds:
         """Returns the ids that stand for an image of a size in pixels. Uint32 [K].
@@ -58,34 +55,31 @@ class ImageRule(Protocol):
         Raises:
             ImageRefusedError: The model cannot take an image of that size.
         """
-        ...
+        return np.full(self.length_of(width, height), self.printed_id, np.uint32)
+
+    @abstractmethod
+    def length_of(self, width: int, height: int) -> int:
+        """Returns the number of ids that stand for an image of a size in pixels.
+
+        Raises:
+            ImageRefusedError: The model cannot take an image of that size.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class GridRule:
+class GridRule(ImageRule):
     """Qwen-VL: one id for each square of merged patches, after resizing to fit the limits.
 
     The arithmetic is that of `Qwen2VLImageProcessor` in transformers 5.19, floats included.
     """
 
-    printed_id: int
-    reserved_ids: tuple[int, ...]
     square: int
     """Edge of a square of merged patches, pixels."""
     min_pixels: int
     max_pixels: int
 
-    def run(self, width: int, height: int) -> TokenIds:
-        """Returns the ids that stand for an image of a size in pixels. Uint32 [K].
-
-        Raises:
-            ImageRefusedError: The image is more than 200 times as long as it is wide.
-        """
-        rows, columns = self._grid(width, height)
-        return np.full(rows * columns, self.printed_id, np.uint32)
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the number of rows and of columns of squares."""
+    def length_of(self, width: int, height: int) -> int:
+        """Returns the number of squares. A side may be 200 times the other."""
         if max(width, height) / min(width, height) > _MAX_ASPECT:
             raise ImageRefusedError(
                 f"is {width} x {height} pixels; a side may be {_MAX_ASPECT} times the other"
@@ -95,27 +89,23 @@ class GridRule:
         pixels = rows * columns * square * square
         if pixels > self.max_pixels:
             factor = math.sqrt((height * width) / self.max_pixels)
-            return (
-                max(1, math.floor(height / factor / square)),
-                max(1, math.floor(width / factor / square)),
-            )
-        if pixels < self.min_pixels:
+            rows = max(1, math.floor(height / factor / square))
+            columns = max(1, math.floor(width / factor / square))
+        elif pixels < self.min_pixels:
             factor = math.sqrt(self.min_pixels / (height * width))
-            return math.ceil(height * factor / square), math.ceil(width * factor / square)
-        return rows, columns
+            rows, columns = (math.ceil(edge * factor / square) for edge in (height, width))
+        return rows * columns
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantRule:
+class ConstantRule(ImageRule):
     """LLaVA: every image is cut to one size and has as many ids."""
 
-    printed_id: int
-    reserved_ids: tuple[int, ...]
     length: int
 
-    def run(self, width: int, height: int) -> TokenIds:
-        """Returns the ids that stand for an image. Uint32 [K]."""
-        return np.full(self.length, self.printed_id, np.uint32)
+    def length_of(self, width: int, height: int) -> int:
+        """Returns the number of ids, which is the same for every image."""
+        return self.length
 
 
 def load_rule(model_path: Path) -> ImageRule | None:

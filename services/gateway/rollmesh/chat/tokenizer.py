@@ -2,9 +2,10 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,24 +42,24 @@ class SpecialTextError(Exception):
     """Text spells a special token and cannot be encoded as anything else."""
 
 
-class TextStream(Protocol):
+class TextStream(ABC):
     """Decodes ids one by one. A character that spans several ids is held until complete."""
 
+    @abstractmethod
     def feed(self, token_id: int) -> str:
         """Takes one id. Returns the text that is now certain, often empty."""
-        ...
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
         """Takes ids. Returns the text that is now certain."""
-        ...
+        return "".join(map(self.feed, token_ids))
 
+    @abstractmethod
     def finish(self) -> str:
         """Returns the rest: bytes that did not become a character, as U+FFFD."""
-        ...
 
 
-class ModelTokenizer(Protocol):
-    """Encodes a template's text and decodes ids."""
+class ModelTokenizer(ABC):
+    """Encodes a template's text and decodes ids. By default no text spells a special token."""
 
     stop_ids: frozenset[int]
     """Ids at which the model is known to stop."""
@@ -66,19 +67,23 @@ class ModelTokenizer(Protocol):
     special_texts: tuple[str, ...]
     """The special tokens as the template prints them."""
     added_texts: tuple[str, ...]
-    """Text that is never merged with its neighbours."""
+    """Text that is never merged with its neighbours: a single token wherever it occurs."""
 
+    @abstractmethod
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text without adding any. Dtype uint32, shape [N]."""
-        ...
+        """Returns the ids of template text without adding any. Dtype uint32, shape [N].
 
+        Raises:
+            SpecialTextError: Hidden text cannot be encoded without the special token.
+        """
+
+    @abstractmethod
     def special_id(self, text: str) -> int | None:
         """Returns the id of a token that is never split. None if `text` is not such a token."""
-        ...
 
     def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
         """Returns whether a text contains the text of a special token that is not an exception."""
-        ...
+        return False
 
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
         """Returns a text for the template to print. Special tokens in it are encoded as text.
@@ -87,26 +92,26 @@ class ModelTokenizer(Protocol):
             text: The text.
             only: Texts of the special tokens to hide. None hides all.
         """
-        ...
+        return text
 
     def escape(self, text: str) -> str:
         """Returns a text for the template to print. It is encoded unchanged."""
-        ...
+        return text
 
     def shown(self, text: str) -> str:
         """Returns a special token as people write it."""
-        ...
+        return text
 
+    @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that an id adds to a text. For a special token, its name."""
-        ...
 
+    @abstractmethod
     def stream(self) -> TextStream:
         """Returns an incremental decoder that includes special tokens."""
-        ...
 
 
-class Tokenizer:
+class Tokenizer(ModelTokenizer):
     """Turns template text into ids and ids into text.
 
     Text of special tokens becomes those tokens, as in the reference implementation of chat
@@ -143,7 +148,6 @@ class Tokenizer:
         )
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
-        """Text that is a single token wherever it occurs."""
         # A single-character special token could not be hidden. No known model has one.
         self._special = _any_of([text for text in self.special_texts if len(text) > 1])
         self._plain = _PlainTokenizer(self.rust, self._special)
@@ -154,12 +158,7 @@ class Tokenizer:
         return any(one not in except_for for one in found)
 
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
-        """Returns a text for the template to print. Special tokens in it are encoded as text.
-
-        Args:
-            text: The text.
-            only: Texts of the special tokens to hide. None hides all.
-        """
+        """Returns a text for the template to print. Special tokens in it are encoded as text."""
         pattern = self._special if only is None else _any_of(tuple(only))
         text = self.escape(text)
         while pattern.search(text):  # again: the rest may spell a shorter token
@@ -171,11 +170,7 @@ class Tokenizer:
         return text.replace(_HIDDEN, _HIDDEN + _LITERAL)
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text, nothing added. Dtype uint32, shape [N].
-
-        Raises:
-            SpecialTextError: Hidden text cannot be encoded without the special token.
-        """
+        """Returns the ids of template text without adding any. Dtype uint32, shape [N]."""
         if _HIDDEN in text:
             return self._plain.encode(text)
         # The fast variant leaves out offsets, which nobody reads, and takes a quarter of the time.
@@ -185,10 +180,6 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """Returns the id of a token that is never split. None if `text` is not such a token."""
         return self._added_ids.get(text)
-
-    def shown(self, text: str) -> str:
-        """Returns a special token as people write it."""
-        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that an id adds to a text. For a special token, its name."""
@@ -274,7 +265,7 @@ class _PlainTokenizer:
         return rust
 
 
-class _Stream:
+class _Stream(TextStream):
     """The library's decoder, with the text that is left at the end."""
 
     def __init__(self, rust: RustTokenizer) -> None:
@@ -291,7 +282,7 @@ class _Stream:
             if piece is not None:  # it does not end within a character
                 self._stream, self._fresh = stream, False
                 return str(piece)
-        return "".join(map(self.feed, token_ids))
+        return super().feed_all(token_ids)
 
     def feed(self, token_id: int) -> str:
         self._fresh = False

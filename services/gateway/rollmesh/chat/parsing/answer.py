@@ -11,6 +11,7 @@ from rollmesh.chat.parsing.parser import (
     TextEvent,
     ToolCallEvent,
     ToolParser,
+    possible_start,
 )
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.parsing.whole import WholeCallParser
@@ -65,7 +66,6 @@ class StopStrings:
         """Looks for any of `stops`, none of them empty. The text may keep the one that is found."""
         self._stops = tuple(stops)
         self._kept = kept
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.found = ""
         """The stop string that ended the text. Empty while none did."""
@@ -90,21 +90,13 @@ class StopStrings:
             end, at = min(found)
             self.found = held[at:end]
             return held[: end if self._kept else at], True
-        keep = self._possible_start(held)
+        keep = possible_start(held, self._stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 
     def finish(self) -> str:
         """Returns the text that was held back: no stop string came."""
         return self._held
-
-    def _possible_start(self, text: str) -> int:
-        """Returns how many of the last characters may begin a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-size:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0
 
 
 class Answer:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from rollmesh.chat.json_values import replace_surrogates
 
@@ -48,43 +48,8 @@ NAME_CHARACTER = r"[\w.:/-]"
 """A character of a tool's name, where a format has nothing around names."""
 
 
-class ToolParser(Protocol):
-    """Parses one answer's text. The joined events do not depend on how the text was cut."""
-
-    malformed: bool
-    """Whether something looked like a call and was not a complete one."""
-
-    @property
-    def calls(self) -> list[tuple[str, str]]:
-        """Name and arguments of each call so far."""
-        ...
-
-    @property
-    def content(self) -> str:
-        """Text of the answer so far."""
-        ...
-
-    @property
-    def reasoning(self) -> str:
-        """Text of the reasoning so far."""
-        ...
-
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on: the parser is outside of calls and their beginnings."""
-        ...
-
-    def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text. Returns the events that are now certain."""
-        ...
-
-    def finish(self) -> list[ParserEvent]:
-        """Ends the text. Returns the last events. Nothing is asked of the parser after that."""
-        ...
-
-
-class BaseParser:
-    """State that all parsers share: the calls and the text so far, as pieces.
+class ToolParser(ABC):
+    """Parses one answer's text. The joined events do not depend on how the text was cut.
 
     Whitespace beside calls is dropped, because agents do not expect it. Other text is unchanged.
     """
@@ -92,10 +57,24 @@ class BaseParser:
     def __init__(self) -> None:
         """Begins an empty answer."""
         self.malformed = False
+        """Whether something looked like a call and was not a complete one."""
         self._called: list[tuple[str, list[str]]] = []
         self._said: list[str] = []
         self._thought: list[str] = []
         self._whitespace: list[str] = []  # counts only if other text follows
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether all text was passed on: the parser is outside of calls and their beginnings."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Takes text. Returns the events that are now certain."""
+
+    @abstractmethod
+    def finish(self) -> list[ParserEvent]:
+        """Ends the text. Returns the last events. Nothing is asked of the parser after that."""
 
     @property
     def calls(self) -> list[tuple[str, str]]:
@@ -156,30 +135,49 @@ class BaseParser:
             self._said.append(left)
 
 
-class StepParser(BaseParser, ABC):
-    """A parser that is a state machine.
+class HeldText:
+    """Text that comes piece by piece, of which some is held.
 
-    Each step looks at `_held`. Work is linear in the text: a step that needs text which may come
-    late sets `_wait`, and the pieces that come until then are looked at once each.
+    Work is linear in the text: a reader that needs text which may come late sets `_wait`, and the
+    pieces that come until then are looked at once each.
     """
 
     def __init__(self) -> None:
-        """Begins an empty answer."""
+        """Begins an empty text."""
         super().__init__()
         self._held = ""  # text not yet passed on
         self._late: list[str] = []  # text that follows it and came during a wait
         self._wait: Callable[[str], bool] | None = None
         """Takes text that comes. Returns whether it ends the wait."""
 
-    def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text. Returns the events that are now certain."""
+    @property
+    def _holds(self) -> bool:
+        """Whether any text was not passed on yet."""
+        return bool(self._held or self._late)
+
+    def _come(self, text: str) -> bool:
+        """Takes text. Returns whether there is something to look at."""
         self._late.append(text)
         if self._wait is not None and not self._wait(text):
-            return []
-        events: list[ParserEvent] = []
+            return False
         self._gather()
-        while self._step(events):
-            self._wait = None
+        return True
+
+    def _gather(self) -> None:
+        self._held = "".join([self._held, *self._late])
+        self._late.clear()
+        self._wait = None
+
+
+class StepParser(HeldText, ToolParser):
+    """A parser that is a state machine. Each step looks at `_held`."""
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Takes text. Returns the events that are now certain."""
+        events: list[ParserEvent] = []
+        if self._come(text):
+            while self._step(events):
+                self._wait = None
         return events
 
     def finish(self) -> list[ParserEvent]:
@@ -190,15 +188,16 @@ class StepParser(BaseParser, ABC):
         self.end_text(events)
         return events
 
-    @property
-    def _holds(self) -> bool:
-        """Whether any text was not passed on yet."""
-        return bool(self._held or self._late)
+    def _pass_text(self, tags: tuple[str, ...], events: list[ParserEvent]) -> str:
+        """Emits the text in front of the first of `tags`, and takes and returns that.
 
-    def _gather(self) -> None:
-        self._held = "".join([self._held, *self._late])
-        self._late.clear()
-        self._wait = None
+        Where there is none, a possible beginning of one is held, and "" is returned.
+        """
+        at, tag = first_of(self._held, tags)
+        size = at if tag else len(self._held) - possible_start(self._held, tags)
+        self.emit_text(self._held[:size], events)
+        self._held = self._held[size + len(tag) :]
+        return tag
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:
@@ -243,3 +242,8 @@ def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
     found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
     at, _, tag = min(found, default=(-1, 0, ""))
     return at, tag
+
+
+def has_words(text: str) -> bool:
+    """Returns whether a text is more than whitespace."""
+    return bool(text.strip())

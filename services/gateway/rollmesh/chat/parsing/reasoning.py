@@ -4,9 +4,13 @@ Some families use other tags, often control tokens. Formats with channels (harmo
 have their own parsers, which read reasoning, text and calls.
 """
 
-from collections.abc import Callable
-
-from rollmesh.chat.parsing.parser import Coming, first_of, possible_start
+from rollmesh.chat.parsing.parser import (
+    Coming,
+    HeldText,
+    first_of,
+    has_words,
+    possible_start,
+)
 
 OPEN, CLOSE = "<think>", "</think>"
 TAGS = (OPEN, CLOSE)
@@ -22,7 +26,7 @@ REASONING_TAGS = {
 """What opens and closes the reasoning, by the name of the format."""
 
 
-class ReasoningSplitter:
+class ReasoningSplitter(HeldText):
     """Splits one answer's text into reasoning and the rest.
 
     The generation prompt may have opened the tag already. Then the answer begins inside. Blank
@@ -43,12 +47,10 @@ class ReasoningSplitter:
             tags: What opens and closes the reasoning.
             calls: What begins a call. Empty if none is looked for.
         """
+        super().__init__()
         self._open, self._close = tags
         self._calls = calls
         self._state = "inside" if inside else "start"
-        self._held = ""
-        self._late: list[str] = []  # text that follows it and came during a wait
-        self._wait: Callable[[str], bool] | None = None
         self._thought: list[str] = []
 
     @property
@@ -63,10 +65,8 @@ class ReasoningSplitter:
 
     def feed(self, text: str) -> tuple[str, str]:
         """Takes text. Returns the newly certain text: reasoning, and rest."""
-        self._late.append(text)
-        if self._wait is not None and not self._wait(text):
+        if not self._come(text):
             return "", ""
-        self._gather()
         thought = ""
         if self._state == "start":
             self._begin()
@@ -95,11 +95,6 @@ class ReasoningSplitter:
         """Takes what `finish` returned as the rest, where it has no call. Returns the reasoning."""
         return self._thinks((rest if self._thought else rest.lstrip()).rstrip())
 
-    def _gather(self) -> None:
-        self._held = "".join([self._held, *self._late])
-        self._late.clear()
-        self._wait = None
-
     def _begin(self) -> None:
         lead = self._held.lstrip()
         if lead.startswith(self._open):
@@ -107,7 +102,7 @@ class ReasoningSplitter:
         elif not self._open.startswith(lead):
             self._state = "rest"
         elif not lead:
-            self._wait = _has_words
+            self._wait = has_words
 
     def _think(self) -> str:
         if not self._thought:
@@ -123,7 +118,7 @@ class ReasoningSplitter:
             self._state = "call"
             return self._thinks(thought) + self._think_on()
         if not self._held.strip():
-            self._wait = _has_words
+            self._wait = has_words
         return self._thinks(thought)
 
     def _think_on(self) -> str:
@@ -144,7 +139,3 @@ class ReasoningSplitter:
         if thought:
             self._thought.append(thought)
         return thought
-
-
-def _has_words(text: str) -> bool:
-    return bool(text.strip())

@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from rollmesh.chat.json_values import escape_surrogates, is_object, replace_surrogates
-from rollmesh.chat.parsing.parser import BaseParser, ParserEvent
+from rollmesh.chat.parsing.parser import ParserEvent, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Reading:
     """Name and arguments of each."""
 
 
-class WholeCallParser(BaseParser):
+class WholeCallParser(ToolParser):
     """One answer's text. Order of use: `feed`, `take` once, `finish`."""
 
     def __init__(self, names: Set[str]) -> None:

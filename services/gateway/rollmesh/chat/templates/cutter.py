@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, images_of
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.jinja import AdaptedTemplate, ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import (
     ASKED,
     CALL,
@@ -232,7 +232,7 @@ class Cutter:
         self._plain = template, self.boundaries
         self._behind_system = self._plain
         if behind_system:
-            begun = _BehindSystem(template)
+            begun = AdaptedTemplate(template, _begun)
             self._behind_system = begun, Boundaries(begun, tokenizer, options)
         self.repeats_tools = False
         """Whether the tools are printed again after the conversation."""
@@ -372,21 +372,8 @@ class Cutter:
         return self._behind_system if groups[0][0].role == "system" else self._plain
 
 
-class _BehindSystem:
-    """A template whose conversations all begin with a system message."""
-
-    def __init__(self, template: ModelTemplate) -> None:
-        self.source, self.sha256 = template.source, template.sha256
-        self._template = template
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        first = () if messages[0].role == "system" else (_SYSTEM,)
-        return self._template.render(
-            (*first, *messages), context, generation_prompt=generation_prompt
-        )
+def _begun(
+    messages: Sequence[Message], context: RenderContext
+) -> tuple[Sequence[Message], RenderContext]:
+    """Returns the input of a template whose conversations all begin with a system message."""
+    return (messages if messages[0].role == "system" else (_SYSTEM, *messages)), context

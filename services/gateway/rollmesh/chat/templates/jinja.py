@@ -7,9 +7,10 @@ without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` 
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jinja2
 import jinja2.ext
@@ -26,22 +27,25 @@ _PROBE = "string7zq"
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
+Adapt: TypeAlias = Callable[
+    [Sequence[Message], RenderContext], tuple[Sequence[Message], RenderContext]
+]
+
+
 class TemplateRenderError(Exception):
     """The template refuses the messages. The error message is the template's own."""
 
 
-class ModelTemplate(Protocol):
+class ModelTemplate(ABC):
     """Renders conversations in the format that a model was trained on."""
 
-    source: str
-    """Text from which the answer format is detected."""
-    sha256: str
-    """SHA-256 of the source, hexadecimal."""
+    def __init__(self, source: str) -> None:
+        """Takes the text from which the answer format is detected."""
+        self.source = source
+        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
+        """SHA-256 of the source, hexadecimal."""
 
-    def __hash__(self) -> int:
-        """Returns the hash of the object."""
-        ...
-
+    @abstractmethod
     def render(
         self,
         messages: Sequence[Message],
@@ -54,10 +58,30 @@ class ModelTemplate(Protocol):
         Raises:
             TemplateRenderError: The template refuses the messages.
         """
-        ...
 
 
-class ChatTemplate:
+class AdaptedTemplate(ModelTemplate):
+    """A template that is given other messages, or another context, than its caller gives."""
+
+    def __init__(self, template: ModelTemplate, adapt: Adapt) -> None:
+        """Takes the template, and the function that changes its input."""
+        super().__init__(template.source)
+        self._template, self._adapt = template, adapt
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text of a conversation. See `ModelTemplate.render`."""
+        return self._template.render(
+            *self._adapt(messages, context), generation_prompt=generation_prompt
+        )
+
+
+class ChatTemplate(ModelTemplate):
     """One compiled chat template."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
@@ -70,8 +94,7 @@ class ChatTemplate:
         Raises:
             TemplateRenderError: The source does not compile.
         """
-        self.source = source
-        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
+        super().__init__(source)
         self._variables = variables
         self._parts = False
         try:
@@ -87,11 +110,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
+        """Returns the text of a conversation. See `ModelTemplate.render`."""
         options = json.loads(context.options_json) if context.options_json else {}
         try:
             text = self._template.render(

@@ -12,7 +12,6 @@ tokenizer reads this form back. For ids and text in between, it is `mistral_comm
 
 import codecs
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from rollmesh.chat.json_values import replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.openai import write_message
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.tokenizer import ModelFilesError, TokenIds
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TextStream, TokenIds
 
 _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
 _SEAM = _OPEN + _CLOSE
@@ -51,8 +50,8 @@ _REFUSALS = (
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class MistralTokenizer:
-    """A tokenizer of `mistral_common` with the interface of `ModelTokenizer`."""
+class MistralTokenizer(ModelTokenizer):
+    """A tokenizer of `mistral_common`. No text spells one of its control tokens."""
 
     def __init__(self, path: Path) -> None:
         """Loads `tekken.json` or a SentencePiece model.
@@ -93,20 +92,6 @@ class MistralTokenizer:
         """Returns the id of a control token, as this module or as its makers write it."""
         return self._ids.get(text.removeprefix(_OPEN).removesuffix(_CLOSE))
 
-    def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
-        """Says that no text spells a control token."""
-        del text, except_for
-        return False
-
-    def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
-        """Returns a text as it is: it spells no control token."""
-        del only
-        return text
-
-    def escape(self, text: str) -> str:
-        """Returns a text as it is."""
-        return text
-
     def shown(self, text: str) -> str:
         """Returns a control token as its makers write it."""
         return text.removeprefix(_OPEN).removesuffix(_CLOSE)
@@ -125,7 +110,7 @@ class MistralTokenizer:
         return ids
 
 
-class MistralTemplate:
+class MistralTemplate(ModelTemplate):
     """How `mistral_common` encodes a conversation, in this module's form of text."""
 
     def __init__(self, tokenizer: MistralTokenizer) -> None:
@@ -137,9 +122,8 @@ class MistralTemplate:
         self._thinks = getattr(self._instruct, "BEGIN_THINK", None) is not None
         self._any_end = get_validator(version, mode=ValidationMode.agnostic)
         self._before_answer = get_validator(version, mode=ValidationMode.test)
-        self.source = f"mistral_common {version.value} {' '.join(tokenizer.control_names)}"
-        """Version and control tokens, which decide how answers are written."""
-        self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
+        # Version and control tokens decide how answers are written.
+        super().__init__(f"mistral_common {version.value} {' '.join(tokenizer.control_names)}")
 
     def render(
         self,
@@ -148,11 +132,7 @@ class MistralTemplate:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: `mistral_common` refuses the messages.
-        """
+        """Returns the text of a conversation. See `ModelTemplate.render`."""
         if context.options_json:
             raise TemplateRenderError(
                 "the model has no chat template, so template options cannot be used"
@@ -210,9 +190,7 @@ class _Recorder:
         return "".join(parts)
 
 
-class _Stream:
-    """Decodes ids one by one. A character that spans several ids is held until complete."""
-
+class _Stream(TextStream):
     def __init__(self, tokenizer: Any, names: dict[int, str], *, is_tekken: bool) -> None:
         self._tokenizer = tokenizer
         self._names = names
@@ -221,15 +199,9 @@ class _Stream:
         self._begun = is_tekken
 
     def feed(self, token_id: int) -> str:
-        """Takes one id. Returns the text that is now certain, often empty."""
         return self._utf8.decode(self._bytes(token_id))
 
-    def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids. Returns the text that is now certain."""
-        return "".join(map(self.feed, token_ids))
-
     def finish(self) -> str:
-        """Returns the rest: bytes that never became a character, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -23,20 +23,22 @@ from rollmesh.chat.messages import (
     MessageGroup,
     RenderContext,
     RoleName,
-    ToolCall,
     group_messages,
     images_of,
 )
 from rollmesh.chat.parsing.reasoning import OPEN
-from rollmesh.chat.templates.cutter import Boundaries, Cutter
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError, unix_now
+from rollmesh.chat.templates.cutter import Cutter
+from rollmesh.chat.templates.jinja import (
+    AdaptedTemplate,
+    ModelTemplate,
+    TemplateRenderError,
+    unix_now,
+)
 from rollmesh.chat.templates.profile import (
     REWRITING,
-    WHITESPACE,
     Finding,
     Kind,
     RefusedOrder,
-    Stripped,
     TemplateProfile,
 )
 from rollmesh.chat.templates.windows import ASKED, CALL, Place, TemplateRefusedError, place
@@ -143,112 +145,10 @@ IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
 """By role whose messages hold images."""
 
 
-# Questions about a chat template that a few renders answer. See `probe`.
-
-_DATE = re.compile(r"strftime_now|date_string")
-
-
-class Questions:
-    """Questions about one template with one set of options."""
-
-    def __init__(
-        self,
-        template: ModelTemplate,
-        boundaries: Boundaries,
-        bare: RenderContext,
-        tools: RenderContext,
-    ) -> None:
-        """Takes the template, and the contexts without and with tools."""
-        self._template = template
-        self._boundaries = boundaries
-        self._bare = bare
-        self._tools = tools
-
-    def prints_date(self) -> bool:
-        """Returns whether the template prints the current date."""
-        return _DATE.search(self._template.source) is not None
-
-    def ignores_tools(self) -> bool:
-        """Returns whether tools do not change the render."""
-        return self._render((USER,), self._bare) == self._render((USER,), self._tools)
-
-    def repeats_tools(self) -> bool:
-        """Returns whether a later turn prints the tools again."""
-        first = self._render((USER,), self._tools).count('"look_up"')
-        later = (USER, PLAIN, USER, PLAIN, USER)
-        whole = self._render(later, self._tools)
-        return first > 0 and '"look_up"' in whole.rpartition(self._boundaries.last_end)[2]
-
-    def moves_system(self) -> bool:
-        """Returns whether a later user turn prints the first system message."""
-        try:
-            whole = self._render((SYSTEM, USER, PLAIN, USER), self._bare)
-        except TemplateRenderError:
-            return False
-        return SYSTEM.content.strip() in whole.rpartition(self._boundaries.last_end)[2]
-
-    def generation_prompt_begins_answers(self) -> bool:
-        """Returns whether an earlier answer is printed as it is sampled."""
-        asked = self._template.render((USER,), self._bare, generation_prompt=True)
-        answered = self._render((USER, PLAIN, USER), self._bare)
-        return answered.startswith(f"{asked}{PLAIN.content}{self._boundaries.ends.text}")
-
-    def drops_reasoning(self, context: RenderContext) -> bool:
-        """Returns whether an answer's reasoning is dropped once another answer follows.
-
-        Args:
-            context: Context of conversations with calls.
-        """
-        kept, thinks = set[bool](), OPEN in self._template.source
-        for answer in (THOUGHT, INLINE):
-            last = self._render((USER, answer), self._bare)
-            for more in ((), (PLAIN, USER)):
-                earlier = self._render((USER, answer, USER, *more), self._bare)
-                if THOUGHT.reasoning in last or thinks:
-                    kept.add(THOUGHT.reasoning in earlier)
-        return False in kept or self._drops_reasoning_of_calls(context)
-
-    def stripped(self) -> Stripped:
-        """Returns the whitespace that is stripped from earlier answers."""
-
-        def earlier(said: str) -> str:
-            return self._render((USER, Message("assistant", said), USER), self._bare)
-
-        plain = earlier("Here.")
-        leading = (space for space in WHITESPACE if earlier(f"{space}Here.") == plain)
-        trailing = (space for space in WHITESPACE if earlier(f"Here.{space}") == plain)
-        return Stripped("".join(leading), "".join(trailing))
-
-    def prints_call_ids(self, context: RenderContext) -> bool:
-        """Returns whether the ids of tool calls change the render in a context."""
-        other = ToolCall("other9zq1", CALL.name, CALL.arguments)
-        renders = []
-        for call in (CALL, other):
-            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
-            messages = (USER, Message("assistant", "", (call,)), result)
-            try:
-                renders.append(self._render(messages, context))
-            except TemplateRenderError:
-                return False
-        return renders[0] != renders[1]
-
-    def _drops_reasoning_of_calls(self, context: RenderContext) -> bool:
-        called = (USER, THOUGHT_CALLS, RESULT)
-        try:
-            last = self._render(called, context)
-            earlier = self._render((*called, PLAIN, USER), context)
-        except TemplateRenderError:
-            return False
-        return THOUGHT.reasoning in last and THOUGHT.reasoning not in earlier
-
-    def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
-        return self._template.render(messages, context)
-
-
 # Renders that are kept while a template is probed.
 
 
-class RememberedTemplate:
+class RememberedTemplate(ModelTemplate):
     """A template that renders each conversation once, until it forgets.
 
     The probes grow turn by turn and share their beginnings and windows: most of what they ask for
@@ -257,7 +157,7 @@ class RememberedTemplate:
 
     def __init__(self, template: ModelTemplate) -> None:
         """Takes the template."""
-        self.source, self.sha256 = template.source, template.sha256
+        super().__init__(template.source)
         self._template = template
         self._keeps = True
         self._renders: dict[object, str | TemplateRenderError] = {}
@@ -269,20 +169,14 @@ class RememberedTemplate:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
+        """Returns the text of a conversation. See `ModelTemplate.render`."""
         if not self._keeps:
             return self._template.render(messages, context, generation_prompt=generation_prompt)
         key = (tuple(messages), context, generation_prompt)
         known = self._renders.get(key)
         if known is None:
             try:
-                known = self._template.render(
-                    messages, context, generation_prompt=generation_prompt
-                )
+                known = self._template.render(*key[:2], generation_prompt=generation_prompt)
             except TemplateRenderError as error:
                 known = error
             self._renders[key] = known
@@ -326,42 +220,18 @@ class SystemRule:
         return first + later
 
 
-class RuledTemplate:
-    """A template behind a rule for system messages."""
-
-    def __init__(self, template: ModelTemplate, rule: SystemRule) -> None:
-        """Takes the template and the rule."""
-        self.source, self.sha256 = template.source, template.sha256
-        self._template = template
-        self._rule = rule
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
-        ruled = self._rule.apply(messages)
-        return self._template.render(ruled, context, generation_prompt=generation_prompt)
-
-
 def must_join(template: ModelTemplate, options: RenderContext) -> bool:
     """Returns whether a template prints one system message at the beginning, but not two."""
-    shown: list[str] = []
-    for first in (_TWO[:1], _TWO):
-        try:
-            text = template.render((*first, ASKED), options)
-        except TemplateRenderError:
-            text = ""
-        shown.append(text)
-    alone, both = shown
+    alone, both = (_printed(template, (*first, ASKED), options) for first in (_TWO[:1], _TWO))
     return _TWO[0].content in alone and not all(one.content in both for one in _TWO)
+
+
+def _printed(template: ModelTemplate, messages: tuple[Message, ...], context: RenderContext) -> str:
+    """Returns the text of a conversation. Empty if the template refuses it."""
+    try:
+        return template.render(messages, context)
+    except TemplateRenderError:
+        return ""
 
 
 def _joined(messages: Sequence[Message]) -> Message:
@@ -386,6 +256,11 @@ _OPENS_NONE = "the template does not open it there as elsewhere"
 _LEAST_BEHIND_SYSTEM = 3  # a system message and two others
 _WEEKS_S = 30 * 86_400 + 3_661
 """Until a session that prints another time than the probe's own."""
+
+
+_WHITESPACE = " \t\n\r\u00a0"
+"""Whitespace characters that templates tell apart. The last stands for all others."""
+_DATE = re.compile(r"strftime_now|date_string")
 
 
 class _Outcome(Enum):
@@ -467,7 +342,9 @@ class _Probe:
         behind_system: bool = False,
     ) -> None:
         if rule != SystemRule():
-            template = RuledTemplate(template, rule)
+            template = AdaptedTemplate(
+                template, lambda messages, context: (rule.apply(messages), context)
+            )
         self._template = template
         self._tokenizer = tokenizer
         self._encode = cache(tokenizer.encode)
@@ -477,7 +354,6 @@ class _Probe:
         self._tools = replace(options, tools_json=TOOLS)
         self._contexts: tuple[RenderContext, ...] = (self._bare, self._tools)
         self._boundaries = cutter.boundaries
-        self._ask = Questions(template, cutter.boundaries, self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
         self.refused_systems: set[tuple[Message, ...]] = set()
         """Conversations with several system messages that cannot be continued."""
@@ -492,16 +368,15 @@ class _Probe:
             findings.add(Finding.JOINS_FIRST_SYSTEM)
         if self._rule.later_as_user:
             findings.add(Finding.LATER_SYSTEM_AS_USER)
-        plain = self._all(BASIC) and self._ask.generation_prompt_begins_answers()
+        plain = self._all(BASIC) and self._generation_prompt_begins_answers()
         findings |= self._find_rewrites(plain=plain)
         self._all(TWICE)
         self._all(ENDING)
         self._all(THINKING)
         self._find_greetings()
-        stripped = self._ask.stripped()
-        if stripped != Stripped():
+        if self._strips():
             findings.add(Finding.STRIPS_ANSWERS)
-        if self._ask.prints_call_ids(self._contexts[-1]):
+        if self._prints_call_ids():
             findings.add(Finding.PRINTS_CALL_IDS)
         ends, shown = self._boundaries.ends, self._tokenizer.shown
         if ends.headers:
@@ -518,12 +393,64 @@ class _Probe:
             tuple(self._refused_orders()),
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
-            stripped,
             {role: shown(one) for role, one in ends.headers.items()},
             shown(ends.call),
             image_roles,
             tuple(map(shown, ends.stops)),
         )
+
+    # Questions that a few renders answer.
+
+    def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
+        return self._template.render(messages, context)
+
+    def _repeats_tools(self) -> bool:
+        """Returns whether a later turn prints the tools again."""
+        first = self._render((USER,), self._tools).count('"look_up"')
+        whole = self._render((USER, PLAIN, USER, PLAIN, USER), self._tools)
+        return first > 0 and '"look_up"' in whole.rpartition(self._boundaries.last_end)[2]
+
+    def _moves_system(self) -> bool:
+        """Returns whether a later user turn prints the first system message."""
+        whole = _printed(self._template, (SYSTEM, USER, PLAIN, USER), self._bare)
+        return SYSTEM.content.strip() in whole.rpartition(self._boundaries.last_end)[2]
+
+    def _generation_prompt_begins_answers(self) -> bool:
+        """Returns whether an earlier answer is printed as it is sampled."""
+        asked = self._template.render((USER,), self._bare, generation_prompt=True)
+        answered = self._render((USER, PLAIN, USER), self._bare)
+        return answered.startswith(f"{asked}{PLAIN.content}{self._boundaries.ends.text}")
+
+    def _drops_reasoning(self) -> bool:
+        """Returns whether an answer's reasoning is dropped once another answer follows."""
+        thinks = OPEN in self._template.source
+        for answer in (THOUGHT, INLINE):
+            shows = THOUGHT.reasoning in self._render((USER, answer), self._bare)
+            for more in ((), (PLAIN, USER)):
+                earlier = self._render((USER, answer, USER, *more), self._bare)
+                if (shows or thinks) and THOUGHT.reasoning not in earlier:
+                    return True
+        called = (USER, THOUGHT_CALLS, RESULT)
+        last = _printed(self._template, called, self._contexts[-1])
+        earlier = _printed(self._template, (*called, PLAIN, USER), self._contexts[-1])
+        return bool(earlier) and THOUGHT.reasoning in last and THOUGHT.reasoning not in earlier
+
+    def _strips(self) -> bool:
+        """Returns whether some whitespace is stripped from earlier answers."""
+        plain = self._render((USER, PLAIN, USER), self._bare)
+        padded = [f"{one}{PLAIN.content}" for one in _WHITESPACE]
+        padded += [f"{PLAIN.content}{one}" for one in _WHITESPACE]
+        answers = (replace(PLAIN, content=one) for one in padded)
+        return any(self._render((USER, one, USER), self._bare) == plain for one in answers)
+
+    def _prints_call_ids(self) -> bool:
+        """Returns whether the ids of tool calls change the render. Not if it is refused."""
+        renders: list[str] = []
+        for call in (CALL, replace(CALL, id="other9zq1")):
+            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
+            messages = (USER, Message("assistant", "", (call,)), result)
+            renders.append(_printed(self._template, messages, self._contexts[-1]))
+        return all(renders) and renders[0] != renders[1]
 
     def _refused_orders(self) -> Iterator[RefusedOrder]:
         for (before, role), why in self._cutter.refused.items():
@@ -538,17 +465,17 @@ class _Probe:
     def _find_system_and_tools(self) -> set[Finding]:
         """Examines the beginning of a conversation and configures the cutter."""
         findings: set[Finding] = set()
-        if self._ask.ignores_tools():
+        if self._render((USER,), self._bare) == self._render((USER,), self._tools):
             findings.add(Finding.IGNORES_TOOLS)
             self._cutter.ignores_tools = True
             self._contexts = (self._bare,)
-        elif self._ask.repeats_tools():
+        elif self._repeats_tools():
             findings.add(Finding.REPEATS_TOOLS)
             self._cutter.repeats_tools = True
-        if self._ask.moves_system():
+        if self._moves_system():
             findings.add(Finding.MOVES_SYSTEM)
             self._cutter.moves_system = True
-        if self._ask.prints_date():
+        if _DATE.search(self._template.source):
             findings.add(Finding.PRINTS_DATE)
             self._contexts = (replace(self._bare, now=self._bare.now + _WEEKS_S), *self._contexts)
         for context in self._contexts:
@@ -567,7 +494,7 @@ class _Probe:
             findings.add(Finding.REWRITES_CALLS)
         if not self._all(SYSTEMS) and not self._rule.later_as_user:
             findings.add(Finding.MOVES_LATER_SYSTEM)
-        if self._ask.drops_reasoning(self._contexts[-1]):
+        if self._drops_reasoning():
             findings.add(Finding.DROPS_REASONING)
         return findings
 

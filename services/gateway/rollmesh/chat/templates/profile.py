@@ -1,12 +1,11 @@
 """The result of probing how a chat template renders a growing conversation."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rollmesh.chat.messages import Message, RenderContext, RoleName
-from rollmesh.chat.templates.jinja import ModelTemplate
+from rollmesh.chat.templates.jinja import AdaptedTemplate, ModelTemplate
 from rollmesh.chat.templates.windows import ANY_TOOLS, Place, TemplateRefusedError
 
 
@@ -60,27 +59,6 @@ MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
 
 
 @dataclass(frozen=True, slots=True)
-class Stripped:
-    """The whitespace that a template strips from the ends of earlier answers."""
-
-    leading: str = ""
-    trailing: str = ""
-
-    def changes(self, answer: str) -> bool:
-        """Returns whether an answer is printed without some of its whitespace."""
-        ends = _class_of(answer[:1]), _class_of(answer[-1:])
-        return bool(answer) and (ends[0] in self.leading or ends[1] in self.trailing)
-
-
-WHITESPACE = " \t\n\r\u00a0"
-"""Whitespace characters that templates tell apart. The last stands for all others."""
-
-
-def _class_of(character: str) -> str:
-    return WHITESPACE[-1] if character.isspace() and character not in WHITESPACE else character
-
-
-@dataclass(frozen=True, slots=True)
 class RefusedOrder:
     """An order of messages that a template cannot continue."""
 
@@ -115,7 +93,6 @@ class TemplateProfile:
     """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
     """Number of those where that holds after the last answer only."""
-    stripped: Stripped = field(default_factory=Stripped)
     headers: dict[str, str] = field(default_factory=dict)
     """By role: the special token that begins a turn after an answer, where nothing else ends it.
     The model samples that of a turn that is not its own."""
@@ -135,14 +112,14 @@ class TemplateProfile:
 # Models with a chat template for requests with tools, and another one for all others.
 
 
-class TemplatePair:
+class TemplatePair(ModelTemplate):
     """Two templates, of which a request's tools choose one, as in transformers."""
 
     def __init__(self, plain: ModelTemplate, tool_use: ModelTemplate) -> None:
         """Takes the template of requests without tools, and that of requests with tools."""
-        self.plain, self.tool_use = plain, ToolTemplate(tool_use)
-        self.source = f"{plain.source}\n{tool_use.source}"
-        self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
+        super().__init__(f"{plain.source}\n{tool_use.source}")
+        # The second is only rendered with tools: of windows without tools it is given one.
+        self.plain, self.tool_use = plain, AdaptedTemplate(tool_use, _with_tools)
 
     def render(
         self,
@@ -151,11 +128,7 @@ class TemplatePair:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
+        """Returns the text of a conversation. See `ModelTemplate.render`."""
         return self.of(context).render(messages, context, generation_prompt=generation_prompt)
 
     def of(self, context: RenderContext) -> ModelTemplate:
@@ -163,28 +136,10 @@ class TemplatePair:
         return self.tool_use if context.tools_json else self.plain
 
 
-class ToolTemplate:
-    """A template that is only rendered with tools: of windows without tools it is given one."""
-
-    def __init__(self, template: ModelTemplate) -> None:
-        """Takes the template."""
-        self.source, self.sha256 = template.source, template.sha256
-        self._template = template
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
-        tooled = replace(context, tools_json=context.tools_json or ANY_TOOLS)
-        return self._template.render(messages, tooled, generation_prompt=generation_prompt)
+def _with_tools(
+    messages: Sequence[Message], context: RenderContext
+) -> tuple[Sequence[Message], RenderContext]:
+    return messages, replace(context, tools_json=context.tools_json or ANY_TOOLS)
 
 
 def joined(plain: TemplateProfile, tooled: TemplateProfile) -> TemplateProfile:

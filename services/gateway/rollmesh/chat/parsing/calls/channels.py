@@ -29,6 +29,7 @@ from rollmesh.chat.parsing.parser import (
     first_of,
     possible_start,
 )
+from rollmesh.chat.parsing.schemas import Schemas
 
 MESSAGE = "<|message|>"
 Kind = Literal["reasoning", "text", "call"]
@@ -118,6 +119,36 @@ class ChannelParser(StepParser):
         if self._kind == "call":
             self._end_call(events)
         self._kind = None
+
+
+class WholeCallsParser(ChannelParser):
+    """A format whose calls are emitted once their message is complete."""
+
+    def __init__(
+        self, schemas: Schemas, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)
+    ) -> None:
+        """Begins an empty answer. `schemas` are those of the tools."""
+        super().__init__(ends, opens)
+        self._schemas = schemas
+        self._body: list[str] = []  # the text so far of a message with calls
+
+    @abstractmethod
+    def _read_calls(self, body: str, events: list[ParserEvent]) -> None:
+        """Reads a complete message with calls."""
+
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
+        self._body.append(text)
+
+    def _end_call(self, events: list[ParserEvent]) -> None:
+        body = "".join(self._body)
+        self._body = []
+        self._read_calls(body, events)
+
+    def _refuse(self, text: str, events: list[ParserEvent]) -> None:
+        """Emits text that is no call, and flags the answer, unless it is blank."""
+        if text.strip():
+            self.malformed = True
+            self.emit_text(text, events)
 
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

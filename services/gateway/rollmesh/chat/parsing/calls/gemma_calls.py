@@ -20,6 +20,7 @@ from rollmesh.chat.parsing.parser import (
     ParserEvent,
     StepParser,
     first_of,
+    has_words,
     possible_start,
 )
 from rollmesh.chat.parsing.schemas import Schema, Schemas
@@ -101,7 +102,7 @@ class GemmaParser(StepParser):
         if at < 0:
             self._held = self._held[len(certain) :]
             if thinks and self._held.isspace():
-                self._wait = _has_other_text
+                self._wait = has_words
             return False
         self._held = self._held[at + len(delimiter) :]
         if delimiter == _CALL:
@@ -179,10 +180,6 @@ class _Reader(LiteralReader):
         if not text:
             raise NoLiteralError
         return text
-
-
-def _has_other_text(text: str) -> bool:
-    return bool(text.strip())
 
 
 def _scalar(text: str, schema: Schema) -> Any:

@@ -26,7 +26,6 @@ from rollmesh.chat.parsing.parser import (
     ParserEvent,
     StepParser,
     first_of,
-    possible_start,
 )
 
 # How models write calls whose arguments are a JSON object.
@@ -225,20 +224,13 @@ class ObjectCallParser(StepParser):
     def _step_text(self, events: list[ParserEvent]) -> bool:
         if self._between and not self._skip_separators():
             return False
-        at, delimiter = first_of(self._held, self._outside)
-        if at >= 0:
-            self.emit_text(self._held[:at], events)
-            self._held = self._held[at + len(delimiter) :]
-            if delimiter == self._format.open:
-                self._open(delimiter)
-            return True
-        keep = possible_start(self._held, self._outside)
         if self._format.bare and not self._said and not self._held.strip(_SEPARATORS):
-            keep = len(self._held)  # a call may follow
-            self._wait = _has_other_text
-        self.emit_text(self._held[: len(self._held) - keep], events)
-        self._held = self._held[len(self._held) - keep :]
-        return False
+            self._wait = _has_other_text  # a call may follow
+            return False
+        delimiter = self._pass_text(self._outside, events)
+        if delimiter == self._format.open:
+            self._open(delimiter)
+        return bool(delimiter)
 
     def _skip_separators(self) -> bool:
         """Drops the separators between two calls. Returns whether the following text is certain."""

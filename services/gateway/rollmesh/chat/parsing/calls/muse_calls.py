@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
+from rollmesh.chat.parsing.calls.channels import MESSAGE, Kind, WholeCallsParser
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent, possible_start
 from rollmesh.chat.parsing.schemas import Schema, Schemas
 
@@ -40,14 +40,12 @@ _AROUND = re.compile(r"</?atem:function_calls>")
 SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
 
 
-class MuseParser(ChannelParser):
-    """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
+class MuseParser(WholeCallsParser):
+    """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
         """Begins an empty answer. `schemas` are those of the tools."""
-        super().__init__(_BREAKS)
-        self._schemas = schemas
-        self._body: list[str] = []
+        super().__init__(schemas, _BREAKS)
 
     def _is_header(self, text: str) -> bool:
         left = _END.sub("", text).strip()
@@ -57,7 +55,6 @@ class MuseParser(ChannelParser):
         recipient = _RECIPIENT.search(header)
         if recipient is None or recipient[1] == "user":
             return "text"
-        self._body = []
         return "reasoning" if recipient[1] == "self" else "call"
 
     def _keep(self, text: str) -> int:
@@ -86,11 +83,8 @@ class MuseParser(ChannelParser):
         self._end_body(events)
         self._held = rest
 
-    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # kept till whole
-        self._body.append(text)
-
-    def _end_call(self, events: list[ParserEvent]) -> None:
-        body, at = "".join(self._body), 0
+    def _read_calls(self, body: str, events: list[ParserEvent]) -> None:
+        at = 0
         while invoke := _INVOKE.search(body, at):
             end = body.find(_INVOKE_END, invoke.end())
             if end < 0:
@@ -99,8 +93,7 @@ class MuseParser(ChannelParser):
             at = end + len(_INVOKE_END)
             arguments = self._arguments(invoke["name"], body[invoke.end() : end])
             if arguments is None:
-                self.malformed = True
-                self.emit_text(body[invoke.start() : at], events)
+                self._refuse(body[invoke.start() : at], events)
             else:
                 self.begin_call(invoke["name"], events)
                 self.emit_arguments(write_json(arguments), events)
@@ -109,8 +102,7 @@ class MuseParser(ChannelParser):
     def _say(self, text: str, events: list[ParserEvent]) -> None:
         """Emits text beside the calls of a message. There should be none."""
         if _AROUND.sub("", text).strip():
-            self.malformed = True
-            self.emit_text(text, events)
+            self._refuse(text, events)
 
     def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
         """Returns a call's arguments. None if it is incomplete or no tool has the name."""

@@ -24,8 +24,7 @@ from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     ParserEvent,
     StepParser,
-    first_of,
-    possible_start,
+    has_words,
 )
 
 # Reads a call that is written as Python, `f(a=1, b=["x"])`. Nothing is ever evaluated.
@@ -254,19 +253,12 @@ class PythonicCallParser(StepParser):
         self._state, self._refused = _State.CALL, False
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
-        at, delimiter = first_of(self._held, self._delimiters)
-        if at < 0:
-            keep = possible_start(self._held, self._delimiters)
-            self.emit_text(self._held[: len(self._held) - keep], events)
-            self._held = self._held[len(self._held) - keep :]
-            return False
-        self.emit_text(self._held[:at], events)
-        self._held = self._held[at + len(delimiter) :]
-        if delimiter == self._delimiter:
+        delimiter = self._pass_text(self._delimiters, events)
+        if delimiter and delimiter == self._delimiter:
             self._opened, self._state = delimiter, _State.HEAD
         elif not self.calls:
             self.emit_text(delimiter, events)
-        return True
+        return bool(delimiter)
 
     def _step_head(self, events: list[ParserEvent]) -> bool:
         head = _HEAD.match(self._held, 0, _MOST_HEAD)
@@ -311,7 +303,7 @@ class PythonicCallParser(StepParser):
                 return True
         if self._held.strip():
             return self._leave_list(events)
-        self._wait = _has_other_text
+        self._wait = has_words
         return False
 
     def _refuse(self, source: str, events: list[ParserEvent]) -> None:
@@ -324,10 +316,6 @@ class PythonicCallParser(StepParser):
         self._refuse("", events)
         self._state = _State.TEXT
         return True
-
-
-def _has_other_text(text: str) -> bool:
-    return bool(text.strip())
 
 
 class _CallEnd:

@@ -12,7 +12,7 @@ emitted once their message is complete, with the ids that the model gave them.
 import re
 
 from rollmesh.chat.json_values import is_object
-from rollmesh.chat.parsing.calls.channels import ChannelParser, Kind
+from rollmesh.chat.parsing.calls.channels import Kind, WholeCallsParser
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent
 from rollmesh.chat.parsing.schemas import Schemas
 
@@ -33,14 +33,12 @@ _ROLE = "assistant"
 SPECIAL_TOKENS = (*_KINDS, _BEGIN, *_ENDS, _CALL, _NAME, _ARGUMENTS, _CALL_END)
 
 
-class SolarParser(ChannelParser):
-    """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
+class SolarParser(WholeCallsParser):
+    """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
         """Begins an empty answer. `schemas` are those of the tools."""
-        super().__init__((*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
-        self._schemas = schemas
-        self._body: list[str] = []
+        super().__init__(schemas, (*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
 
     def _is_header(self, text: str) -> bool:
         return (_BEGIN + _ROLE).startswith(text.strip()) or text.strip() in _ENDS
@@ -49,10 +47,7 @@ class SolarParser(ChannelParser):
         said = header
         for part in (*_ENDS, f"{_BEGIN}{_ROLE}"):
             said = said.replace(part, "")
-        if said.strip():
-            self.malformed = True  # text outside of any message
-            self.emit_text(said, events)
-        self._body = []
+        self._refuse(said, events)  # text outside of any message
         return _KINDS[opening]
 
     def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
@@ -60,26 +55,16 @@ class SolarParser(ChannelParser):
         if delimiter not in _ENDS:  # nothing ended this message: it begins the next one
             self._held = delimiter + self._held
 
-    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # kept till whole
-        self._body.append(text)
-
-    def _end_call(self, events: list[ParserEvent]) -> None:
-        before, *calls = "".join(self._body).split(_CALL)
-        self._say(before, events)
-        for call in calls:
-            body, ended, behind = call.partition(_CALL_END)
-            head = _HEAD.match(body)
-            arguments = body[head.end() :] if head else ""
+    def _read_calls(self, body: str, events: list[ParserEvent]) -> None:
+        before, *calls = body.split(_CALL)
+        self._refuse(before, events)  # there should be no text beside calls
+        for one in calls:
+            call, ended, behind = one.partition(_CALL_END)
+            head = _HEAD.match(call)
+            arguments = call[head.end() :] if head else ""
             if not (ended and head and head["name"] in self._schemas and is_object(arguments)):
-                self.malformed = True
-                self.emit_text(f"{_CALL}{body}{ended}", events)
+                self._refuse(f"{_CALL}{call}{ended}", events)
             else:
                 self.begin_call(head["name"], events, head["id"].strip())
                 self.emit_arguments(arguments, events)
-            self._say(behind, events)
-
-    def _say(self, text: str, events: list[ParserEvent]) -> None:
-        """Emits text beside the calls of a message. There should be none."""
-        if text.strip():
-            self.malformed = True
-            self.emit_text(text, events)
+            self._refuse(behind, events)

@@ -18,14 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.parsing.parser import (
-    NAME_CHARACTER,
-    Coming,
-    ParserEvent,
-    StepParser,
-    first_of,
-    possible_start,
-)
+from rollmesh.chat.parsing.parser import NAME_CHARACTER, Coming, ParserEvent, StepParser
 from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -126,15 +119,12 @@ class TaggedCallParser(StepParser):
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
         gave_up = self._refused > _MOST_REFUSED
-        at, delimiter = (-1, "") if gave_up else first_of(self._held, self._format.opens)
-        if at < 0:
-            keep = possible_start(self._held, self._format.opens)
-            self.emit_text(self._held[: len(self._held) - keep], events)
-            self._held = self._held[len(self._held) - keep :]
+        opening = self._pass_text(() if gave_up else self._format.opens, events)
+        if not opening:
             return False
-        self.emit_text(self._held[:at], events)
-        self._opened = delimiter if delimiter == _OPEN else ""
-        self._go_behind(at + len(self._opened), inside=True)
+        self._opened = opening if opening == _OPEN else ""
+        self._held = opening[len(self._opened) :] + self._held
+        self._go_behind(0, inside=True)
         return True
 
     def _step_inside(self, events: list[ParserEvent]) -> bool:
