@@ -14,7 +14,7 @@ class Sample(Turn):
     """A sample: in flight, or answered."""
 
     def __init__(self, waiting: int = 0, *, sent: bool = False, tries: int = 0) -> None:
-        super().__init__(0, "a", "f", sent=sent, tries=tries)
+        super().__init__("a", "f", "", 0, sent=sent, tries=tries)
         self.readers = {asyncio.Event() for _ in range(waiting)}
         self.is_answered = False
 

@@ -7,7 +7,6 @@ import pytest
 from rollmesh.chat import Message
 from rollmesh.gateway.requests import read_choices
 from rollmesh.gateway.session import (
-    Answered,
     AnswerReceipt,
     Session,
     SessionSpec,
@@ -42,11 +41,8 @@ def request(
     return read
 
 
-def answer(world: World, turn: Turn, reply: Message) -> Answered:
-    """What a turn is once it is committed."""
-    node = world.turn((user("q"),), reply)
-    receipt = AnswerReceipt(turn.answer_id, turn.fingerprint, turn.idempotency_key, 0)
-    return Answered(node, receipt)
+def answer(world: World, reply: Message) -> Node:
+    return world.turn((user("q"),), reply)
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -57,7 +53,7 @@ def test_a_key_names_one_sample_of_one_request(*, ended: bool) -> None:
     turn = session.begin(asked)
     turn.readers.add(asyncio.Event())  # which would make a request without a key a sibling
     if ended:
-        session.end(turn, answer(world, turn, said("A")))
+        session.end(turn, answer(world, said("A")))
         turn.sent = True
     assert session.find_turn(request(session, key="k")) is turn
     assert session.find_turn(request(session, key="another")) is None
@@ -85,15 +81,15 @@ def test_a_turn_that_failed_is_forgotten_and_its_siblings_stay() -> None:
     assert session.used_ms > 0
     assert [*session.in_flight] == [kept]
     assert {key: [*turns] for key, turns in session.turns.items()} == {kept.fingerprint: [kept]}
-    session.end(kept, answer(world, kept, said("A")))
+    session.end(kept, answer(world, said("A")))
     assert not session.in_flight
     session.used_ms = 0
     session.end(kept, LOST)  # a cancellation that comes after the commit changes nothing
     session.end(failed, LOST)
     assert session.used_ms == 0
-    assert kept.answered is not None
+    assert kept.node is not None
     assert {key: [*turns] for key, turns in session.turns.items()} == {kept.fingerprint: [kept]}
-    assert session.find_answer(kept.answer_id) is kept.outcome
+    assert session.find_answer(kept.answer_id) is kept
     session.forget(kept)
     session.forget(kept)
     assert not session.turns
@@ -121,13 +117,13 @@ def test_a_restart_knows_the_answers_that_may_have_reached_the_agent(
         world.turn((user("q"), said("A"), user("on")), said("B"))
     receipt = AnswerReceipt("answer", "print", "key", 0, awaited=awaited, tries=3)
     for _ in range(2):
-        session.restore(Answered(node, receipt), sent=recorded)
+        session.restore(node, receipt, sent=recorded)
     first, second = session.turns["key"]
     assert first is not second
     assert (first.node_id, first.answer_id) == (node.node_id, "answer")
     assert (first.fingerprint, first.idempotency_key, first.tries) == ("print", "key", 3)
     assert (first.sent, first.handed) == (sent, handed)
-    assert first.answered == Answered(node, receipt)
+    assert first.node is node
     assert not session.in_flight
 
 
@@ -136,9 +132,9 @@ def test_an_answer_that_was_neither_received_nor_continued_is_an_orphan() -> Non
 
     def committed(reply: str) -> tuple[Turn, Node]:
         turn = session.begin(request(session, key=reply))
-        answered = answer(world, turn, said(reply))
-        session.end(turn, answered)
-        return turn, answered.node
+        node = answer(world, said(reply))
+        session.end(turn, node)
+        return turn, node
 
     (handed, got), (awaited, coming) = committed("got"), committed("coming")
     (_, left), (_, continued) = committed("left"), committed("continued")

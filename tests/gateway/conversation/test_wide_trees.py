@@ -111,5 +111,5 @@ def test_a_new_sample_does_not_look_at_the_equal_ones_that_were_sent() -> None:
     turns = EqualTurns()
     for at in range(MANY):
         assert turns.retried(0) is None
-        turns.add(SentTurn(at, "a", "f"))
+        turns.add(SentTurn("a", "f", "", 0, node_id=at))
     assert SentTurn.looks < 2 * MANY

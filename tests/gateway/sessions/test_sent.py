@@ -35,7 +35,7 @@ def talk(name: str) -> tuple[Session, list[Node]]:
 
 
 def add(sent: SentAnswers, session: Session, node: Node) -> None:
-    sent.add(session, Turn(node.node_id, "a", "f"))
+    sent.add(session, Turn("a", "f", "", 0, node_id=node.node_id))
 
 
 async def recorded(database: Journal) -> set[tuple[str, int]]:

@@ -16,7 +16,7 @@ import numpy as np
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
-from rollmesh.gateway.tree import Branches, Fidelity, Lineage, Node, Sample
+from rollmesh.gateway.tree import Fidelity, Lineage, Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_logprobs
 from rollmesh.runtime.codec.columns import EXPERTS, joined, rows_between
 from rollmesh.runtime.codec.enums import name_of
@@ -49,7 +49,7 @@ _INCOMPLETE = trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE
 _NOT_FINITE = trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE
 
 
-def pack_tree(tree: Branches, packed: trajectory_pb2.TrajectoryTree) -> Iterator[None]:
+def pack_tree(tree: Tree, packed: trajectory_pb2.TrajectoryTree) -> Iterator[None]:
     """Packs the complete tree. Auxiliary calls and orphans are not trained and carry a reason.
 
     Yields after each node. The arrays are left out, see `serialize`.
@@ -86,7 +86,7 @@ def pack_tree(tree: Branches, packed: trajectory_pb2.TrajectoryTree) -> Iterator
 
 
 def export_tree(
-    tree: Branches, session_id: str, new: _New = trajectory_pb2.Trajectory
+    tree: Tree, session_id: str, new: _New = trajectory_pb2.Trajectory
 ) -> Iterator[trajectory_pb2.Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first, without arrays.
 
@@ -132,7 +132,7 @@ def _owners(leaves: Iterable[Node], found: Mapping[int, Lineage]) -> dict[int, i
 
 
 def export_turns(
-    tree: Branches, session_id: str, new: _New = trajectory_pb2.Trajectory
+    tree: Tree, session_id: str, new: _New = trajectory_pb2.Trajectory
 ) -> Iterator[trajectory_pb2.Trajectory]:
     """Yields one trajectory per sampled turn, oldest first. It trains only that turn.
 
@@ -290,7 +290,7 @@ Blobs: TypeAlias = Mapping[int, tuple[bytes, bytes, bytes]]
 as `columns_between` returns them."""
 
 
-def blobs_of(tree: Branches) -> Blobs:
+def blobs_of(tree: Tree) -> Blobs:
     """Returns the bytes of the nodes of a tree, as the journal has them."""
     return {
         id_: (
@@ -493,7 +493,7 @@ _UNLIMITED = TimeLimit(float("inf"))
 
 def write_head(
     spec: SessionSpec,
-    tree: Branches,
+    tree: Tree,
     request: gateway_pb2.CloseSessionRequest,
     closed_unix_ms: int,
     limit: TimeLimit = _UNLIMITED,

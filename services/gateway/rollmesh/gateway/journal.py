@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
 from rollmesh.gateway.conversation import ImageFacts, SessionImages
 from rollmesh.gateway.session import AnswerReceipt, SessionSpec
-from rollmesh.gateway.tree import Branches, Fidelity, Node, Sample, Tree
+from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
 from rollmesh.mesh.directory import JOURNAL_ID_CHARS
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import (
@@ -327,13 +327,13 @@ def update_reasons(tx: Transaction, session_id: str, node: Node) -> None:
     )
 
 
-def update_answer(tx: Transaction, session_id: str, node: Node, answer: AnswerReceipt) -> None:
+def update_answer(tx: Transaction, session_id: str, node_id: int, answer: AnswerReceipt) -> None:
     """Stores the current receipt of an answer."""
     tx.db.run(
         "UPDATE nodes SET answer = ?1 WHERE session_id = ?2 AND node_id = ?3",
         _receipt_json(answer),
         session_id,
-        node.node_id,
+        node_id,
     )
 
 
@@ -511,7 +511,7 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
 
 
 def attach_rows(
-    tree: Branches,
+    tree: Tree,
     rows: Sequence[Row],
     contexts: Mapping[bytes, RenderContext],
     answers: dict[int, AnswerReceipt] | None = None,
@@ -543,7 +543,7 @@ def _parsed(rows: Sequence[Row]) -> Iterable[Any]:
 
 
 def _attach(
-    tree: Branches, row: Row, contexts: Mapping[bytes, RenderContext], *parsed: Any
+    tree: Tree, row: Row, contexts: Mapping[bytes, RenderContext], *parsed: Any
 ) -> dict[str, Any] | None:
     """Attaches the node of a row and returns the record of its answer."""
     _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, *rest = row

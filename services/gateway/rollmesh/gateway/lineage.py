@@ -44,7 +44,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from rollmesh.chat import MessageGroup, lenient_key
-from rollmesh.gateway.tree import Branches, Lineage, Node
+from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 LEAST_CHARS = 8
@@ -60,7 +60,7 @@ _READ_CHARS = 65_536
 _TAG = re.compile(r"</?[\w-]{1,32}>")
 
 
-def lineages(tree: Branches, nodes: Iterable[Node]) -> dict[int, Lineage]:
+def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
     """Returns the lineage of the branches that end in `nodes`, by node id."""
     if all(len(node.children) < 2 for node in tree.nodes.values()) and (
         sum(_is_start(node) for node in tree.nodes.values()) < 2
@@ -71,7 +71,7 @@ def lineages(tree: Branches, nodes: Iterable[Node]) -> dict[int, Lineage]:
     return {node.node_id: ways.lineage(found[node.node_id]) for node in nodes}
 
 
-def _along(tree: Branches) -> dict[int, Lineage]:
+def _along(tree: Tree) -> dict[int, Lineage]:
     """Returns the lineages of a tree with a single path, of which only requests say more."""
     found: dict[int, Lineage] = {}
     said = trajectory_pb2.LINEAGE_MAIN
@@ -107,7 +107,7 @@ class _Way(NamedTuple):
 class _Ways:
     """The main path of a tree and the paths that leave it."""
 
-    def __init__(self, tree: Branches) -> None:
+    def __init__(self, tree: Tree) -> None:
         """Counts the turns below each node. Parents precede their children in `nodes`."""
         self._turns: dict[int, int] = {}
         self._first: dict[int, Node | None] = {}
@@ -142,7 +142,7 @@ class _Ways:
         self._parts: dict[int, list[str]] = {}
         self._carries: dict[int, bool] = {}
 
-    def all_of(self, tree: Branches) -> dict[int, _Way]:
+    def all_of(self, tree: Tree) -> dict[int, _Way]:
         """Returns the paths of all nodes, by the id of the last node."""
         found: dict[int, _Way] = {}
         for node in tree.nodes.values():

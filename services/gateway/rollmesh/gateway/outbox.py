@@ -44,7 +44,7 @@ from rollmesh.gateway.journal import (
     remove_images,
 )
 from rollmesh.gateway.session import SessionSpec
-from rollmesh.gateway.tree import Branches, Node, Tree
+from rollmesh.gateway.tree import Node, Tree
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
@@ -142,7 +142,7 @@ _HEAD = b"\0"
 
 
 def stored_close(
-    spec: SessionSpec, tree: Branches, request: gateway_pb2.CloseSessionRequest, closed_ms: int
+    spec: SessionSpec, tree: Tree, request: gateway_pb2.CloseSessionRequest, closed_ms: int
 ) -> bytes:
     """Returns a close as the journal stores it: with the record's head, or else the request.
 
@@ -259,17 +259,17 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
     return Letter(session_id, spec, request, closed_ms, contexts, rows, [])
 
 
-def rebuilt(letter: Letter, limit: TimeLimit) -> tuple[SessionSpec, Branches]:
+def rebuilt(letter: Letter, limit: TimeLimit) -> tuple[SessionSpec, Tree]:
     """Rebuilds the session of a letter that holds all its rows.
 
     Raises:
         SlowRecordError: The time is over.
     """
-    branches = Branches()
+    tree = Tree(frozenset())
     for at in range(0, len(letter.rows), PIECE_NODES):
-        journal.attach_rows(branches, letter.rows[at : at + PIECE_NODES], letter.contexts)
+        journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
         limit.check()
-    return SessionSpec(**json.loads(letter.spec)), branches
+    return SessionSpec(**json.loads(letter.spec)), tree
 
 
 def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
@@ -495,10 +495,10 @@ def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
                     row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows
                 }
             else:
-                spec, branches = rebuilt(letter, limit)
+                spec, tree = rebuilt(letter, limit)
                 request = gateway_pb2.CloseSessionRequest.FromString(letter.stored)
-                record = write_head(spec, branches, request, letter.closed_unix_ms, limit)
-                blobs = blobs_of(branches)
+                record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
+                blobs = blobs_of(tree)
             record.images.extend(letter.images)
             lineages = exported_lineages(record)
             data = serialize(record, blobs)

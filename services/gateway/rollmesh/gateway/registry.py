@@ -35,7 +35,6 @@ from rollmesh.gateway.responses import (
     write_prompt,
 )
 from rollmesh.gateway.session import (
-    Answered,
     GroupName,
     Session,
     SessionSpec,
@@ -449,9 +448,9 @@ class Registry:
         """Adds a session from the journal to the open sessions."""
         stored.tree.skip_ids(_LOST_IDS)
         session = Session(stored.spec, stored.tree, images=stored.images)
-        for node_id, record in stored.answers.items():
-            answered = Answered(stored.tree.nodes[node_id], record)
-            session.restore(answered, sent=node_id in stored.sent)
+        for node_id, receipt in stored.answers.items():
+            node = stored.tree.nodes[node_id]
+            session.restore(node, receipt, sent=node_id in stored.sent)
         self._sessions[stored.spec.session_id] = session
         self.named_adapters.update(stored.spec.named_adapters)
         self._groups.add(stored.spec)
@@ -584,14 +583,13 @@ class Registry:
             AnswerUnknownError: The session does not have it, or it was withdrawn.
             RollmeshError: It could not be stored.
         """
-        answered = session.find_answer(answer_id)
-        receipt = dataclasses.replace(answered.receipt, is_withdrawn=True)
+        turn = session.find_answer(answer_id)
+        receipt = dataclasses.replace(turn, is_withdrawn=True)
         session_id = session.spec.session_id
         await self.journal.run(
-            lambda tx: journal.update_answer(tx, session_id, answered.node, receipt)
+            lambda tx: journal.update_answer(tx, session_id, turn.node_id, receipt)
         )
-        if (turn := session.answers.get(answer_id)) is not None:
-            turn.outcome = dataclasses.replace(answered, receipt=receipt)
+        turn.is_withdrawn = True
 
     async def mark_replayed(self, session: Session, node: Node) -> None:
         """Records that one sample answered more than one request.
@@ -729,11 +727,11 @@ class Registry:
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn. Any outcome, including an unexpected error, ends it."""
         try:
-            answered = await run_turn(self.deps, self.journal, session, turn, request)
+            node = await run_turn(self.deps, self.journal, session, turn, request)
             if turn.joins > 1:  # checked here: a retry may join during the commit
-                await self.mark_replayed(session, answered.node)
-            metrics.committed(answered.node)
-            session.end(turn, answered)
+                await self.mark_replayed(session, node)
+            metrics.committed(node)
+            session.end(turn, node)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             session.end(turn, error)
@@ -821,19 +819,25 @@ class ChatCall:
             RollmeshError: An answer failed, and nothing of it was kept.
         """
         turns = await self._join(choices)
-        while (answered := self._answered(turns)) is None:
+        while True:
+            self._changed.clear()
+            outcomes = [turn.outcome for turn in turns]
+            for outcome in outcomes:
+                if isinstance(outcome, RollmeshError):
+                    raise outcome
+            if None not in outcomes:
+                break
             await self._changed.wait()
         await faults.reach("gateway-before-reply")
         response = gateway_pb2.ChatResponse()
-        for at, (one, choice) in enumerate(zip(answered, choices, strict=True)):
+        for turn, choice in zip(turns, choices, strict=True):
             tokens = None
-            if choice.settings.returns_tokens:
+            if choice.settings.returns_tokens and turn.node is not None:
                 prompt, tokens = await tokens_of(
-                    self._registry.deps, one.node, choice.settings.returns
+                    self._registry.deps, turn.node, choice.settings.returns
                 )
-                if not at:
-                    response.prompt_token_ids_u32le = prompt
-            response.answers.append(write_answer(one, tokens))
+                response.prompt_token_ids_u32le = prompt  # every choice has the same
+            response.answers.append(write_answer(turn, tokens))
         for turn in turns:
             turn.handed = True
         return response
@@ -847,46 +851,37 @@ class ChatCall:
             IdempotencyKeyReusedError: The key belongs to the sample of another request.
             RollmeshError: An answer failed, and nothing of it was kept.
         """
-        turns, deps = await self._join(choices), self._registry.deps
         streams: list[_ChoiceStream] = []
-        for turn, choice in zip(turns, choices, strict=True):
-            responses, told = turn.responses, False
-            if isinstance(turn.outcome, Answered):
-                responses = await self._replay(turn.outcome, choice)
-                told = choice.settings.returns_tokens
-            streams.append(_ChoiceStream(turn, choice, responses, told))
+        for turn, choice in zip(await self._join(choices), choices, strict=True):
+            is_live = turn.stream and turn.outcome is None
+            streams.append(_ChoiceStream(turn, choice, turn.responses if is_live else None))
             yield write_begun(turn.answer_id, turn.sampling, choice.choice)
         is_prompted = False  # every choice begins with the same prompt
         while streams:
             self._changed.clear()
             for stream in list(streams):
-                while stream.at < len(stream.responses):
-                    response = stream.responses[stream.at]
+                turn, outcome = stream.turn, stream.turn.outcome
+                if isinstance(outcome, Node) and stream.responses is None:
+                    stream.responses = await self._replay(outcome, stream.choice)
+                responses = stream.responses or ()
+                while stream.at < len(responses):
+                    response = responses[stream.at]
                     stream.at += 1
                     if response.HasField("prompt"):
                         if is_prompted:
                             continue
                         is_prompted = True
-                    stream.told = stream.told or response.delta.HasField("tokens")
                     yield response
-                outcome = stream.turn.outcome
                 if outcome is None:
                     continue
                 if isinstance(outcome, RollmeshError):
                     raise outcome
                 await faults.reach("gateway-before-reply")
-                settings = stream.choice.settings
-                if settings.returns_tokens and not stream.told:  # it was not sampled for a stream
-                    _, tokens = await tokens_of(deps, outcome.node, settings.returns)
-                    (late,) = write_deltas((), stream.choice.choice, tokens)
-                    if not stream.at:
-                        late.delta.prompt_tokens = stream.turn.prompt_tokens
-                    yield late
-                stream.turn.handed = True
+                turn.handed = True
                 yield gateway_pb2.StreamChatResponse(
-                    done=write_answer(outcome), choice_index=stream.choice.choice
+                    done=write_answer(turn), choice_index=stream.choice.choice
                 )
-                self._registry.sent.add(self._session, stream.turn)
+                self._registry.sent.add(self._session, turn)
                 streams.remove(stream)
                 await faults.reach("gateway-after-reply")
             if streams:
@@ -917,30 +912,16 @@ class ChatCall:
             self._turns.append(turn)
             turns.append(turn)
         for turn in turns:
-            if isinstance(turn.outcome, Answered):
+            if turn.node is not None:
                 metrics.REPLAYED_ANSWERS.inc()
-                await registry.mark_replayed(session, turn.outcome.node)
+                await registry.mark_replayed(session, turn.node)
         return turns
 
-    def _answered(self, turns: Sequence[Turn]) -> list[Answered] | None:
-        """Returns all answers, or None while one is missing.
-
-        Raises:
-            RollmeshError: One failed.
-        """
-        self._changed.clear()
-        outcomes = [turn.outcome for turn in turns]
-        for outcome in outcomes:
-            if isinstance(outcome, RollmeshError):
-                raise outcome
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
-        return answered if len(answered) == len(outcomes) else None
-
     async def _replay(
-        self, answered: Answered, choice: TurnRequest
+        self, node: Node, choice: TurnRequest
     ) -> list[gateway_pb2.StreamChatResponse]:
-        """Returns the stream of an answer that was complete when the request came."""
-        node, returns = answered.node, choice.settings.returns
+        """Returns the stream of a complete answer, which was not sampled for this request."""
+        returns = choice.settings.returns
         assert node.sample is not None
         responses, deltas = [], write_deltas(events_of(node.messages[0]), choice.choice)
         if choice.settings.returns_tokens:
@@ -958,8 +939,7 @@ class _ChoiceStream:
 
     turn: Turn
     choice: TurnRequest
-    responses: Sequence[gateway_pb2.StreamChatResponse]
-    told: bool
-    """Whether it had sampled tokens."""
+    responses: Sequence[gateway_pb2.StreamChatResponse] | None
+    """None if the answer is not streamed while it is sampled, until it is complete."""
     at: int = 0
     """Number of responses that were sent."""

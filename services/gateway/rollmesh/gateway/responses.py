@@ -16,7 +16,7 @@ from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
 from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
-from rollmesh.gateway.session import Answered, Session
+from rollmesh.gateway.session import Session, Turn
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.mesh.generation import Sampled
 from rollmesh.runtime import clock
@@ -110,14 +110,15 @@ def write_tokens(
 
 
 def write_stored(
-    answered: Answered, session_id: str, *, with_messages: bool
+    turn: Turn, session_id: str, *, with_messages: bool
 ) -> gateway_pb2.GetAnswerResponse:
     """Returns the proto of an earlier answer, with the conversation that it answers if wanted."""
+    assert turn.node is not None
     response = gateway_pb2.GetAnswerResponse(
-        answer=write_answer(answered),
-        tools_json=answered.node.render_context.tools_json.decode(),
+        answer=write_answer(turn),
+        tools_json=turn.node.render_context.tools_json.decode(),
     )
-    for node in answered.node.path()[:-1] if with_messages else ():
+    for node in turn.node.path()[:-1] if with_messages else ():
         for message in map(write_message, node.messages):
             if node.sample is not None:
                 message.answer_id = answer_id_of(session_id, node.node_id)
@@ -126,10 +127,12 @@ def write_stored(
 
 
 def write_answer(
-    answered: Answered, tokens: gateway_pb2.SampledTokens | None = None
+    turn: Turn, tokens: gateway_pb2.SampledTokens | None = None
 ) -> gateway_pb2.ChatAnswer:
     """Returns the proto of a complete answer, with its tokens if they are given."""
-    node, sample = answered.node, answered.node.sample
+    node = turn.node
+    assert node is not None
+    sample = node.sample
     assert sample is not None
     return gateway_pb2.ChatAnswer(
         message=write_message(node.messages[0]),
@@ -139,10 +142,10 @@ def write_answer(
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
         reasons=sorted(node.reasons),
-        answer_id=answered.receipt.answer_id,
-        created_unix_ms=answered.receipt.created_unix_ms,
+        answer_id=turn.answer_id,
+        created_unix_ms=turn.created_unix_ms,
         tokens=tokens,
-        stop=answered.receipt.stop,
+        stop=turn.stop,
         **shown_sampling(sample.sampling),
     )
 

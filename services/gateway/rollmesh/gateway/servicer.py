@@ -179,8 +179,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if not request.answer_id:
             return gateway_pb2.GetAnswerResponse()
         session.used_ms = clock.monotonic_ms()
-        answered = session.find_answer(request.answer_id)
-        return write_stored(answered, request.session_id, with_messages=request.with_messages)
+        turn = session.find_answer(request.answer_id)
+        return write_stored(turn, request.session_id, with_messages=request.with_messages)
 
     async def WithdrawAnswer(
         self, request: gateway_pb2.WithdrawAnswerRequest, context: Context

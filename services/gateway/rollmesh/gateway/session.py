@@ -27,7 +27,7 @@ requests get these again, as they get answers that were lost with the process.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rollmesh.chat import RenderContext, Wanted
@@ -108,7 +108,7 @@ class SessionSpec:
         return (self.run_id, self.group_id) if self.group_id else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AnswerReceipt:
     """The record by which a retry finds an answered turn."""
 
@@ -116,13 +116,13 @@ class AnswerReceipt:
     fingerprint: str
     idempotency_key: str
     created_unix_ms: int
-    lineage: int | None = None
-    """The lineage that the request gives the turn: a `Lineage`."""
+    lineage: Lineage | None = None
+    """The lineage that the request gives the turn, or None if it gives none."""
     awaited: bool = True
     """Whether a request waited for the answer when it was committed."""
     tries: int = 0
     """The highest retry count of the requests for it until then."""
-    call_ids: Sequence[str] = ()
+    call_ids: list[str] = field(default_factory=list)
     """Ids of the calls that had joined it by then."""
     stop: str = ""
     """The stop string that ended it, or empty if none did."""
@@ -226,16 +226,8 @@ class TurnRequest:
     """Work shared by several choices of the request: it is tokenised once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A committed turn."""
-
-    node: Node
-    receipt: AnswerReceipt
-
-
 @dataclass(slots=True, eq=False)
-class Turn:
+class Turn(AnswerReceipt):
     """One requested sample and the requests that wait for its answer.
 
     The responses of its stream are buffered until the turn ends. A retry that joins late gets all
@@ -243,32 +235,23 @@ class Turn:
     text than the answer. After the end, they are derived from the answer itself.
     """
 
-    node_id: int
-    answer_id: str
-    fingerprint: str
-    idempotency_key: str = ""
+    node_id: int = 0
     choice: int = 0
     stream: bool = False
+    """Whether its answer is streamed while it is sampled. Otherwise all requests get it whole."""
     finish_on_disconnect: bool = False
-    lineage: Lineage | None = None
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     """The sampling parameters that its answer begins with, never changed."""
     readers: set[asyncio.Event] = field(default_factory=set)
     """The requests that wait for it. Each event is set when there is news."""
     joins: int = 0
     """Number of requests that have joined it so far."""
-    tries: int = 0
-    """The highest retry count of the requests for it."""
-    call_ids: list[str] = field(default_factory=list)
-    """Ids of the calls that joined it."""
     handed: bool = False
     """Whether sending its answer has started. Whether it arrived may be unknown."""
     sent: bool = False
     """Whether its complete answer was sent to any request."""
     prompt_tokens: int = 0
     """Number of ids in its prompt, once that is known."""
-    stop: str = ""
-    """The stop string that ended its answer, if one did."""
     restarted: bool = False
     """Whether tokens that were sampled for its request were discarded with an earlier turn."""
     sampled: bool = False
@@ -282,37 +265,14 @@ class Turn:
     """Images of its request that the session does not have, by hash, until it ends."""
     responses: list[gateway_pb2.StreamChatResponse] = field(default_factory=list)
     """The prompt, if that is wanted, and the deltas of its answer, until it has ended."""
-    outcome: Answered | RollmeshError | None = None
-    """How it ended, or None until then."""
+    outcome: Node | RollmeshError | None = None
+    """The committed answer, or the error with which it failed, or None until then."""
     _prompts: int = 0
 
-    @classmethod
-    def stored(cls, answered: Answered, *, sent: bool) -> "Turn":
-        """Returns an answered turn restored from the journal, which has it as sent or not.
-
-        An answer that was requested may have been handed over: whether it arrived is unknown.
-        """
-        receipt, node = answered.receipt, answered.node
-        turn = cls(
-            node.node_id,
-            receipt.answer_id,
-            receipt.fingerprint,
-            receipt.idempotency_key,
-            tries=receipt.tries,
-            call_ids=list(receipt.call_ids),
-            sent=sent or bool(node.children),
-        )
-        if node.sample is not None:
-            turn.sampling = node.sample.sampling
-        replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
-        turn.handed = turn.sent or receipt.awaited or replayed
-        turn.end(answered)
-        return turn
-
     @property
-    def answered(self) -> Answered | None:
-        """The committed turn, once there is one."""
-        return self.outcome if isinstance(self.outcome, Answered) else None
+    def node(self) -> Node | None:
+        """The committed answer, once there is one."""
+        return self.outcome if isinstance(self.outcome, Node) else None
 
     @property
     def has_emitted(self) -> bool:
@@ -327,7 +287,7 @@ class Turn:
 
     def emit(self, deltas: Sequence[gateway_pb2.StreamChatResponse]) -> None:
         """Buffers deltas and wakes their readers. The first one tells the size of the prompt."""
-        if deltas:
+        if deltas and self.stream:
             if len(self.responses) == self._prompts:
                 deltas[0].delta.prompt_tokens = self.prompt_tokens
             self.responses += deltas
@@ -337,13 +297,11 @@ class Turn:
         """Drops the deltas of a lost answer, none of which was sent."""
         del self.responses[self._prompts :]
 
-    def end(self, outcome: Answered | RollmeshError) -> None:
+    def end(self, outcome: Node | RollmeshError) -> None:
         """Ends the turn. Only the first end counts."""
         if self.outcome is None:
             self.outcome = outcome
             self.images = {}
-            if isinstance(outcome, Answered) and outcome.node.sample is not None:
-                self.prompt_tokens = outcome.node.sample.prompt_tokens
             self._wake()
             self.responses = []  # current readers keep a reference to the old list
 
@@ -465,34 +423,34 @@ class Session:
             )
         return first
 
-    def find_answer(self, answer_id: str) -> Answered:
-        """Returns an answer by its id.
+    def find_answer(self, answer_id: str) -> Turn:
+        """Returns an answered turn by the id of its answer.
 
         Raises:
             AnswerUnknownError: The session does not have it, or it was withdrawn.
         """
         turn = self.answers.get(answer_id)
-        answered = None if turn is None else turn.answered
-        if answered is None or answered.receipt.is_withdrawn:
+        if turn is None or turn.node is None or turn.is_withdrawn:
             raise AnswerUnknownError(
                 f"answer_id: this session has no answer {answer_id!r:.200}; give the id of one "
                 "that it sampled"
             )
-        return answered
+        return turn
 
     def begin(self, request: TurnRequest) -> Turn:
         """Begins a turn for a request. It replaces an equal turn that was cut short."""
         node_id = self.tree.reserve_id()
         turn = Turn(
-            node_id,
             answer_id_of(self.spec.session_id, node_id),
             request.fingerprint,
             request.idempotency_key,
-            request.choice,
-            request.stream,
-            request.finish_on_disconnect,
+            0,
             request.settings.lineage,
-            request.sampling,
+            node_id=node_id,
+            choice=request.choice,
+            stream=request.stream,
+            finish_on_disconnect=request.finish_on_disconnect,
+            sampling=request.sampling,
         )
         if failed := self.cut_short.pop(turn.fingerprint, 0):
             turn.restarted = True
@@ -502,9 +460,18 @@ class Session:
         self._add(turn)
         return turn
 
-    def restore(self, answered: Answered, *, sent: bool) -> None:
-        """Adds an answered turn from the journal."""
-        self._add(Turn.stored(answered, sent=sent))
+    def restore(self, node: Node, receipt: AnswerReceipt, *, sent: bool) -> None:
+        """Adds an answered turn from the journal, which has it as sent or not.
+
+        An answer that was requested may have been handed over: whether it arrived is unknown.
+        """
+        turn = Turn(**asdict(receipt), node_id=node.node_id, sent=sent or bool(node.children))
+        if node.sample is not None:
+            turn.sampling = node.sample.sampling
+        replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
+        turn.handed = turn.sent or turn.awaited or replayed
+        turn.end(node)
+        self._add(turn)
 
     def _add(self, turn: Turn) -> None:
         identity = turn.idempotency_key or turn.fingerprint
@@ -517,7 +484,6 @@ class Session:
         """Lets a request wait for a turn. Its repeats then find the same turn."""
         turn.readers.add(reader)
         turn.joins += 1
-        turn.stream |= request.stream
         turn.tries = max(turn.tries, request.retry_count)
         if request.call_id:
             turns = self.turns.get(turn.idempotency_key or turn.fingerprint)
@@ -533,15 +499,15 @@ class Session:
             self.forget(turn)
             self.cancel(turn, cancelled())
 
-    def end(self, turn: Turn, outcome: Answered | RollmeshError) -> None:
+    def end(self, turn: Turn, outcome: Node | RollmeshError) -> None:
         """Ends a turn unless it has ended. A failed turn is forgotten because it has no sample."""
         if turn in self.in_flight:
             del self.in_flight[turn]
             self.used_ms = clock.monotonic_ms()
-            if not isinstance(outcome, Answered):
+            if isinstance(outcome, RollmeshError):
                 self._note_cut_short(turn)
         turn.end(outcome)
-        if not isinstance(turn.outcome, Answered):
+        if turn.node is None:
             self.forget(turn)
 
     def end_cancelled(self, turn: Turn, _: object = None) -> None:
@@ -579,10 +545,10 @@ class Session:
             All nodes whose answers did not reach the agent, marked or not.
         """
         nodes = [
-            turn.answered.node
+            turn.node
             for turns in self.turns.values()
             for turn in turns
-            if turn.answered is not None and not (turn.handed or turn.readers)
+            if turn.node is not None and not (turn.handed or turn.readers)
         ]
         for node in nodes:
             # A close that could not be stored may have marked it.

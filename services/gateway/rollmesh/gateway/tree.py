@@ -128,11 +128,7 @@ class Node:
 
     def path(self) -> list["Node"]:
         """Returns the nodes from the root's child to this node."""
-        nodes: list[Node] = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
+        nodes = list(self.up())
         nodes.reverse()
         return nodes
 
@@ -146,13 +142,7 @@ class Node:
 
     def context(self) -> list[TokenIds]:
         """Returns the arrays whose concatenation is the context after this node."""
-        parts: list[TokenIds] = []
-        node = self
-        while node.parent is not None:
-            parts.append(node.token_ids)
-            node = node.parent
-        parts.reverse()
-        return parts
+        return [node.token_ids for node in self.path()]
 
 
 # Columns of nodes: the sampling support of their tokens, and routed experts.
@@ -178,64 +168,6 @@ def columns_between(columns: Sequence[TokenColumn], start: int, end: int) -> byt
             added.CopyFrom(one)
             added.start += shift - start
     return found.SerializeToString()
-
-
-# The nodes of one session, which an export reads.
-#
-# Nothing here searches: a closed session, which is only exported, is rebuilt as `Branches`. The
-# `Tree` of an open session adds the search for the nodes of a request.
-
-
-class Branches:
-    """All conversations of one session, in which `nodes` lists parents before children."""
-
-    def __init__(self) -> None:
-        """Starts without conversations."""
-        self._roots: dict[bytes, Node] = {}
-        self.nodes: dict[int, Node] = {}
-        self.turns = 0
-        """Number of sampled nodes."""
-        self.tokens = 0
-        """Number of ids in all nodes."""
-
-    def __repr__(self) -> str:
-        """Describes the size of the tree."""
-        return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
-
-    def attach(self, node: Node) -> Node:
-        """Attaches a node to its parent."""
-        return self._link(node, self._adopt(node))
-
-    def _link(self, node: Node, parent: Node) -> Node:
-        tokens = len(node.token_ids)
-        node.end = parent.end + tokens
-        node.token_ids.flags.writeable = False
-        parent.children.append(node)
-        self.nodes[node.node_id] = node
-        self.turns += node.sample is not None
-        self.tokens += tokens
-        return node
-
-    def leaves(self) -> Iterator[Node]:
-        """Yields the nodes without children, oldest first."""
-        for node in self.nodes.values():
-            if not node.children:
-                yield node
-
-    def root(self, render_context: RenderContext) -> Node:
-        """Returns the root of a render context. Creates it if there is none."""
-        return self._roots.get(render_context.key) or self._registered(new_root(render_context))
-
-    def _adopt(self, node: Node) -> Node:
-        """Returns the parent of a node. A root is the tree's own."""
-        assert node.parent is not None
-        if node.parent.parent is None:
-            node.parent = self._registered(node.parent)
-        return node.parent
-
-    def _registered(self, root: Node) -> Node:
-        """Returns the tree's root of a render context. Registers the given one if there is none."""
-        return self._roots.setdefault(root.render_context.key, root)
 
 
 def new_root(render_context: RenderContext) -> Node:
@@ -522,8 +454,8 @@ _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES, _IMAGE_BYTES = 9, 192, 160, 
 shown, without the image's own bytes."""
 
 
-class Tree(Branches):
-    """All conversations of one open session."""
+class Tree:
+    """All conversations of one session, in which `nodes` lists parents before children."""
 
     def __init__(self, end_ids: frozenset[int], *, call_ids: bool = False) -> None:
         """Creates a tree without conversations.
@@ -532,9 +464,14 @@ class Tree(Branches):
             end_ids: Ids that end an answer.
             call_ids: Whether tool-call ids distinguish messages, because the template prints them.
         """
-        super().__init__()
         self._end_ids = end_ids
         self._call_ids = call_ids
+        self._roots: dict[bytes, Node] = {}
+        self.nodes: dict[int, Node] = {}
+        self.turns = 0
+        """Number of sampled nodes."""
+        self.tokens = 0
+        """Number of ids in all nodes."""
         self._next_id = 1
         self._bookmarks: dict[tuple[bytes, bytes], Bookmark] = {}
         """The most recent bookmarks, by render context and digest of the conversation."""
@@ -555,6 +492,20 @@ class Tree(Branches):
         """Approximate upper bound of a record with one trajectory per turn, bytes."""
         self.tree_bytes = _ROW_BYTES
         """Approximate upper bound of a record with the tree itself, bytes."""
+
+    def __repr__(self) -> str:
+        """Describes the size of the tree."""
+        return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
+
+    def leaves(self) -> Iterator[Node]:
+        """Yields the nodes without children, oldest first."""
+        for node in self.nodes.values():
+            if not node.children:
+                yield node
+
+    def root(self, render_context: RenderContext) -> Node:
+        """Returns the root of a render context. Creates it if there is none."""
+        return self._registered(new_root(render_context))
 
     def start(
         self, render_context: RenderContext, groups: Sequence[MessageGroup], earlier: bytes = b""
@@ -660,13 +611,16 @@ class Tree(Branches):
         return self._attach(node, self._key(node.messages))
 
     def _attach(self, node: Node, key: bytes) -> Node:
-        """Attaches a node, given the key of its messages."""
-        parent = self._adopt(node)
+        """Attaches a node, given the key of its messages. A root is the tree's own."""
+        assert node.parent is not None
+        if node.parent.parent is None:
+            node.parent = self._registered(node.parent)
+        parent, tokens = node.parent, len(node.token_ids)
         self.changes += 1
         for name, bookmark in [*self._bookmarks.items()]:
             if bookmark.depends_on(parent):
                 del self._bookmarks[name]
-        last = int(node.token_ids[-1]) if len(node.token_ids) else None
+        last = int(node.token_ids[-1]) if tokens else None
         node.column_bytes = node.column_bytes or len(node.columns)
         node.ends_turn = node.sample is None or last in self._end_ids
         node.own_bytes, text_bytes = _sizes(node)
@@ -674,7 +628,12 @@ class Tree(Branches):
         if not parent.children and parent.parent is not None:
             self.leaf_bytes -= parent.record_bytes + _ROW_BYTES
         self._count_record(node, 1)
-        self._link(node, parent)
+        node.end = parent.end + tokens
+        node.token_ids.flags.writeable = False
+        parent.children.append(node)
+        self.nodes[node.node_id] = node
+        self.turns += node.sample is not None
+        self.tokens += tokens
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
         if node.sample is not None:
@@ -735,7 +694,7 @@ class Tree(Branches):
         """Returns the tree's root of a render context. Registers the given one if there is none."""
         if root.render_context.key not in self._roots:
             self.text_bytes += _context_size(root.render_context)
-        return super()._registered(root)
+        return self._roots.setdefault(root.render_context.key, root)
 
     def _context_reasons(self, parent: Node) -> frozenset[Fidelity]:
         """Returns TOOLS_CHANGED if the first answer after a node is not the conversation's first.

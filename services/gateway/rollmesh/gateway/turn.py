@@ -17,7 +17,7 @@ from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.prompt import PromptTokens, begin_prompt, sampling_of
 from rollmesh.gateway.requests import check_tools, masks, refused_constraint, truncates
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
-from rollmesh.gateway.session import Answered, AnswerReceipt, Session, Turn, TurnRequest
+from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
 from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
 from rollmesh.mesh.generation import Generation, Sampled, joined, no_tops
@@ -46,7 +46,7 @@ _MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError
 
 async def run_turn(
     deps: Deps, store: Journal, session: Session, turn: Turn, request: TurnRequest
-) -> Answered:
+) -> Node:
     """Samples one turn and commits it to the session's journal.
 
     The timeout does not interrupt the commit.
@@ -174,7 +174,7 @@ async def _sample(
         begin = partial(begin_prompt, deps, session, request)
         prompt = await request.shared.get(begin)
     turn.prompt_tokens = prompt.length
-    if settings.returns.token_ids:
+    if settings.returns.token_ids and turn.stream:
         turn.begin(write_prompt(prompt.packed, turn.choice))
     sampling = sampling_of(deps, request, prompt)
     turn.images = request.conversation.fresh
@@ -397,7 +397,7 @@ async def _commit(
     message: Message,
     sample: Sample,
     reasons: frozenset[Fidelity],
-) -> Answered:
+) -> Node:
     """Attaches the turn, and detaches it again if the journal cannot store it."""
     tree, new = session.tree, prompt.prompt
     parent = tree.reattach(new.match.node)
@@ -419,24 +419,14 @@ async def _commit(
         added.append(one)
         one = one.parent
     added.reverse()
-    receipt = AnswerReceipt(
-        answer_id=turn.answer_id,
-        fingerprint=turn.fingerprint,
-        idempotency_key=turn.idempotency_key,
-        created_unix_ms=clock.unix_ms(),
-        lineage=turn.lineage,
-        awaited=bool(turn.readers),
-        tries=turn.tries,
-        call_ids=tuple(turn.call_ids),
-        stop=turn.stop,
-    )
+    turn.created_unix_ms, turn.awaited = clock.unix_ms(), bool(turn.readers)
     session_id = session.spec.session_id
     images: list[CheckedImage] = []
     if turn.images:
         shown = {one.sha256 for node in added for one in node.images}
         images = [image for sha256, image in turn.images.items() if sha256 in shown]
     try:
-        await store.run(lambda tx: journal.insert_turn(tx, session_id, added, receipt, images))
+        await store.run(lambda tx: journal.insert_turn(tx, session_id, added, turn, images))
     except RollmeshError:
         for one in reversed(added):
             tree.detach(one)
@@ -446,4 +436,4 @@ async def _commit(
     if images:
         session.images.add(images)
     await faults.reach("gateway-after-commit")
-    return Answered(node, receipt)
+    return node
