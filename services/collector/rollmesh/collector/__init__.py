@@ -10,8 +10,8 @@ and the delivery that a trainer receives. Its modules:
 
 Read first: `log`, `streams`.
 
-`scoring` calls a scorer and `teachers` the engines of a teacher before delivery. `commands` and
-`export` are command-line tools. Other packages and tests import only the names below. It may import
+`scoring` calls a scorer and the engines of teachers before delivery. `commands` and `export` are
+command-line tools. Other packages and tests import only the names below. It may import
 `mesh`, `runtime` and `v1`.
 """
 

@@ -1,14 +1,20 @@
-"""Scores stored sessions before delivery. A session that cannot be scored goes out unscored."""
+"""Scores stored sessions before delivery: rewards by a scorer, trajectories by a teacher.
+
+A session that the scorer cannot score goes out unscored.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 
 from rollmesh.collector import metrics
-from rollmesh.collector.store import RETRY_MS, Store
+from rollmesh.collector.log import Unit
+from rollmesh.collector.store import RETRY_MS, Store, Unscored
+from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
@@ -20,56 +26,28 @@ from rollmesh.runtime.errors import (
     StoreAwayError,
     StoreError,
     StoreFullError,
+    VocabularyMismatchError,
 )
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, session_pb2
-
-# Calls to the scorer.
+from rollmesh.v1 import (
+    collector_pb2 as pb,
+    engine_pb2,
+    scorer_pb2,
+    scorer_pb2_grpc,
+    session_pb2,
+    trajectory_pb2,
+)
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _WARNING_S = 30.0
-
-
-class RemoteScorer:
-    """A `ScorerService` that may be away, and may be called concurrently."""
-
-    def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
-        """Takes a channel, which the caller closes, and the timeout of one call."""
-        self._channel = channel
-        self._stub = scorer_pb2_grpc.ScorerServiceStub(channel)
-        self._timeout_s = timeout_s
-
-    async def score(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
-        """Returns the rewards of a session.
-
-        Waits while the scorer cannot be reached: a scorer that restarts costs no session an
-        attempt, except those that it was scoring.
-
-        Raises:
-            RollmeshError: The call failed or timed out.
-        """
-        await self._connected()
-        request = scorer_pb2.ScoreRequest(session=record)
-        with typed_errors():
-            return (await self._stub.Score(request, timeout=self._timeout_s)).rewards
-
-    async def _connected(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(_WARNING_S):
-                    await self._channel.channel_ready()
-            except TimeoutError:
-                _log.warning("scorer unreachable", extra=fields(for_s=_WARNING_S))
-            else:
-                return
-
-
 _MOST_WAITING = 100_000
 _TAKE_OVER_S = 2.0
 _REQUEST_ID = "scorer"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+
+# Rewards, by a `ScorerService` that may be away.
 
 
 def wants_score(record: session_pb2.SessionRecord) -> bool:
@@ -81,17 +59,21 @@ def wants_score(record: session_pb2.SessionRecord) -> bool:
 class Scoring:
     """Queue of sessions waiting for the scorer. The sessions themselves are in the store."""
 
-    def __init__(self, store: Store, announce: Callable[[], None], tries: int) -> None:
+    def __init__(
+        self, store: Store, announce: Callable[[], None], tries: int, timeout_s: float
+    ) -> None:
         """Creates an empty queue.
 
         Args:
             store: The store.
             announce: Called when a session has its rewards and may be deliverable.
             tries: Attempts to score a session.
+            timeout_s: Timeout of one attempt.
         """
         self._store = store
         self._announce = announce
         self._tries = tries
+        self._timeout_s = timeout_s
         self._waiting: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
 
     def check_room(self, count: int) -> None:
@@ -110,13 +92,8 @@ class Scoring:
         if not self._waiting.full():
             self._waiting.put_nowait(session_id)
 
-    async def run(self, scorer: RemoteScorer, concurrency: int) -> None:
-        """Scores sessions until cancelled, when the collector stops.
-
-        Args:
-            scorer: The scorer.
-            concurrency: Number of sessions scored at a time.
-        """
+    async def run(self, scorer: grpc.aio.Channel, concurrency: int) -> None:
+        """Scores sessions, `concurrency` at a time, until the collector stops and cancels it."""
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(self._work(scorer))
@@ -135,7 +112,7 @@ class Scoring:
         except (StoreAwayError, StoreFullError, StoreError) as error:
             _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
 
-    async def _work(self, scorer: RemoteScorer) -> None:
+    async def _work(self, scorer: grpc.aio.Channel) -> None:
         while True:
             session_id = await self._waiting.get()
             try:
@@ -147,15 +124,19 @@ class Scoring:
                     "session not scored", exc_info=error, extra=fields(session_id=session_id)
                 )
 
-    async def _score(self, scorer: RemoteScorer, session_id: str) -> None:
+    async def _score(self, scorer: grpc.aio.Channel, session_id: str) -> None:
         record = await _persistently(lambda: self._store.session(session_id, arrays=True))
         if not wants_score(record):
             return
+        stub = scorer_pb2_grpc.ScorerServiceStub(scorer)
+        request = scorer_pb2.ScoreRequest(session=record)
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         for attempt in range(1, self._tries + 1):
             try:
-                rewards = await scorer.score(record)
-                await self._set(session_id, rewards)
+                await _connected(scorer)
+                with typed_errors():
+                    scored = await stub.Score(request, timeout=self._timeout_s)
+                await self._set(session_id, scored.rewards)
             except RepeatConflictError:  # another collector, which was thought dead, scored it
                 return
             except InvalidFieldError as error:  # a retry would fail the same way
@@ -187,6 +168,16 @@ class Scoring:
         self._announce()
 
 
+async def _connected(scorer: grpc.aio.Channel) -> None:
+    """Waits while the scorer cannot be reached: its restart costs waiting sessions no attempt."""
+    while True:
+        try:
+            async with asyncio.timeout(_WARNING_S):
+                return await scorer.channel_ready()
+        except TimeoutError:
+            _log.warning("scorer unreachable", extra=fields(for_s=_WARNING_S))
+
+
 async def _persistently(call: Callable[[], Awaitable[_Result]]) -> _Result:
     """Makes a call of the store, retrying until the store can answer."""
     backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
@@ -195,3 +186,115 @@ async def _persistently(call: Callable[[], Awaitable[_Result]]) -> _Result:
             return await call()
         except (StoreAwayError, StoreFullError, StoreError):
             await asyncio.sleep(backoff.next_s())
+
+
+# Log-probabilities, by the engines of a teacher.
+
+_AT_ONCE = 8
+"""Sessions that a teacher scores for this process at the same time."""
+_OF_SEQUENCE = ("token_ids_u32le", "start")
+"""The fields of a refusal that another try would not change."""
+_TIMEOUT_S = 60.0
+
+
+class Teachers:
+    """The models of a mesh that score trajectories."""
+
+    def __init__(self, store: Store, engines: ScoringEngines) -> None:
+        """Takes an open store, and the engines of the mesh."""
+        self._store = store
+        self._engines = engines
+        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By teacher."""
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """By teacher and session. Consumers with the same teacher share its work."""
+
+    async def score(self, consumer: pb.Consumer, unit: Unit, wanted: Callable[[], bool]) -> None:
+        """Has the scores stored that a unit lacks. Waits while no engine of the teacher can score.
+
+        A trajectory that the teacher cannot score is stored as refused.
+
+        Args:
+            consumer: The consumer's settings.
+            unit: A unit that was fetched for it.
+            wanted: Whether the consumer still waits for the unit. Otherwise the work ends early.
+
+        Raises:
+            InvalidFieldError: The consumer's settings do not fit the teacher: it has another
+                tokenizer than the model of a session, or offers fewer ids at each position.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for session_id in unit.session_ids:
+                    group.create_task(self._session(consumer, unit, session_id, wanted))
+        except* InvalidFieldError as errors:
+            raise errors.exceptions[0] from None
+
+    async def _session(
+        self, consumer: pb.Consumer, unit: Unit, session_id: str, wanted: Callable[[], bool]
+    ) -> None:
+        key = (consumer.teacher.SerializeToString().hex(), session_id)
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        place = self._places.setdefault(key[0], asyncio.Semaphore(_AT_ONCE))
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        while wanted():
+            try:
+                async with lock, place:
+                    for one in await self._store.unscored(consumer, unit, session_id):
+                        scores = await self._scores(consumer.teacher, one)
+                        await self._store.add_scores(consumer.teacher, one.key, scores)
+                        metrics.TEACHER_SCORES.labels("scored" if scores else "refused").inc()
+            except RollmeshError as error:
+                if (refusal := _refusal(error)) is not None:
+                    raise refusal from error
+                # No engine now, an unknown model, or the store.
+                metrics.TEACHER_SCORES.labels("failed").inc()
+                _log.warning(
+                    "trajectory not scored, will retry",
+                    extra=fields(
+                        teacher=consumer.teacher.model,
+                        session_id=session_id,
+                        reason=error.reason,
+                        error=str(error),
+                    ),
+                )
+                await asyncio.sleep(backoff.next_s())
+            else:
+                return
+
+    async def _scores(self, teacher: pb.Teacher, one: Unscored) -> bytes:
+        """Returns the scores of a trajectory as they are stored. Empty bytes are a refusal."""
+        start = max(one.start, 1)
+        request = engine_pb2.ScoreTokensRequest(
+            token_ids_u32le=one.token_ids, start=start, top_k=teacher.top_k
+        )
+        try:
+            found, _ = await self._engines.score(
+                request, _TIMEOUT_S, model=teacher.model, same_vocabulary_as=one.model
+            )
+        except InvalidFieldError as error:
+            if error.field not in _OF_SEQUENCE:
+                raise
+            _log.warning(
+                "trajectory refused by its teacher",
+                extra=fields(teacher=teacher.model, session_id=one.key[0], error=str(error)),
+            )
+            return b""
+        scores = trajectory_pb2.TeacherScores(
+            model=teacher.model,
+            policy_version=found.policy_version,
+            start=start,
+            logprobs_f32le=found.logprobs_f32le,
+            top_ids_u32le=found.top_ids_u32le,
+            top_logprobs_f32le=found.top_logprobs_f32le,
+        )
+        return scores.SerializeToString()
+
+
+def _refusal(error: RollmeshError) -> InvalidFieldError | None:
+    """Returns the refusal of a consumer's settings. None if another try may succeed."""
+    if isinstance(error, VocabularyMismatchError):
+        return VocabularyMismatchError("consumer.teacher.model", error.message)
+    if isinstance(error, InvalidFieldError) and error.field == "top_k":
+        return InvalidFieldError("consumer.teacher.top_k", error.message.removeprefix("top_k: "))
+    return None

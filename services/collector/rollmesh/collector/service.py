@@ -12,11 +12,10 @@ import grpc
 from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created, key_of
-from rollmesh.collector.scoring import RemoteScorer, Scoring, wants_score
+from rollmesh.collector.scoring import Scoring, Teachers, wants_score
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import Store
 from rollmesh.collector.streams import Consumer, Subscriptions, check_count
-from rollmesh.collector.teachers import Teachers
 from rollmesh.mesh.routers import Membership
 from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
@@ -141,9 +140,13 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if not config.scorer:
             yield
             return
-        self._scoring = Scoring(self.store, self.subscriptions.announce, config.scorer_tries)
-        async with open_channel(config.scorer) as channel, asyncio.TaskGroup() as tasks:
-            scorer = RemoteScorer(channel, config.scorer_timeout_ms / 1000)
+        self._scoring = Scoring(
+            self.store,
+            self.subscriptions.announce,
+            config.scorer_tries,
+            config.scorer_timeout_ms / 1000,
+        )
+        async with open_channel(config.scorer) as scorer, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self._scoring.run(scorer, config.scorer_concurrency))
             yield
             running.cancel()

@@ -1,7 +1,7 @@
 """The session store: its contents and operations, over either database.
 
 An operation is a function over a `Transaction`. `Store` runs each in a transaction of its own, and
-a dialect extends it as `Backend` says: `sqlite.py` (one collector, large arrays in files) and
+a dialect extends it: `sqlite.py` (one collector, large arrays in files) and
 `postgres.py` (several collectors that share the work of every consumer).
 
 Every operation is durable before it returns, and a repeat changes nothing. Times are milliseconds
@@ -75,7 +75,7 @@ class Packed(NamedTuple):
     arrays: bytes | None
     """None if they are not in the table."""
     columns: tuple[Any, ...]
-    """The backend's own columns."""
+    """The store's own columns."""
 
 
 class Transaction:
@@ -84,11 +84,11 @@ class Transaction:
     Totals are kept in a table, so that no hot path counts rows. `run` writes them.
     """
 
-    def __init__(self, db: Statements, backend: "Backend") -> None:
+    def __init__(self, db: Statements, store: "Store") -> None:
         """Starts without changes. The connection is in a transaction already."""
         self.db = db
         """Its statements."""
-        self.backend = backend
+        self.store = store
         self.left: set[int] = set()
         """Array files that may have lost their last session, in a store that has such files."""
         self._totals: dict[str, int] = {}
@@ -132,101 +132,6 @@ class Transaction:
 Work: TypeAlias = Callable[[Transaction], _Result]
 
 
-class Backend:
-    """The dialect of a database, and the collectors that share it.
-
-    The defaults are those of a store that only one collector has.
-    """
-
-    columns: ClassVar[tuple[str, ...]]
-    """Its own columns of the table of sessions."""
-    held: ClassVar[str] = "0"
-    """SQL for whether the progress `p` of a unit means that a collector fetched it: 0 or 1."""
-
-    @abstractmethod
-    async def write(self, work: Work[_Result]) -> _Result:
-        """Runs work in a transaction while no one else writes, and returns once it is durable."""
-
-    async def read(self, work: Work[_Result]) -> _Result:
-        """Runs work that only reads, in a transaction."""
-        return await self.write(work)
-
-    @abstractmethod
-    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
-        """Brings sessions into their stored form. Runs in a worker thread."""
-
-    def forget(self, packed: Sequence[Packed]) -> None:
-        """Undoes `pack` for sessions that were not stored. Runs in a worker thread."""
-
-    @abstractmethod
-    def stored_bytes(self, tx: Transaction) -> int:
-        """Returns the bytes in use."""
-
-    def resized(self, tx: Transaction, count: int) -> None:
-        """Counts bytes of sessions that were added or, if negative, removed."""
-
-    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
-        """Is called with the sessions that a call packed, before they are stored."""
-
-    @abstractmethod
-    def arrays(
-        self, tx: Transaction, session_ids: Sequence[str]
-    ) -> dict[str, bytes | SessionDamagedError]:
-        """Returns the arrays of stored sessions, or the error that they are damaged.
-
-        Raises:
-            StoreError: The arrays cannot be read now.
-        """
-
-    @abstractmethod
-    def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
-        """Is called before the sessions of groups are removed."""
-
-    @abstractmethod
-    async def to_score(self, limit: int) -> list[str]:
-        """Takes sessions that wait for rewards and that no living collector has taken to score.
-
-        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
-
-        Returns:
-            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
-        """
-
-    async def turn(self, duty: str, every_ms: int) -> bool:
-        """Returns whether this collector does a duty now, as one does in `every_ms`."""
-        return True
-
-    async def changed(self) -> list[str]:
-        """Waits until another collector makes something deliverable, or changes a consumer.
-
-        Returns:
-            The consumers that another collector moved, or whose group policy it changed: units
-            fetched for them are void.
-        """
-        return await asyncio.Future[list[str]]()
-
-    async def lost(self) -> str:
-        """Returns the reason once the store is lost for good, and never if it may come back."""
-        return await asyncio.Future[str]()
-
-    def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
-        """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
-
-    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
-        """Returns units that another collector fetched and left, to be held here."""
-        return []
-
-    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
-        """Keeps fetched units from the other collectors."""
-
-    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:
-        """Returns which of the units this collector still holds."""
-        return set(unit_ids)
-
-    async def release(self, consumer: str) -> None:
-        """Releases everything that this collector fetched for the consumer."""
-
-
 def store_id(tx: Transaction) -> str:
     """Returns the id of the store. A new store gets one."""
     row = tx.db.row("SELECT store_id FROM identity")
@@ -248,7 +153,7 @@ class Group(NamedTuple):
     """When its first session arrived."""
 
 
-def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
+def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int) -> list[bool]:
     stored = tx.db.rows(
         f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
         f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
@@ -263,12 +168,11 @@ def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes:
         if session_id not in known:
             known.add(session_id)
             new.append(packed)
-    tx.backend.stored(tx, sessions)
+    tx.store.stored(tx, sessions)
     if not new:
         return repeats
     size = sum([len(packed.head) + len(packed.arrays or b"") for packed in new])
-    if tx.backend.stored_bytes(tx) + size > max_bytes:
-        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    _check_room(tx, size)
     groups = _enter_groups(tx, [packed.arrival for packed in new], now_ms)
     rows: list[tuple[Any, ...]] = []
     ready: list[tuple[str, str]] = []
@@ -282,14 +186,19 @@ def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes:
         if due_ms is None:
             ready.append((record.session_id, key))
     names = ("session_id", "group_key", "sample_index", "due_ms", "ready", "trajectories", "head")
-    columns = (*names, "arrays", *tx.backend.columns)
+    columns = (*names, "arrays", *tx.store.columns)
     places = ", ".join([f"?{number}" for number in range(1, len(columns) + 1)])
     tx.db.run_many(f"INSERT INTO sessions ({', '.join(columns)}) VALUES ({places})", rows)
-    tx.backend.resized(tx, size)
+    tx.store.resized(tx, size)
     tx.add("sessions", len(rows))
     tx.add("trajectories", trajectories)
     _add_to_logs(tx, ready, groups, now_ms)
     return repeats
+
+
+def _check_room(tx: Transaction, size: int) -> None:
+    if tx.store.stored_bytes(tx) + size > tx.store.retention.max_bytes:
+        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
 
 
 def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
@@ -595,7 +504,7 @@ def set_rewards(
     apply_rewards(head, rewards)
     data = head.SerializeToString()
     tx.db.run("UPDATE sessions SET head = ?1 WHERE session_id = ?2", data, session_id)
-    tx.backend.resized(tx, len(data) - len(row[0]))
+    tx.store.resized(tx, len(data) - len(row[0]))
     if row[1] is not None:
         _make_ready(tx, [(session_id, row[2])], now_ms)
     return False
@@ -712,7 +621,7 @@ def create_consumer(
     elif (row[1] == SESSION_LOG) != (read == SESSION_LOG):
         raise log.other_unit(name)
     _decide_anew(tx, consumer, now_ms)
-    tx.backend.tell(tx, name)
+    tx.store.tell(tx, name)
     return find_consumer(tx, name)
 
 
@@ -737,7 +646,7 @@ def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple
         _decide_anew(tx, after, now_ms)
     elif after != stored:
         _set_settings(tx, after)
-    tx.backend.tell(tx, after.name, moved=moved)
+    tx.store.tell(tx, after.name, moved=moved)
     after.seen_unix_ms = seen_ms
     return after, moved
 
@@ -841,7 +750,7 @@ def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> pb.S
     tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", first - 1, name)
     tx.db.run("DELETE FROM scores WHERE length(scores) = 0")  # a teacher may have changed
     _count_open(tx, name)
-    tx.backend.tell(tx, name, moved=True)
+    tx.store.tell(tx, name, moved=True)
     return pb.SeekResponse(again=again, skipped=skipped)
 
 
@@ -852,7 +761,7 @@ def delete_consumer(tx: Transaction, name: str) -> bool:
     _leave_own_log(tx, name)
     tx.db.run("DELETE FROM filtered WHERE owner = ?1", own_log(name))
     tx.db.run("DELETE FROM filtered_counts WHERE owner = ?1", own_log(name))
-    tx.backend.tell(tx, name)
+    tx.store.tell(tx, name)
     return bool(deleted)
 
 
@@ -951,11 +860,11 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
         ConsumerUnknownError: The consumer was deleted.
     """
     consumer = _fill_own_log(tx, name, now_ms)
-    taken = tx.backend.take_over(tx, name, limit)
+    taken = tx.store.take_over(tx, name, limit)
     wanted = max(limit - len(taken), 0)
     begin = cursor = max(after, consumer.floor)
     sql = (
-        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.backend.held}"
+        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.store.held}"
         " FROM units u LEFT JOIN progress p ON p.consumer = ?1 AND p.unit_id = u.unit_id"
         " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4"
     )
@@ -974,7 +883,7 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
         cursor = seq
     if begin == consumer.floor and floor > begin:
         tx.db.run("UPDATE consumers SET floor = ?1 WHERE name = ?2", floor, name)
-    tx.backend.hold(tx, name, [*taken, *units])
+    tx.store.hold(tx, name, [*taken, *units])
     more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0]) or len(taken) >= limit
     return Page(sorted([*taken, *units]), cursor, more)
 
@@ -1025,7 +934,7 @@ def read_units(
             size += sum([len(data) for (one, _), data in scores.items() if one in unit.session_ids])
             if size >= LOAD_BYTES:
                 break
-    arrays = tx.backend.arrays(tx, [one for loaded in out for one in loaded.unit.session_ids])
+    arrays = tx.store.arrays(tx, [one for loaded in out for one in loaded.unit.session_ids])
     for loaded in out:
         for session_id in loaded.unit.session_ids:
             data = arrays[session_id]
@@ -1040,7 +949,7 @@ def count_attempts(
     tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
 ) -> list[Loaded | None]:
     """Counts attempts for delivered units, and lists the trajectories removed from them."""
-    kept = tx.backend.kept(tx, name, [one.unit.unit_id for one in loaded if one])
+    kept = tx.store.kept(tx, name, [one.unit.unit_id for one in loaded if one])
     mine = [one if one and one.unit.unit_id in kept else None for one in loaded]
     found = {one.unit.unit_id: one for one in mine if one and one.delivers}
     rows = tx.db.rows(
@@ -1158,7 +1067,7 @@ def find_unscored(
     if loaded is None or not rows:
         return []
     head = loaded.heads[unit.session_ids.index(session_id)]
-    arrays = tx.backend.arrays(tx, [session_id])[session_id]
+    arrays = tx.store.arrays(tx, [session_id])[session_id]
     if not isinstance(arrays, SessionDamagedError):
         log.join(head, arrays)
     trajectories = [(at, head.trajectories[at]) for at in rows]
@@ -1168,9 +1077,7 @@ def find_unscored(
     ]
 
 
-def add_scores(
-    tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: bytes, most_bytes: int
-) -> None:
+def add_scores(tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: bytes) -> None:
     """Stores the scores of a trajectory, or empty bytes if the teacher cannot score it.
 
     Nothing changes if it has some, or if its session was removed.
@@ -1178,8 +1085,7 @@ def add_scores(
     Raises:
         StoreFullError: There is no room until sessions are settled and removed.
     """
-    if tx.backend.stored_bytes(tx) + len(scores) > most_bytes:
-        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    _check_room(tx, len(scores))
     added = tx.db.changed(
         "INSERT INTO scores (session_id, row_index, teacher, scores)"
         " SELECT session_id, ?2, ?3, ?4 FROM sessions WHERE session_id = ?1"
@@ -1189,7 +1095,7 @@ def add_scores(
         scores,
     )
     if added:
-        tx.backend.resized(tx, len(scores))
+        tx.store.resized(tx, len(scores))
 
 
 # Removal of the groups of sessions that every consumer has settled.
@@ -1221,7 +1127,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
         f"SELECT session_id, trajectories FROM sessions WHERE group_key {db.within(1)}",
         db.listed(keys),
     )
-    tx.backend.removing(tx, keys)
+    tx.store.removing(tx, keys)
     ids, groups = [(session_id,) for session_id, _ in rows], [(key,) for key in keys]
     consumers = db.rows("SELECT name, log FROM consumers")
     logs = {GROUP_LOG, *(name for _, name in consumers)} - {SESSION_LOG}
@@ -1240,7 +1146,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     size: int = db.value(
         f"SELECT CAST(coalesce(sum(length(scores)), 0) AS BIGINT) {of_ids}", listed_ids
     )
-    tx.backend.resized(tx, -size)
+    tx.store.resized(tx, -size)
     db.run(f"DELETE {of_ids}", listed_ids)
     db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)
     db.run_many("DELETE FROM sessions WHERE group_key = ?1", groups)
@@ -1314,7 +1220,7 @@ def read_session(tx: Transaction, session_id: str, *, arrays: bool) -> session_p
     head = log.read_head(session_id, row[0])
     if not arrays:
         return head
-    found = tx.backend.arrays(tx, [session_id])[session_id]
+    found = tx.store.arrays(tx, [session_id])[session_id]
     if isinstance(found, SessionDamagedError):
         raise found
     return log.join(head, found)
@@ -1339,7 +1245,7 @@ def counts(tx: Transaction) -> pb.GetStatsResponse:
         open_groups=tx.db.value("SELECT count(*) FROM groups WHERE open = 1"),
         waiting_for_rewards=tx.db.value("SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL"),
         reward_timeouts=tx.total("reward_timeouts"),
-        stored_bytes=tx.backend.stored_bytes(tx),
+        stored_bytes=tx.store.stored_bytes(tx),
         removed_sessions=tx.total("removed_sessions"),
     )
 
@@ -1369,28 +1275,117 @@ def consumer_unknown(name: str) -> ConsumerUnknownError:
 
 def _method(
     work: Callable[Concatenate[Transaction, _Arguments], _Result], *, reads: bool = False
-) -> Callable[Concatenate[Backend, _Arguments], Coroutine[Any, Any, _Result]]:
+) -> Callable[Concatenate["Store", _Arguments], Coroutine[Any, Any, _Result]]:
     """Returns a method that runs a function in a transaction, which may only read."""
 
-    async def run(self: Backend, /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+    async def run(self: "Store", /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         do = self.read if reads else self.write
         return await do(lambda tx: work(tx, *args, **named))
 
     return run
 
 
-class Store(Backend):
+class Store:
     """The stored sessions, groups and consumers. See `rollmesh.collector.open_store`.
 
-    Its methods are the functions above, which get their transaction from it.
+    A dialect says how its database and the collectors that share it differ. The defaults are those
+    of a store that only one collector has. The other methods are the functions above, which get
+    their transaction from it.
     """
 
     store_id: str
     """Identifies the store: collectors with the same one share a store."""
+    columns: ClassVar[tuple[str, ...]]
+    """Its own columns of the table of sessions."""
+    held: ClassVar[str] = "0"
+    """SQL for whether the progress `p` of a unit means that a collector fetched it: 0 or 1."""
+
+    @abstractmethod
+    async def write(self, work: Work[_Result]) -> _Result:
+        """Runs work in a transaction while no one else writes, and returns once it is durable."""
+
+    async def read(self, work: Work[_Result]) -> _Result:
+        """Runs work that only reads, in a transaction."""
+        return await self.write(work)
+
+    @abstractmethod
+    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+        """Brings sessions into their stored form. Runs in a worker thread."""
+
+    def forget(self, packed: Sequence[Packed]) -> None:
+        """Undoes `pack` for sessions that were not stored. Runs in a worker thread."""
+
+    @abstractmethod
+    def stored_bytes(self, tx: Transaction) -> int:
+        """Returns the bytes in use."""
+
+    def resized(self, tx: Transaction, count: int) -> None:
+        """Counts bytes of sessions that were added or, if negative, removed."""
+
+    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
+        """Is called with the sessions that a call packed, before they are stored."""
+
+    @abstractmethod
+    def arrays(
+        self, tx: Transaction, session_ids: Sequence[str]
+    ) -> dict[str, bytes | SessionDamagedError]:
+        """Returns the arrays of stored sessions, or the error that they are damaged.
+
+        Raises:
+            StoreError: The arrays cannot be read now.
+        """
+
+    @abstractmethod
+    def removing(self, tx: Transaction, keys: Sequence[str]) -> None:
+        """Is called before the sessions of groups are removed."""
+
+    @abstractmethod
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes sessions that wait for rewards and that no living collector has taken to score.
+
+        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
+
+        Returns:
+            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
+        """
+
+    async def turn(self, duty: str, every_ms: int) -> bool:
+        """Returns whether this collector does a duty now, as one does in `every_ms`."""
+        return True
+
+    async def changed(self) -> list[str]:
+        """Waits until another collector makes something deliverable, or changes a consumer.
+
+        Returns:
+            The consumers that another collector moved, or whose group policy it changed: units
+            fetched for them are void.
+        """
+        return await asyncio.Future[list[str]]()
+
+    async def lost(self) -> str:
+        """Returns the reason once the store is lost for good, and never if it may come back."""
+        return await asyncio.Future[str]()
+
+    def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
+        """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
+
+    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
+        """Returns units that another collector fetched and left, to be held here."""
+        return []
+
+    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
+        """Keeps fetched units from the other collectors."""
+
+    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:
+        """Returns which of the units this collector still holds."""
+        return set(unit_ids)
+
+    async def release(self, consumer: str) -> None:
+        """Releases everything that this collector fetched for the consumer."""
 
     def __init__(self, retention: Retention) -> None:
         """Takes the settings. The database has the tables of `SCHEMA`."""
-        self._retention = retention
+        self.retention = retention
         self._retained_to = 0
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
@@ -1403,9 +1398,8 @@ class Store(Backend):
             StoreFullError: There is no room until sessions are settled and removed.
         """
         packed = await asyncio.to_thread(self.pack, arrivals)
-        most = self._retention.max_bytes
         try:
-            repeats = await self.write(lambda tx: _ingest(tx, packed, now_ms, most))
+            repeats = await self.write(lambda tx: _ingest(tx, packed, now_ms))
         except (StoreFullError, InvalidFieldError):
             await asyncio.to_thread(self.forget, packed)
             raise
@@ -1418,6 +1412,7 @@ class Store(Backend):
     load = _method(load)
     settle = _method(settle)
     unscored = _method(find_unscored, reads=True)
+    add_scores = _method(add_scores)
     seek = _method(seek)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
@@ -1432,11 +1427,6 @@ class Store(Backend):
     session = _method(read_session, reads=True)
     sessions_after = _method(sessions_after, reads=True)
     counts = _method(counts, reads=True)
-
-    async def add_scores(self, teacher: pb.Teacher, key: log.RowKey, scores: bytes) -> None:
-        """Stores the scores of a trajectory. See `add_scores`."""
-        most = self._retention.max_bytes
-        await self.write(lambda tx: add_scores(tx, teacher, key, scores, most))
 
     async def tick(self, now_ms: int) -> bool:
         """Acts on deadlines that have passed and returns whether anything became deliverable."""
@@ -1461,7 +1451,7 @@ class Store(Backend):
             rows = tx.db.rows(sql, begin, _REMOVED_AT_ONCE)
             if not rows or not tx.db.row("SELECT 1 FROM consumers LIMIT 1"):
                 return 0, []
-            before_ms = self._retention.settled_before(self.stored_bytes(tx), now_ms)
+            before_ms = self.retention.settled_before(self.stored_bytes(tx), now_ms)
             last: int = rows[-1][0]
             found = tx.db.rows(_OVER, SESSION_LOG, begin, last, before_ms)
             return last if len(rows) == _REMOVED_AT_ONCE else 0, [key for (key,) in found]

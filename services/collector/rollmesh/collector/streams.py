@@ -26,8 +26,8 @@ from rollmesh.collector.log import (
     check_consumer_name,
     check_version,
 )
+from rollmesh.collector.scoring import Teachers
 from rollmesh.collector.store import Store, consumer_unknown
-from rollmesh.collector.teachers import Teachers
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     ConsumerMovedError,

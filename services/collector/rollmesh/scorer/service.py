@@ -12,24 +12,9 @@ from rollmesh.scorer.config import ScorerConfig
 from rollmesh.scorer.workers import Workers
 from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, server_pb2
 
-# The RPC of the scorer.
 
-
-class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
-    """Gives each session to a worker."""
-
-    def __init__(self, workers: Workers) -> None:
-        """Takes the workers, which the service starts and stops."""
-        self._workers = workers
-
-    async def Score(
-        self, request: scorer_pb2.ScoreRequest, context: Context
-    ) -> scorer_pb2.ScoreResponse:
-        return scorer_pb2.ScoreResponse(rewards=await self._workers.score(request.session))
-
-
-class ScorerService:
-    """One scorer process. It keeps no state."""
+class ScorerService(scorer_pb2_grpc.ScorerServiceServicer):
+    """One scorer process, which gives each session to a worker. It keeps no state."""
 
     names = ("rollmesh.v1.ScorerService",)
 
@@ -49,9 +34,13 @@ class ScorerService:
         return frozenset()
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
-        servicer = ScorerServicer(self._workers)
-        scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
+        """Registers the RPC."""
+        scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self, server)
+
+    async def Score(
+        self, request: scorer_pb2.ScoreRequest, context: Context
+    ) -> scorer_pb2.ScoreResponse:
+        return scorer_pb2.ScoreResponse(rewards=await self._workers.score(request.session))
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
