@@ -20,7 +20,7 @@ from rollmesh.chat.parsing import (
     detect,
     vllm_names,
 )
-from rollmesh.chat.templates import ChatTemplate, printer
+from rollmesh.chat.templates import ChatTemplate
 from tests.chat.parsing.test_formats import CONTEXT, kimi
 from tests.paths import package_folder
 
@@ -191,11 +191,9 @@ def test_formats_left_to_vllm_exist_in_vllm() -> None:
 
 def chosen(source: str, tokenizer: Tokenizer, tool_parser: str = "auto") -> AnswerFormat:
     return choose(
-        source,
-        printer(ChatTemplate(source, {})),
+        ChatTemplate(source, {}),
         tokenizer,
         tool_parser=tool_parser,
-        reasoning_parser="auto",
         shown=("<|x|>",),
     )
 

@@ -8,8 +8,8 @@ from rollmesh.chat import ParserEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing import HERMES, ObjectCallParser
 
 
-def parse(parts: list[str]) -> tuple[ObjectCallParser, list[ParserEvent]]:
-    parser = ObjectCallParser(HERMES)
+def parse(parts: list[str], *names: str) -> tuple[ObjectCallParser, list[ParserEvent]]:
+    parser = ObjectCallParser(HERMES, {*(names or ("f", "g"))})
     found = [event for text in parts for event in parser.feed(text)]
     return parser, found + parser.finish()
 
@@ -111,7 +111,7 @@ def test_the_events_joined_are_the_answer(
 
 
 def test_arguments_leave_while_they_are_sampled() -> None:
-    parser = ObjectCallParser(HERMES)
+    parser = ObjectCallParser(HERMES, {"f"})
     events = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
     assert events == [ToolCallEvent(0, name="f"), ToolCallEvent(0, arguments='{"a": "lo')]
 
@@ -134,7 +134,7 @@ def test_any_call_survives_any_cut(
 ) -> None:
     text = before + call(json.dumps({"name": name, "arguments": arguments}))
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parser, _ = parse([text[a:b] for a, b in itertools.pairwise(bounds)])
+    parser, _ = parse([text[a:b] for a, b in itertools.pairwise(bounds)], name)
     assert [(n, json.loads(a)) for n, a in parser.calls] == [(name, arguments)]
     assert parser.content == before.rstrip()
     assert not parser.malformed

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models,
 from rollmesh.chat import InvalidInputError, Tokenizer
 from rollmesh.chat.check import report
 from rollmesh.chat.parsing import UNKNOWN, AnswerFormat, check_readable, choose
-from rollmesh.chat.templates import ChatTemplate, Kind, TemplateProfile, printer
+from rollmesh.chat.templates import ChatTemplate, Kind, TemplateProfile
 from tests.chat import families
 
 CONTROL = re.compile(r"<\|[a-z_]+\|>")
@@ -60,12 +60,8 @@ def tokenizer_of(source: str, folder: Path) -> Tokenizer:
 
 def chosen(source: str, folder: Path) -> AnswerFormat:
     return choose(
-        source,
-        printer(ChatTemplate(source, {})),
+        ChatTemplate(source, {}),
         tokenizer_of(source, folder),
-        tool_parser="auto",
-        reasoning_parser="auto",
-        shown=(),
     )
 
 
@@ -143,12 +139,8 @@ def test_the_marks_of_reasoning_are_those_that_the_template_prints(
 def test_every_template_keeps_the_format_that_its_parser_reads_back(name: str) -> None:
     family = families.load(name)
     found = choose(
-        family.source,
-        printer(family.template),
+        family.template,
         family.tokenizer,
-        tool_parser="auto",
-        reasoning_parser="auto",
-        shown=(),
     )
     assert (found.tools != UNKNOWN, found.why) == (True, "")
 

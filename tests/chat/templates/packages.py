@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rollmesh.chat import Tokenizer
 from rollmesh.chat.parsing import AnswerFormat, choose
-from rollmesh.chat.templates import load_model, printer
+from rollmesh.chat.templates import load_model
 from tests.chat import families
 from tests.chat.templates.comparison import Model
 from tests.paths import ROOT
@@ -56,12 +56,8 @@ class Package:
             self.write(name, Path(folder))
             template, tokenizer = load_model(Path(folder))
         return choose(
-            template.source,
-            printer(template),
+            template,
             tokenizer,
-            tool_parser="auto",
-            reasoning_parser="auto",
-            shown=(),
         )
 
     @cache  # noqa: B019 - packages live as long as the tests

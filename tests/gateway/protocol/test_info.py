@@ -48,10 +48,10 @@ def test_a_refused_order_names_its_place_and_the_message_that_cannot_follow() ->
     profile = TemplateProfile(
         Kind.APPEND_ONLY,
         "<end>",
-        refused=(
-            RefusedOrder("first system", "assistant", with_tools=True, why="no"),
-            RefusedOrder("tool", None, with_tools=False, why="neither"),
-        ),
+        refused={
+            RefusedOrder("first system", "assistant", with_tools=True): "no",
+            RefusedOrder("tool", None): "neither",
+        },
     )
     greeting, answer = write_template(profile, "ab").refused_orders
     assert greeting == template_pb2.RefusedOrder(

@@ -65,7 +65,6 @@ async def _connected(work: Callable[..., Awaitable[None]], options: argparse.Nam
 
 
 async def _ask(collectors: CollectorDirectory, method: str, request: Any) -> Any:
-    """Makes a call at the collector in use."""
     async with collectors.one() as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         with typed_errors():
@@ -125,7 +124,6 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
 
 
 async def _show_pages(collectors: CollectorDirectory, method: str, request: Any) -> None:
-    """Prints the entries of all pages of a list."""
     while True:
         page = await _ask(collectors, method, request)
         for field, entries in page.ListFields():
@@ -191,7 +189,6 @@ async def _sessions(
 async def _chosen(
     sessions: AsyncIterator[session_pb2.SessionRecord], options: argparse.Namespace
 ) -> AsyncIterator[session_pb2.SessionRecord]:
-    """Yields the sessions that the flags select."""
     async for session in sessions:
         shown = summary_of(session)
         if all(shown[name] == value for name, value in _selection(options).items()):
@@ -199,13 +196,11 @@ async def _chosen(
 
 
 def _selection(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the selection flags that are given."""
     given = {name: getattr(options, name) for name in _SELECTED}
     return {name: value for name, value in given.items() if value}
 
 
 def _show(message: protobuf_message.Message) -> None:
-    """Prints a message as one line of JSON."""
     _say(json.dumps(plain(message), ensure_ascii=False))
 
 

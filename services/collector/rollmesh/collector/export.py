@@ -223,7 +223,6 @@ async def export(
 
 
 def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
-    """Writes the images of a session that are not there yet."""
     for image in session.images:
         path = folder / f"{image.sha256}{_SUFFIXES.get(image.media_type, '')}"
         if path.exists():

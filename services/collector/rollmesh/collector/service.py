@@ -383,7 +383,6 @@ def _check_sessions(records: Sequence[session_pb2.SessionRecord]) -> None:
 
 
 def _check_position(field: str, position: pb.Position) -> None:
-    """Checks that a position is set."""
     place = position.WhichOneof("place")
     if place is None or (place == "end" and position.end == pb.LOG_END_UNSPECIFIED):
         raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
@@ -399,7 +398,6 @@ def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:
 def _page_size(
     request: pb.ListConsumersRequest | pb.ListFilteredRequest | pb.ListGroupsRequest,
 ) -> int:
-    """Validates and returns the page size of a request."""
     size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
     if not 0 < size <= _MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {size}; give 1 to {_MAX_PAGE}")

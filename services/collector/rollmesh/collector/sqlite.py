@@ -66,10 +66,6 @@ class Place(NamedTuple):
     """Length, bytes."""
 
 
-class ArraysLostError(Exception):
-    """The arrays of a session are missing from their file."""
-
-
 def _is_ours(path: Path) -> bool:
     """Returns whether a file is named like those of `ArrayFiles`."""
     name = path.name
@@ -133,11 +129,11 @@ class ArrayFiles:
             with suppress(FileExistsError):
                 return file, self._path(file).open("xb")
 
-    def read(self, place: Place) -> bytes:
+    def read(self, session_id: str, place: Place) -> bytes:
         """Returns the arrays of a session.
 
         Raises:
-            ArraysLostError: The arrays are missing.
+            SessionDamagedError: The arrays are missing.
             StoreError: The arrays cannot be read now, or the directory is missing.
         """
         path = self._path(place.file)
@@ -146,17 +142,17 @@ class ArrayFiles:
                 descriptor = os.open(path, os.O_RDONLY)
             except FileNotFoundError as error:
                 self._folder.stat()  # if it is missing, a disk is not mounted
-                raise ArraysLostError(f"{path}: is gone") from error
+                raise damaged(session_id, f"{path}: is gone") from error
             try:
                 data = os.pread(descriptor, place.size, place.at)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                raise ArraysLostError(f"{path}: {error}") from error
+                raise damaged(session_id, f"{path}: {error}") from error
             finally:
                 os.close(descriptor)
         if len(data) != place.size:
-            raise ArraysLostError(f"{path}: is cut")
+            raise damaged(session_id, f"{path}: is cut")
         return data
 
     def remove(self, files: Collection[int]) -> None:
@@ -262,10 +258,12 @@ class SqliteStore(Store):
         )
         found: dict[str, bytes | SessionDamagedError] = {}
         for session_id, arrays, *place in rows:
-            try:
-                found[session_id] = self._files.read(Place(*place)) if arrays is None else arrays
-            except ArraysLostError as error:
-                found[session_id] = damaged(session_id, str(error))
+            found[session_id] = arrays
+            if arrays is None:
+                try:
+                    found[session_id] = self._files.read(session_id, Place(*place))
+                except SessionDamagedError as error:
+                    found[session_id] = error
         return found
 
     def removing(self, tx: Transaction, keys: Sequence[str]) -> None:

@@ -440,7 +440,6 @@ def _is_unfilled(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
 
 
 def _with_policies(tx: Transaction) -> list[pb.Consumer]:
-    """Returns the consumers that have their own group policy."""
     rows = tx.db.rows(
         "SELECT name, settings FROM consumers WHERE log NOT IN (?1, ?2)", SESSION_LOG, GROUP_LOG
     )
@@ -576,7 +575,6 @@ class Known(NamedTuple):
 
 
 def _known(tx: Transaction, name: str) -> Known:
-    """Returns the progress of a consumer."""
     row = tx.db.row(
         "SELECT log, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?1", name
     )
@@ -1036,7 +1034,6 @@ class Unscored(NamedTuple):
 
 
 def _teacher_key(teacher: pb.Teacher) -> str:
-    """Returns under which key a teacher's scores are stored."""
     return f"{teacher.top_k}:{teacher.model}"
 
 

@@ -470,7 +470,6 @@ class Subscriptions:
                 stream.end(error or moved)
 
     def _know(self, settings: pb.Consumer) -> Consumer:
-        """Returns a consumer with its current settings."""
         if (known := self._known.get(settings.name)) is not None:
             consumer = known
         else:

@@ -7,9 +7,9 @@ from pathlib import Path
 from rollmesh.chat.images import load_rule
 from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
+from rollmesh.chat.rendering import TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation
-from rollmesh.chat.templates.jinja import TemplateRenderError
-from rollmesh.chat.templates.loading import load_model, printer
+from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.templates.profile import REWRITING, TemplateProfile
 from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelFilesError
@@ -36,7 +36,7 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
         lines += [f"  - {finding}" for finding in sorted(other)]
     if profile.refused:
         lines += ["", "Requests with these orders of roles are refused:"]
-        lines += sorted(f"  - {order}: {order.why}" for order in profile.refused)
+        lines += sorted(f"  - {order}: {why}" for order, why in profile.refused.items())
     if format_.one_call:
         lines += ["", "The template allows one tool call: an answer ends before a second."]
     if format_.tools == UNKNOWN:
@@ -62,14 +62,7 @@ def main() -> int:
     except (TemplateRefusedError, TemplateRenderError) as error:
         print(f"refused: {error}")
         return 1
-    format_ = choose(
-        template.source,
-        printer(template),
-        tokenizer,
-        tool_parser="auto",
-        reasoning_parser="auto",
-        shown=(),
-    )
+    format_ = choose(template, tokenizer)
     print(report(found, format_))
     return 0
 

@@ -35,9 +35,10 @@ from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.detection import check_readable, choose
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent
+from rollmesh.chat.rendering import TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation, Seen
-from rollmesh.chat.templates.jinja import TemplateRenderError, unix_now
-from rollmesh.chat.templates.loading import load_model, printer
+from rollmesh.chat.templates.jinja import unix_now
+from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError, TokenIds
@@ -78,12 +79,10 @@ class ChatModel:
         """
         template, tokenizer = load_model(Path(path))
         format_ = choose(
-            template.source,
-            printer(template),
+            template,
             tokenizer,
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
-            shown=(),
         )
         if format_.tools.startswith(VLLM):
             if tool_parser != "auto":

@@ -10,7 +10,7 @@ import io
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.messages import Image, MessageGroup, images_of
+from rollmesh.chat.messages import Image
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TokenIds, read_json
 
 _ID_NAMES = (
@@ -341,60 +341,3 @@ def locate(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> list[Plac
     if reserved[end:].any():
         raise PlacementError("the ids hold placeholders without an image")
     return found
-
-
-# Encodes a template's text, with the runs of images in it.
-
-
-class ImageEncoder:
-    """The tokenizer and the image rule of one model."""
-
-    def __init__(self, tokenizer: ModelTokenizer, rule: ImageRule | None) -> None:
-        """Takes both. Without a rule the model takes no images."""
-        self._tokenizer = tokenizer
-        self._rule = rule
-        self.printed = ""
-        """The text that the template prints for an image. Empty without a rule."""
-        if rule is not None:
-            texts = tokenizer.added_texts
-            self.printed = next(
-                (text for text in texts if tokenizer.special_id(text) == rule.printed_id), ""
-            )
-
-    def encode(self, text: str, images: Sequence[Image]) -> TokenIds:
-        """Returns the ids of printed text that shows images. Uint32 [N].
-
-        Raises:
-            PlacementError: The text does not show exactly these images.
-            ImageRefusedError: The model cannot take an image of that size.
-        """
-        ids = self._tokenizer.encode(text)
-        return ids if self._rule is None else expand(ids, images, self._rule)
-
-    def places(self, group: MessageGroup, ids: TokenIds) -> tuple[Placeholder, ...]:
-        """Returns where the images of a group are in its ids, uint32 [N].
-
-        Raises:
-            PlacementError: The ids do not hold exactly the runs of these images.
-        """
-        rule, images = self._rule, images_of([group])
-        return () if rule is None or not images else tuple(locate(ids, images, rule))
-
-    def over(self, images: Iterable[Image]) -> Callable[[str], TokenIds]:
-        """Returns a function that encodes the pieces of a printed conversation in order.
-
-        It takes as many of the images as each piece shows. A piece that shows more images than are
-        left keeps its placeholders.
-        """
-        rule, left = self._rule, list(images)[::-1]
-        if rule is None or not left:
-            return self._tokenizer.encode
-
-        def encode(text: str) -> TokenIds:
-            ids = self._tokenizer.encode(text)
-            shown = int(np.isin(ids, rule.reserved_ids).sum())
-            if not 0 < shown <= len(left):
-                return ids
-            return expand(ids, [left.pop() for _ in range(shown)], rule)
-
-        return encode

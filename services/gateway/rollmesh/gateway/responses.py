@@ -1,6 +1,7 @@
 """Writes answers and sessions as the messages of `rollmesh.v1`."""
 
 from collections.abc import Iterable
+from itertools import starmap
 
 from rollmesh.chat import (
     Message,
@@ -229,7 +230,7 @@ def write_template(profile: TemplateProfile, sha256: str) -> template_pb2.Templa
         sha256=sha256,
         kind=write_kind(profile.kind),
         findings=sorted(map(write_finding, profile.findings)),
-        refused_orders=map(_write_order, profile.refused),
+        refused_orders=starmap(_write_order, profile.refused.items()),
         image_roles=sorted(map(write_role, profile.image_roles)),
     )
 
@@ -266,12 +267,12 @@ def write_special_text(setting: str) -> gateway_pb2.SpecialTextPolicy.ValueType:
     return gateway_pb2.SpecialTextPolicy.Value(f"SPECIAL_TEXT_POLICY_{setting.upper()}")
 
 
-def _write_order(order: RefusedOrder) -> template_pb2.RefusedOrder:
+def _write_order(order: RefusedOrder, why: str) -> template_pb2.RefusedOrder:
     place = order.place.upper().replace(" ", "_")
     return template_pb2.RefusedOrder(
         place=template_pb2.MessagePlace.Value(f"MESSAGE_PLACE_{place}"),
         role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else write_role(order.role),
         with_tools=order.with_tools,
         behind_system=order.behind_system,
-        explanation=order.why,
+        explanation=why,
     )

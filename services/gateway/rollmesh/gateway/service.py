@@ -23,7 +23,6 @@ from rollmesh.chat.templates import (
     SpecialText,
     context_of,
     load_model,
-    printer,
     vocabulary_of,
 )
 from rollmesh.gateway import metrics
@@ -89,8 +88,7 @@ class GatewayService:
         self._reserved_ids = load_reserved_ids(config.model_path)
         try:
             self._format = choose(
-                template.source,
-                printer(template),
+                template,
                 self._tokenizer,
                 tool_parser=config.tool_parser,
                 reasoning_parser=config.reasoning_parser,

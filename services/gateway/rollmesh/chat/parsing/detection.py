@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.errors import InvalidInputError
@@ -22,6 +21,7 @@ from rollmesh.chat.parsing.formats import (
 )
 from rollmesh.chat.parsing.parser import MOST_NAME
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, ReasoningSplitter
+from rollmesh.chat.rendering import ModelTemplate
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # Checks a format by a round trip: the template prints a call, and the format's parser reads it.
@@ -47,30 +47,16 @@ _WITH_TOOLS = replace(make_context(json.dumps([_TOOL]).encode(), b""), now=_NOW)
 _USER = Message("user", "Hi.")
 
 
-class Render(Protocol):
-    """Prints conversations with a template."""
-
-    def __call__(
-        self,
-        messages: tuple[Message, ...],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """Returns the text of a conversation. Empty if the template refuses it."""
-        ...
-
-
 class Printed:
     """A template's own print of a call and of reasoning."""
 
-    def __init__(self, render: Render, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
         """Prints both."""
         self._tokenizer = tokenizer
-        self.call, self.one_call = _call_of(render)
+        self.call, self.one_call = _call_of(template)
         """Text of a call, empty if the template prints none, and whether it refuses two."""
         thinking = Message("assistant", _SAID, reasoning=_THOUGHT)
-        thought = _answer_of(render, thinking, _WITHOUT_TOOLS)
+        thought = _answer_of(template, thinking, _WITHOUT_TOOLS)
         self.thought = thought if thought and _THOUGHT in thought else ""
         """Text of an answer with reasoning. Empty if the template prints no reasoning."""
 
@@ -102,22 +88,22 @@ class Printed:
         return decoder.feed_all(ids) + decoder.finish()
 
 
-def _call_of(render: Render) -> tuple[str, bool]:
+def _call_of(template: ModelTemplate) -> tuple[str, bool]:
     """Returns the text of a call, and whether the template refuses an answer of two."""
     for id_ in _CALL_IDS:
         call = ToolCall(id_, _NAME, json.dumps(_ARGUMENTS))
-        text = _answer_of(render, Message("assistant", "", (call,)), _WITH_TOOLS)
+        text = _answer_of(template, Message("assistant", "", (call,)), _WITH_TOOLS)
         if _NAME in text:
             other = replace(call, id=f"{id_[:-1]}2")
             both = Message("assistant", "", (call, other))
-            return text, not render((_USER, both), _WITH_TOOLS)
+            return text, not template.printed((_USER, both), _WITH_TOOLS)
     return "", False
 
 
-def _answer_of(render: Render, answer: Message, context: RenderContext) -> str:
+def _answer_of(template: ModelTemplate, answer: Message, context: RenderContext) -> str:
     """Returns the text of an answer, without the part that the generation prompt prints."""
-    whole = render((_USER, answer), context)
-    opened = render((_USER,), context, generation_prompt=True)
+    whole = template.printed((_USER, answer), context)
+    opened = template.printed((_USER,), context, generation_prompt=True)
     both = enumerate(zip(whole, opened, strict=False))
     at = next((at for at, (one, other) in both if one != other), min(len(whole), len(opened)))
     begun = max(whole.rfind("<", 0, at), whole.rfind("[", 0, at))
@@ -242,13 +228,12 @@ def _available(format_: AnswerFormat) -> AnswerFormat:
 
 
 def choose(
-    template_source: str,
-    render: Render,
+    template: ModelTemplate,
     tokenizer: ModelTokenizer,
     *,
-    tool_parser: str,
-    reasoning_parser: str,
-    shown: tuple[str, ...],
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    shown: tuple[str, ...] = (),
 ) -> AnswerFormat:
     """Returns how the model writes calls and reasoning: as configured, or as its template shows.
 
@@ -256,8 +241,7 @@ def choose(
     prints, or if only vLLM can parse it and vLLM is not installed.
 
     Args:
-        template_source: The source in which the format is detected.
-        render: Prints a conversation with the template.
+        template: The model's. The format is detected in its source.
         tokenizer: The model's.
         tool_parser: The setting of the gateway.
         reasoning_parser: The setting of the gateway.
@@ -266,10 +250,10 @@ def choose(
     Raises:
         InvalidInputError: There is no such parser, or it cannot be used here.
     """
-    found = detect(template_source)
-    printed = Printed(render, tokenizer)
+    found = detect(template.source)
+    printed = Printed(template, tokenizer)
     if tool_parser == "auto" or reasoning_parser == "auto":
-        found = _verified(found, template_source, printed)
+        found = _verified(found, template.source, printed)
     tools = found.tools if tool_parser == "auto" else tool_parser
     if tools.startswith(VLLM):
         if why := vllm_problem(tools.removeprefix(VLLM)):

@@ -227,6 +227,60 @@ class Coming:
         return text[max(len(text) - self._kept, 0) :]
 
 
+class BracketScanner:
+    """Finds the end of a value in text that comes piece by piece: brackets, strings, escapes."""
+
+    def __init__(self, quotes: str, brackets: tuple[str, str], cuts: tuple[str, ...] = ()) -> None:
+        """Takes what begins and ends strings, what opens and closes, and what cuts a value off."""
+        self.done = False
+        """Whether the end is found, or the value is cut off."""
+        self.size = 0
+        """Characters of the value so far."""
+        self._quotes, (self._opens, self._closes), self._cuts = quotes, brackets, cuts
+        self._firsts = "".join([one[0] for one in cuts])
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def scan(self, text: str) -> int:
+        """Takes text. Returns how many of its characters belong to the value."""
+        size = self._size_in(text)
+        self.size += size
+        return size
+
+    def ends_in(self, text: str) -> bool:
+        """Takes text. Returns whether the value ends in it, or has ended."""
+        if not self.done:
+            self.scan(text)
+        return self.done
+
+    def _size_in(self, text: str) -> int:
+        for at, char in enumerate(text):
+            if self._quote:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._firsts and (cut := self._cut_at(text, at)):
+                self.done = text.startswith(cut, at)
+                return at
+            elif char in self._opens:
+                self._depth += 1
+            elif char in self._closes:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.done = True
+                    return at + 1
+        return len(text)
+
+    def _cut_at(self, text: str, at: int) -> str:
+        return next((one for one in self._cuts if one.startswith(text[at : at + len(one)])), "")
+
+
 def possible_start(text: str, tags: tuple[str, ...]) -> int:
     """Returns how many of the last characters may begin one of `tags`."""
     longest = max(map(len, tags), default=0)

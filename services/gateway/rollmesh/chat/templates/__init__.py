@@ -3,13 +3,13 @@
 May import `messages`, `canonical`, `json_values` and `tokenizer`, and `parsing` for reasoning tags.
 """
 
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation, Seen, shown_time
-from rollmesh.chat.templates.jinja import ChatTemplate, ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.jinja import ChatTemplate
 from rollmesh.chat.templates.loading import (
     context_of,
     load_model,
     load_template,
-    printer,
     vocabulary_of,
 )
 from rollmesh.chat.templates.probing import RememberedTemplate, SystemRule, probe
@@ -18,11 +18,10 @@ from rollmesh.chat.templates.profile import (
     REWRITING,
     Finding,
     Kind,
-    RefusedOrder,
     TemplateProfile,
 )
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.templates.windows import TemplateRefusedError, readable
+from rollmesh.chat.templates.windows import RefusedOrder, TemplateRefusedError, readable
 
 __all__ = [
     "MOVING",
@@ -43,7 +42,6 @@ __all__ = [
     "context_of",
     "load_model",
     "load_template",
-    "printer",
     "probe",
     "readable",
     "shown_time",

@@ -29,10 +29,11 @@ import numpy as np
 
 from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.images import ImageEncoder, ImageRule, Placeholder
+from rollmesh.chat.images import ImageRule, Placeholder, expand, locate, reserved_texts
 from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName, images_of
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError, unix_now
+from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.templates.probing import Probed, probe
 from rollmesh.chat.templates.profile import (
     REWRITING,
@@ -76,29 +77,18 @@ class HeldGroup(Protocol):
     seen: Seen | None
     """The render of the context up to this group, if it was compared and is equal."""
 
-    @property
-    def end(self) -> int:
-        """Length of the context up to and including this group, in tokens."""
-        ...
-
-    @property
-    def messages(self) -> MessageGroup:
-        """The messages."""
-        ...
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """The ids that the group adds. Uint32 [N]."""
-        ...
+    end: int
+    """Length of the context up to and including this group, in tokens."""
+    messages: MessageGroup
+    """The messages."""
+    token_ids: TokenIds
+    """The ids that the group adds. Uint32 [N]."""
+    ends_turn: bool
+    """False for a truncated answer. The next group closes it."""
 
     @property
     def sample(self) -> object | None:
         """The sampled ids. None for a group that the template printed."""
-        ...
-
-    @property
-    def ends_turn(self) -> bool:
-        """False for a truncated answer. The next group closes it."""
         ...
 
 
@@ -112,56 +102,13 @@ class Comparison(NamedTuple):
     """The text of the prompt up to the model's turn, where it was compared and is equal."""
 
 
-def compare(
-    render: str,
-    generation_prompt: str,
-    path: Sequence[HeldGroup],
-    added: Sequence[TokenIds],
-    encoder_after: Callable[[int], Callable[[str], TokenIds]],
-    ends: Ends,
-) -> Comparison:
-    """Compares a render of a conversation with its ids.
-
-    Args:
-        render: The whole conversation as the template prints it, the model's turn opened.
-        generation_prompt: What opens the model's turn.
-        path: The nodes that hold the beginning of the conversation.
-        added: The ids that a request adds to them. Uint32 [N] each.
-        encoder_after: Returns what makes ids of the render after so many nodes of the path, piece
-            by piece.
-        ends: How the template ends answers: text on both sides tokenizes apart.
-    """
-    begun, chars, digest = _known(render, path)
-    held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
-    at, encode = 0, encoder_after(begun)
-    for chunk in _chunks(render, chars, ends):
-        ids = encode(chunk)
-        differs = _first_difference(ids, held[at : at + len(ids)])
-        if differs is not None:
-            return Comparison(_node_at(path, begun, at + differs))
-        at += len(ids)
-    if at < len(held):
-        return Comparison(_node_at(path, begun, at))
-    if not render.endswith(generation_prompt):
-        return Comparison(None)
-    size = len(render) - len(generation_prompt)
-    digest.update(_bytes(render[chars:size]))
-    return Comparison(None, Seen(size, digest.digest()))
-
-
-def divide(
+def _divide(
     ids: TokenIds, known: Sequence[TokenIds | None], generation_prompt: TokenIds
 ) -> list[TokenIds] | None:
-    """Divides the ids of a render among the groups that it prints.
+    """Divides the ids of a render among the groups that it prints. None if they are not found.
 
-    Args:
-        ids: The ids of all groups, and of what opens the model's turn. Uint32 [N].
-        known: The ids of each group. None for an answer, which takes the rest between others.
-        generation_prompt: What opens the model's turn. Uint32 [N].
-
-    Returns:
-        The ids of each group, which joined with `generation_prompt` are `ids`. None if they are
-        not found.
+    `known` has the ids of each group, or None for an answer, which takes the rest between others.
+    The parts, joined with `generation_prompt`, are `ids`.
     """
     if not _ends_with(ids, generation_prompt):
         return None
@@ -299,10 +246,11 @@ class Continuation:
             TemplateRefusedError: The template cannot be continued exactly.
         """
         self._tokenizer = tokenizer
-        self._images = ImageEncoder(tokenizer, image_rule)
+        self._image_rule = image_rule
         self._template = template
+        shown = reserved_texts((image_rule.printed_id,), tokenizer) if image_rule else ()
         self._probed = lru_cache(_PROBED)(
-            partial(probe, tokenizer=tokenizer, image=self._images.printed)
+            partial(probe, tokenizer=tokenizer, image=next(iter(shown), ""))
         )
         self._shown_time = lru_cache(_TIMES)(shown_time(template.source))
         self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
@@ -373,7 +321,8 @@ class Continuation:
         Raises:
             PlacementError: The ids do not hold exactly the runs of these images.
         """
-        return self._images.places(group, ids)
+        rule, images = self._image_rule, images_of([group])
+        return () if rule is None or not images else tuple(locate(ids, images, rule))
 
     def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node, adapted to the node's own ids.
@@ -448,12 +397,22 @@ class Continuation:
         except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
-        ends = probed.cutter.boundaries.ends
-
-        def encoder_after(nodes: int) -> Callable[[str], TokenIds]:
-            return self._images.over(images_of(groups[nodes:]))
-
-        return compare(render, generation_prompt, path, added, encoder_after, ends)
+        begun, chars, digest = _known(render, path)
+        held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
+        at, encode = 0, self._encoder_of(groups[begun:])
+        for chunk in _chunks(render, chars, probed.cutter.boundaries.ends):
+            ids = encode(chunk)
+            differs = _first_difference(ids, held[at : at + len(ids)])
+            if differs is not None:
+                return Comparison(_node_at(path, begun, at + differs))
+            at += len(ids)
+        if at < len(held):
+            return Comparison(_node_at(path, begun, at))
+        if not render.endswith(generation_prompt):
+            return Comparison(None)
+        size = len(render) - len(generation_prompt)
+        digest.update(_bytes(render[chars:size]))
+        return Comparison(None, Seen(size, digest.digest()))
 
     def reprint(
         self,
@@ -478,15 +437,17 @@ class Continuation:
         cutter, begun = self._of(context).cutter, len(path)
         try:
             groups = show([*(node.messages for node in path), *groups[begun:]])
-            ids = self._images.over(images_of(groups))(self._render(groups, context))
-            known = [self._known(cutter, groups, at, context) for at in range(begun, len(groups))]
+            ids = self._encoder_of(groups)(self._render(groups, context))
+            known = [
+                self._printed_ids(cutter, groups, at, context) for at in range(begun, len(groups))
+            ]
             generation_prompt = self.generation_prompt(groups, context)
         except TemplateRenderError:
             return None
         held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
         if not np.array_equal(ids[: len(held)], held):
             return None
-        parts = divide(ids[len(held) :], known, generation_prompt)
+        parts = _divide(ids[len(held) :], known, generation_prompt)
         return None if parts is None else (parts, generation_prompt)
 
     def _first_otherwise(
@@ -528,7 +489,7 @@ class Continuation:
             ids = ids[:-1]
         return np.array_equal(self._tokenizer.encode(text), ids)
 
-    def _known(
+    def _printed_ids(
         self, cutter: Cutter, groups: Sequence[MessageGroup], at: int, context: RenderContext
     ) -> TokenIds | None:
         """Returns the ids of a group. None for an answer, whose ids depend on the next group.
@@ -576,10 +537,32 @@ class Continuation:
 
     def _encode(self, texts: list[str], groups: Sequence[MessageGroup]) -> list[TokenIds]:
         """Returns the ids of the text that each group adds."""
+        rule, encode = self._image_rule, self._tokenizer.encode
+        if rule is None:
+            return [encode(text) for text in texts]
         return [
-            self._images.encode(text, images_of([group]))
+            expand(encode(text), images_of([group]), rule)
             for text, group in zip(texts, groups, strict=True)
         ]
+
+    def _encoder_of(self, groups: Sequence[MessageGroup]) -> Callable[[str], TokenIds]:
+        """Returns a function that encodes the pieces of a printed conversation in order.
+
+        It takes as many of the images as each piece shows. A piece that shows more images than are
+        left keeps its placeholders.
+        """
+        rule, left = self._image_rule, images_of(groups)[::-1]
+        if rule is None or not left:
+            return self._tokenizer.encode
+
+        def encode(text: str) -> TokenIds:
+            ids = self._tokenizer.encode(text)
+            shown = int(np.isin(ids, rule.reserved_ids).sum())
+            if not 0 < shown <= len(left):
+                return ids
+            return expand(ids, [left.pop() for _ in range(shown)], rule)
+
+        return encode
 
     def _pinned(self, context: RenderContext) -> RenderContext:
         """Returns a context with its time as the template prints it: caches are keyed by it."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, images_of
-from rollmesh.chat.templates.jinja import AdaptedTemplate, ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import AdaptedTemplate, ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import (
     ASKED,
     CALL,
@@ -14,6 +14,7 @@ from rollmesh.chat.templates.windows import (
     MARKER,
     WINDOWS,
     Place,
+    RefusedOrder,
     TemplateRefusedError,
     answers_no_call,
     common_prefix,
@@ -142,12 +143,9 @@ class Boundaries:
     def _find_beside_calls(self) -> str:
         """Returns a text that the template prints before calls. Some templates print none there."""
         said = Message("assistant", MARKER, (CALL,))
-        try:
-            text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
-        except TemplateRenderError:
-            return ""
+        text = self._template.printed((ASKED, said, result(FOLLOWED)), self._options)
         self.says_after_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
-        return "" if self.says_after_results else MARKER
+        return MARKER if text and not self.says_after_results else ""
 
     def _end_of(self, answer: Message) -> str:
         return self.ends.call if answer.tool_calls else self.ends.text
@@ -172,9 +170,8 @@ class Boundaries:
             return
         shared = tail
         for follower in (FOLLOWERS[place], Message("user", "c")):
-            try:
-                longer = self._template.render((*WINDOWS[place], follower), self._options)
-            except TemplateRenderError:
+            longer = self._template.printed((*WINDOWS[place], follower), self._options)
+            if not longer:
                 continue
             common = common_prefix(shared, longer.partition(MARKER)[2])
             # A role that is printed into the message itself cannot follow. It is refused later.
@@ -244,14 +241,8 @@ class Cutter:
         self.ignores_tools = False
         self.image_roles: frozenset[RoleName] = frozenset()
         """Roles whose messages may hold images."""
-        self.refused: dict[tuple[Place, RoleName], str] = {}
-        """Roles that cannot be continued after others, and why."""
-        self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
-        """Roles that cannot be continued after others if there are tools, and why."""
-        self.refused_behind_system: dict[tuple[Place, RoleName], str] = {}
-        """Roles that cannot be continued after others behind a first system message, and why."""
-        self.refused_prompts: dict[Place, str] = {}
-        """Places after which no answer can be sampled, and why."""
+        self.refused: dict[RefusedOrder, str] = {}
+        """Orders of messages that cannot be continued, and why."""
         self._generation_prompts = lru_cache(_OPENINGS)(self._generation_prompt)
 
     def texts(
@@ -294,13 +285,13 @@ class Cutter:
 
     def refusal(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
         """Returns why a group cannot be continued where it stands. Empty if it can."""
-        order = place(groups, at), groups[at][0].role
-        tables = [self.refused]
+        order = RefusedOrder(place(groups, at), groups[at][0].role)
+        orders = [order]
         if context.tools_json:
-            tables.append(self.refused_with_tools)
+            orders.append(order._replace(with_tools=True))
         if groups[0][0].role == "system":
-            tables.append(self.refused_behind_system)
-        return next((table[order] for table in tables if order in table), "")
+            orders.append(order._replace(behind_system=True))
+        return next((self.refused[one] for one in orders if one in self.refused), "")
 
     def is_joined(self, first: MessageGroup, context: RenderContext) -> bool:
         """Returns whether a first message is a system message that is printed with the user turn.
@@ -324,8 +315,8 @@ class Cutter:
             TemplateRenderError: The template has no answer after such a group.
         """
         last = place(groups, len(groups))
-        if last in self.refused_prompts:
-            raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
+        if why := self.refused.get(RefusedOrder(last, None)):
+            raise TemplateRenderError(f"an answer after {last}: {why}")
         return self._generation_prompts(last, groups[0][0].role == "system", context.now)
 
     def _generation_prompt(self, last: Place, behind_system: bool, now: int) -> str:
@@ -337,9 +328,8 @@ class Cutter:
     def find_joined_system(self, context: RenderContext) -> bool:
         """Returns whether a first system message is printed only with the user turn after it."""
         groups: list[MessageGroup] = [(Message("system", "s"),), (Message("user", "u"),)]
-        try:
-            both = self._template.render((*groups[0], *groups[1]), context)
-        except TemplateRenderError:
+        both = self._template.printed((*groups[0], *groups[1]), context)
+        if not both:
             return False
         try:
             apart = self._first(groups[:1], context) + self._delta(groups, 1, context)

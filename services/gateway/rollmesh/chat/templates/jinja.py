@@ -4,13 +4,11 @@ The environment is the same: sandboxed and immutable, blocks trimmed, loop contr
 without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` as a plain block.
 """
 
-import hashlib
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -21,64 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
 from rollmesh.chat.messages import Image, Message, RenderContext
 from rollmesh.chat.openai import write_call, write_message
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import Tokenizer
 
 _PROBE = "string7zq"
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-
-
-Adapt: TypeAlias = Callable[
-    [Sequence[Message], RenderContext], tuple[Sequence[Message], RenderContext]
-]
-
-
-class TemplateRenderError(Exception):
-    """The template refuses the messages. The error message is the template's own."""
-
-
-class ModelTemplate(ABC):
-    """Renders conversations in the format that a model was trained on."""
-
-    def __init__(self, source: str) -> None:
-        """Takes the text from which the answer format is detected."""
-        self.source = source
-        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
-        """SHA-256 of the source, hexadecimal."""
-
-    @abstractmethod
-    def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            TemplateRenderError: The template refuses the messages.
-        """
-
-
-class AdaptedTemplate(ModelTemplate):
-    """A template that is given other messages, or another context, than its caller gives."""
-
-    def __init__(self, template: ModelTemplate, adapt: Adapt) -> None:
-        """Takes the template, and the function that changes its input."""
-        super().__init__(template.source)
-        self._template, self._adapt = template, adapt
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        """Returns the text of a conversation. See `ModelTemplate.render`."""
-        return self._template.render(
-            *self._adapt(messages, context), generation_prompt=generation_prompt
-        )
 
 
 class ChatTemplate(ModelTemplate):

@@ -3,14 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.parsing.detection import Render
-from rollmesh.chat.templates.jinja import (
-    ChatTemplate,
-    ModelTemplate,
-    TemplateRenderError,
-    variables_of,
-)
+from rollmesh.chat.rendering import ModelTemplate
+from rollmesh.chat.templates.jinja import ChatTemplate, variables_of
 from rollmesh.chat.templates.profile import TemplatePair
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, Tokenizer, read_json
 
@@ -42,23 +36,6 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
         ) from error
     own = MistralTokenizer(mistral)
     return MistralTemplate(own), own
-
-
-def printer(template: ModelTemplate) -> Render:
-    """Returns what prints conversations with a template. An empty text where it refuses one."""
-
-    def render(
-        messages: tuple[Message, ...],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
-    ) -> str:
-        try:
-            return template.render(messages, context, generation_prompt=generation_prompt)
-        except TemplateRenderError:
-            return ""
-
-    return render
 
 
 def load_template(model_path: Path, tokenizer: Tokenizer) -> ModelTemplate:

@@ -30,7 +30,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from rollmesh.chat.json_values import replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.openai import write_message
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TextStream, TokenIds
 
 _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"

@@ -8,11 +8,12 @@ without that pair.
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from itertools import takewhile
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,21 +28,23 @@ from rollmesh.chat.messages import (
     images_of,
 )
 from rollmesh.chat.parsing.reasoning import OPEN
+from rollmesh.chat.rendering import AdaptedTemplate, ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter
-from rollmesh.chat.templates.jinja import (
-    AdaptedTemplate,
-    ModelTemplate,
-    TemplateRenderError,
-    unix_now,
-)
+from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.templates.profile import (
     REWRITING,
     Finding,
     Kind,
-    RefusedOrder,
     TemplateProfile,
 )
-from rollmesh.chat.templates.windows import ASKED, CALL, Place, TemplateRefusedError, place
+from rollmesh.chat.templates.windows import (
+    ASKED,
+    CALL,
+    Place,
+    RefusedOrder,
+    TemplateRefusedError,
+    place,
+)
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # The conversations over which a chat template is probed.
@@ -148,6 +151,11 @@ IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
 # Renders that are kept while a template is probed.
 
 
+_Outcomes: TypeAlias = Callable[
+    [tuple[Message, ...], RenderContext, bool], str | TemplateRenderError
+]
+
+
 class RememberedTemplate(ModelTemplate):
     """A template that renders each conversation once, until it forgets.
 
@@ -159,8 +167,7 @@ class RememberedTemplate(ModelTemplate):
         """Takes the template."""
         super().__init__(template.source)
         self._template = template
-        self._keeps = True
-        self._renders: dict[object, str | TemplateRenderError] = {}
+        self._outcome: _Outcomes = cache(self._outcome_of)
 
     def render(
         self,
@@ -170,24 +177,22 @@ class RememberedTemplate(ModelTemplate):
         generation_prompt: bool = False,
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
-        if not self._keeps:
-            return self._template.render(messages, context, generation_prompt=generation_prompt)
-        key = (tuple(messages), context, generation_prompt)
-        known = self._renders.get(key)
-        if known is None:
-            try:
-                known = self._template.render(*key[:2], generation_prompt=generation_prompt)
-            except TemplateRenderError as error:
-                known = error
-            self._renders[key] = known
+        known = self._outcome(tuple(messages), context, generation_prompt)
         if isinstance(known, TemplateRenderError):
             raise TemplateRenderError(str(known)) from known
         return known
 
     def forget(self) -> None:
         """Drops the renders, and keeps none from now on."""
-        self._keeps = False
-        self._renders = {}
+        self._outcome = self._outcome_of
+
+    def _outcome_of(
+        self, messages: tuple[Message, ...], context: RenderContext, generation_prompt: bool
+    ) -> str | TemplateRenderError:
+        try:
+            return self._template.render(messages, context, generation_prompt=generation_prompt)
+        except TemplateRenderError as error:
+            return error
 
 
 # How a template is given system messages that it does not take as they are.
@@ -222,16 +227,8 @@ class SystemRule:
 
 def must_join(template: ModelTemplate, options: RenderContext) -> bool:
     """Returns whether a template prints one system message at the beginning, but not two."""
-    alone, both = (_printed(template, (*first, ASKED), options) for first in (_TWO[:1], _TWO))
+    alone, both = (template.printed((*first, ASKED), options) for first in (_TWO[:1], _TWO))
     return _TWO[0].content in alone and not all(one.content in both for one in _TWO)
-
-
-def _printed(template: ModelTemplate, messages: tuple[Message, ...], context: RenderContext) -> str:
-    """Returns the text of a conversation. Empty if the template refuses it."""
-    try:
-        return template.render(messages, context)
-    except TemplateRenderError:
-        return ""
 
 
 def _joined(messages: Sequence[Message]) -> Message:
@@ -321,7 +318,7 @@ def _probe(
         else:
             if other.refused_systems < plain.refused_systems:
                 found, rule = ruled, later
-    if found.cutter.refused_behind_system:
+    if any(order.behind_system for order in found.cutter.refused):
         try:
             behind = _Probe(template, tokenizer, options, rule, behind_system=True).probed(image)
         except (TemplateRenderError, TemplateRefusedError):
@@ -390,7 +387,7 @@ class _Probe:
             kind if plain else Kind.REWRITES,
             shown(ends.text),
             frozenset(findings),
-            tuple(self._refused_orders()),
+            dict(self._cutter.refused),
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
             {role: shown(one) for role, one in ends.headers.items()},
@@ -405,14 +402,13 @@ class _Probe:
         return self._template.render(messages, context)
 
     def _repeats_tools(self) -> bool:
-        """Returns whether a later turn prints the tools again."""
         first = self._render((USER,), self._tools).count('"look_up"')
         whole = self._render((USER, PLAIN, USER, PLAIN, USER), self._tools)
         return first > 0 and '"look_up"' in whole.rpartition(self._boundaries.last_end)[2]
 
     def _moves_system(self) -> bool:
         """Returns whether a later user turn prints the first system message."""
-        whole = _printed(self._template, (SYSTEM, USER, PLAIN, USER), self._bare)
+        whole = self._template.printed((SYSTEM, USER, PLAIN, USER), self._bare)
         return SYSTEM.content.strip() in whole.rpartition(self._boundaries.last_end)[2]
 
     def _generation_prompt_begins_answers(self) -> bool:
@@ -431,8 +427,8 @@ class _Probe:
                 if (shows or thinks) and THOUGHT.reasoning not in earlier:
                     return True
         called = (USER, THOUGHT_CALLS, RESULT)
-        last = _printed(self._template, called, self._contexts[-1])
-        earlier = _printed(self._template, (*called, PLAIN, USER), self._contexts[-1])
+        last = self._template.printed(called, self._contexts[-1])
+        earlier = self._template.printed((*called, PLAIN, USER), self._contexts[-1])
         return bool(earlier) and THOUGHT.reasoning in last and THOUGHT.reasoning not in earlier
 
     def _strips(self) -> bool:
@@ -449,18 +445,8 @@ class _Probe:
         for call in (CALL, replace(CALL, id="other9zq1")):
             result = Message("tool", "x", tool_call_id=call.id, name=call.name)
             messages = (USER, Message("assistant", "", (call,)), result)
-            renders.append(_printed(self._template, messages, self._contexts[-1]))
+            renders.append(self._template.printed(messages, self._contexts[-1]))
         return all(renders) and renders[0] != renders[1]
-
-    def _refused_orders(self) -> Iterator[RefusedOrder]:
-        for (before, role), why in self._cutter.refused.items():
-            yield RefusedOrder(before, role, with_tools=False, why=why)
-        for (before, role), why in self._cutter.refused_with_tools.items():
-            yield RefusedOrder(before, role, with_tools=True, why=why)
-        for (before, role), why in self._cutter.refused_behind_system.items():
-            yield RefusedOrder(before, role, with_tools=False, why=why, behind_system=True)
-        for last, why in self._cutter.refused_prompts.items():
-            yield RefusedOrder(last, None, with_tools=False, why=why)
 
     def _find_system_and_tools(self) -> set[Finding]:
         """Examines the beginning of a conversation and configures the cutter."""
@@ -554,11 +540,12 @@ class _Probe:
                 self._try_greeting(messages, context)
             if context.tools_json:
                 for order in refused.keys() - before:
-                    self._cutter.refused_with_tools[order] = refused.pop(order)
+                    if order.role and not order.behind_system:
+                        refused[order._replace(with_tools=True)] = refused.pop(order)
 
     def _try_greeting(self, messages: tuple[Message, ...], context: RenderContext) -> None:
         groups = group_messages(messages)
-        order = self._culprit(groups, context)
+        order = RefusedOrder(*self._culprit(groups, context))
         outcome = self._try(groups, context)
         self._counts[outcome] += 1
         if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
@@ -598,18 +585,17 @@ class _Probe:
             if why and role == "assistant":
                 # Templates end the last answer differently. The text after it decides.
                 if whole:
-                    self._cutter.refused_prompts.setdefault("assistant", why)
+                    self._cutter.refused.setdefault(RefusedOrder("assistant", None), why)
             elif why and size == 1 and role == "system" and self._prints_alone(groups[0], context):
                 # Agents send a user message with it. The text after that decides.
-                self._cutter.refused_prompts.setdefault("first system", _OPENS_NONE)
+                self._cutter.refused.setdefault(RefusedOrder("first system", None), _OPENS_NONE)
             elif why:
                 before, role = self._culprit(groups[:size], context)
                 if (before, role) in _ESSENTIAL:
                     raise TemplateRefusedError(f"{role} after {before}: {why}")
-                refused = self._cutter.refused
-                if self._is_of_system(groups[:size], context):
-                    refused = self._cutter.refused_behind_system
-                refused[before, role] = why
+                of_system = self._is_of_system(groups[:size], context)
+                order = RefusedOrder(before, role, behind_system=of_system)
+                self._cutter.refused[order] = why
                 return outcome
         return outcome
 

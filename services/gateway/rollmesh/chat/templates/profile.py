@@ -1,12 +1,12 @@
 """The result of probing how a chat template renders a growing conversation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rollmesh.chat.messages import Message, RenderContext, RoleName
-from rollmesh.chat.templates.jinja import AdaptedTemplate, ModelTemplate
-from rollmesh.chat.templates.windows import ANY_TOOLS, Place, TemplateRefusedError
+from rollmesh.chat.rendering import AdaptedTemplate, ModelTemplate
+from rollmesh.chat.templates.windows import ANY_TOOLS, RefusedOrder, TemplateRefusedError
 
 
 class Kind(StrEnum):
@@ -59,27 +59,6 @@ MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedOrder:
-    """An order of messages that a template cannot continue."""
-
-    place: Place
-    """What stands before."""
-    role: RoleName | None
-    """The message that cannot follow. None if no answer can be sampled there."""
-    with_tools: bool
-    """Whether the order is refused only if there are tools."""
-    why: str
-    behind_system: bool = False
-    """Whether the order is refused only if a system message begins the conversation."""
-
-    def __str__(self) -> str:
-        """Returns the order, such as "assistant, system with tools"."""
-        tools = " with tools" if self.with_tools else ""
-        system = " behind a system message" if self.behind_system else ""
-        return f"{self.place}, {self.role or 'answer'}{tools}{system}"
-
-
-@dataclass(frozen=True, slots=True)
 class TemplateProfile:
     """What holds for one template, tokenizer and set of template options."""
 
@@ -87,8 +66,8 @@ class TemplateProfile:
     end_text: str
     """The special token that ends an answer in the history. Empty if it has none of its own."""
     findings: frozenset[Finding] = frozenset()
-    refused: tuple[RefusedOrder, ...] = ()
-    """Orders of messages that the template cannot continue."""
+    refused: Mapping[RefusedOrder, str] = field(default_factory=dict)
+    """Orders of messages that the template cannot continue, and why."""
     verified: int = 0
     """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
@@ -157,12 +136,16 @@ def joined(plain: TemplateProfile, tooled: TemplateProfile) -> TemplateProfile:
             f"other one with {plain.end_text or 'a header'}"
         )
     kinds = list(Kind)
-    refused = [order for order in tooled.refused if order not in plain.refused]
+    tools_only = {
+        order._replace(with_tools=True): why
+        for order, why in tooled.refused.items()
+        if (order, why) not in plain.refused.items()
+    }
     return replace(
         plain,
         kind=max(plain.kind, tooled.kind, key=kinds.index),
         findings=(plain.findings - {Finding.IGNORES_TOOLS}) | tooled.findings,
-        refused=(*plain.refused, *(replace(order, with_tools=True) for order in refused)),
+        refused={**plain.refused, **tools_only},
         verified=plain.verified + tooled.verified,
         kept=plain.kept + tooled.kept,
         image_roles=plain.image_roles & tooled.image_roles,

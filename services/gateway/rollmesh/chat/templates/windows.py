@@ -15,11 +15,11 @@ Most templates print one special token after every answer, and their models stop
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from rollmesh.chat.json_values import is_deeper, is_object
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, ToolCall
-from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
@@ -49,6 +49,25 @@ FOLLOWERS: dict[Place, Message] = {
     "assistant": Message("user", "c"),
     "tool": Message("assistant", "c"),
 }
+
+
+class RefusedOrder(NamedTuple):
+    """An order of messages that a template cannot continue."""
+
+    place: Place
+    """What stands before."""
+    role: RoleName | None
+    """The message that cannot follow. None if no answer can be sampled there."""
+    with_tools: bool = False
+    """Whether the order is refused only if there are tools."""
+    behind_system: bool = False
+    """Whether the order is refused only if a system message begins the conversation."""
+
+    def __str__(self) -> str:
+        """Returns the order, such as "assistant, system with tools"."""
+        tools = " with tools" if self.with_tools else ""
+        system = " behind a system message" if self.behind_system else ""
+        return f"{self.place}, {self.role or 'answer'}{tools}{system}"
 
 
 def place(groups: Sequence[MessageGroup], at: int) -> Place:
@@ -170,9 +189,7 @@ class _Finder:
 
     def _remedy(self, window: tuple[Message, ...]) -> str:
         """Returns the remedy for a template that does not render a window. Empty if unknown."""
-        try:
-            self._template.render(window, replace(self._options, tools_json=ANY_TOOLS))
-        except TemplateRenderError:
+        if not self._template.printed(window, replace(self._options, tools_json=ANY_TOOLS)):
             return ""
         return (
             "; the template renders conversations with tools only: put it into "
@@ -199,7 +216,6 @@ class _Finder:
         return stops
 
     def _stops(self) -> set[str]:
-        """Returns the special tokens at which the model is known to stop."""
         return {
             name
             for name in self._tokenizer.special_texts
@@ -227,11 +243,7 @@ class _Finder:
         )
         between: list[str] = []
         for messages in answers:
-            try:
-                text = self._render((ASKED, *messages))
-            except TemplateRenderError:
-                continue
-            _, _, after = text.partition(MARKER)
+            _, _, after = self._printed((ASKED, *messages)).partition(MARKER)
             inner, found, _ = after.partition(FOLLOWED)
             between.append(inner if found else "")
         return "".join(between)
@@ -244,20 +256,14 @@ class _Finder:
         """
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARKER}"}}')
         window = (ASKED, Message("assistant", "", (call,)))
-        try:
-            text = self._render((*window, result(FOLLOWED)))
-        except TemplateRenderError:
-            return end
+        text = self._printed((*window, result(FOLLOWED)))
         between, printed, _ = text.partition(MARKER)[2].partition(FOLLOWED)
         if not printed or end in between:
             return end
         stops = {name for name in self._stops() if name in between}
         if stops:
             return min(stops, key=between.find)
-        try:
-            alone = self._render(window)
-        except TemplateRenderError:
-            return end
+        alone = self._printed(window)
         names = [name for name in self._tokenizer.special_texts if alone.endswith(name)]
         last = max(names, key=len, default=end)
         return last if text.startswith(alone) else end
@@ -288,14 +294,15 @@ class _Finder:
         *,
         generation_prompt: bool,
     ) -> str | None:
-        try:
-            alone = self._render(window)
-            longer = self._template.render(
-                messages, self._options, generation_prompt=generation_prompt
-            )
-        except TemplateRenderError:
-            return None
-        return self._leading_special(longer[len(alone) :]) if longer.startswith(alone) else None
+        alone = self._printed(window)
+        longer = self._template.printed(
+            messages, self._options, generation_prompt=generation_prompt
+        )
+        begun = bool(alone) and longer.startswith(alone)
+        return self._leading_special(longer[len(alone) :]) if begun else None
+
+    def _printed(self, messages: tuple[Message, ...]) -> str:
+        return self._template.printed(messages, self._options)
 
     def _leading_special(self, text: str) -> str | None:
         fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]

@@ -72,7 +72,6 @@ class GemmaParser(StepParser):
             self.emit_text(self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition. Returns whether another may follow."""
         if self._state == "call":
             return self._step_call(events)
         if self._state == "label":

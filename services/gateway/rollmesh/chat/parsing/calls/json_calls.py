@@ -17,11 +17,13 @@ import re
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 from rollmesh.chat.json_values import is_object, read_json, write_json
 from rollmesh.chat.parsing.parser import (
     MOST_NAME,
     NAME_CHARACTER,
+    BracketScanner,
     Coming,
     ParserEvent,
     StepParser,
@@ -156,21 +158,19 @@ class ObjectCallParser(StepParser):
     TAIL between its last brace and the closing delimiter. `_held` is text not yet emitted.
     """
 
-    def __init__(self, format_: ObjectFormat, names: Set[str] | None = None) -> None:
-        """Begins an empty answer.
-
-        Args:
-            format_: The format of calls.
-            names: Names of the known tools. None accepts any name.
-        """
+    def __init__(self, format_: ObjectFormat, names: Set[str]) -> None:
+        """Begins an empty answer. `names` are the known tools."""
         super().__init__()
         self._format = format_
         self._names = names
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
         self._opened = ""  # the delimiter or the whitespace in front of a call
-        self._scanner = _ObjectScanner(format_.open)
-        self._scanned, self._unscanned, self._looked = 0, "", 0
+        # A delimiter outside of strings ends an object: it was truncated. None has a `<`.
+        cuts = (format_.open, "<") if format_.open[0] != "<" else ("<",)
+        self._new_scanner = partial(BracketScanner, '"', ("{[", "}]"), cuts)
+        self._scanner = self._new_scanner()
+        self._unscanned, self._looked = "", 0
         self._between = False  # only separators follow the last call
 
     def _end(self, events: list[ParserEvent]) -> None:
@@ -191,7 +191,6 @@ class ObjectCallParser(StepParser):
         return self._state is _State.TEXT and not self._holds
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition. Returns whether another may follow."""
         match self._state:
             case _State.TEXT:
                 return self._step_bare() or self._step_text(events)
@@ -206,8 +205,7 @@ class ObjectCallParser(StepParser):
 
     def _open(self, delimiter: str) -> None:
         self._state, self._opened = _State.HEADER, delimiter
-        self._scanner = _ObjectScanner(self._format.open)
-        self._scanned, self._unscanned = 0, ""
+        self._scanner, self._unscanned = self._new_scanner(), ""
         self._looked = 0  # no end of the body is in so many characters
 
     def _step_bare(self) -> bool:
@@ -255,7 +253,7 @@ class ObjectCallParser(StepParser):
         twice = len(head) - len(body) if body.startswith(self._format.open) else -1
         at = twice if twice >= 0 else self._end_of_body()  # so that the cuts do not matter
         header = self._format.header.match(head if at < 0 else head[:at])
-        if header and self._is_known(name := _name_of(header)):
+        if header and (name := _name_of(header)) in self._names:
             self._begin(name, header, events)
             return True
         if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(head):
@@ -301,16 +299,15 @@ class ObjectCallParser(StepParser):
 
     def _ends_body(self, text: str) -> bool:
         text = self._unscanned + text
-        size = self._scanner.scan(text)
-        self._scanned, self._unscanned = self._scanned + size, text[size:]
+        self._unscanned = text[self._scanner.scan(text) :]
         return self._scanner.done
 
     def _end_of_body(self) -> int:
         """Returns the end of a body that did not begin as usual. -1 while it is undecided."""
         if self._is_scanned:
-            seen = self._scanned + len(self._unscanned)
+            seen = self._scanner.size + len(self._unscanned)
             done = self._scanner.done or self._ends_body(self._held[seen:])
-            return self._scanned if done else -1
+            return self._scanner.size if done else -1
         at = self._held.find(self._ending, self._looked)
         self._looked = max(len(self._held) - len(self._ending), 0)
         return at
@@ -326,13 +323,10 @@ class ObjectCallParser(StepParser):
         body, self._held = self._held[:at], self._held[at + len(close) :]
         return body, close
 
-    def _is_known(self, name: str) -> bool:
-        return self._names is None or name in self._names
-
     def _begin(self, name: str, header: "re.Match[str]", events: list[ParserEvent]) -> None:
         self.begin_call(name, events, header.groupdict().get("id") or "")
         self._held = self._held[header.end() :]
-        self._scanner = _ObjectScanner(self._format.open)
+        self._scanner = self._new_scanner()
         self._state = _State.ARGUMENTS
 
     def _step_arguments(self, events: list[ParserEvent]) -> bool:
@@ -388,8 +382,7 @@ class ObjectCallParser(StepParser):
     def _whole_body(self, body: str, close: str, events: list[ParserEvent]) -> None:
         """Reads a body that did not begin as usual: keys in another order, or no call at all."""
         calls = _read_calls(body, self._format.keys, self._format.id_key)
-        known = all(self._is_known(name) for name, _, _ in calls)
-        if not calls or not known:
+        if not calls or not all(name in self._names for name, _, _ in calls):
             if body.strip() or self._opened:
                 self._refuse(body + close, events)
             return
@@ -438,49 +431,6 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
         call_id = entry.get(id_key)
         found.append((entry["name"], arguments, call_id if isinstance(call_id, str) else ""))
     return found
-
-
-class _ObjectScanner:
-    """Finds the end of a JSON object by its braces, strings and escapes.
-
-    A delimiter outside of strings also ends it: the object was truncated.
-    """
-
-    def __init__(self, delimiter: str = "") -> None:
-        self.done = False
-        self._delimiter = "" if delimiter.startswith("<") else delimiter
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def scan(self, text: str) -> int:
-        """Returns how many characters of `text` belong to the object."""
-        for at, char in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char == self._delimiter[:1] and self._delimiter.startswith(
-                text[at : at + len(self._delimiter)]
-            ):
-                self.done = text.startswith(self._delimiter, at)
-                return at
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.done = True
-                    return at + 1
-            elif char == "<":  # never JSON: any delimiter
-                self.done = True
-                return at
-        return len(text)
 
 
 def json_string(source: str) -> str:

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
@@ -22,6 +23,7 @@ from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
 from rollmesh.chat.parsing.parser import (
     MOST_NAME,
     NAME_CHARACTER,
+    BracketScanner,
     ParserEvent,
     StepParser,
     has_words,
@@ -188,6 +190,9 @@ LLAMA4 = PythonicFormat("<|python_start|>", "<|python_end|>")
 LFM2 = PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>")
 
 
+_call_scanner = partial(BracketScanner, "'\"", ("([{", ")]}"))
+
+
 class _State(Enum):
     START = auto()
     TEXT = auto()
@@ -212,7 +217,7 @@ class PythonicCallParser(StepParser):
         self._state = _State.START
         self._opened = ""  # what stands in front of the first call, until there is one
         self._refused = False  # the last entry of the list is text
-        self._end_of_call = _CallEnd()
+        self._call = _call_scanner()
 
     @property
     def idle(self) -> bool:
@@ -225,7 +230,6 @@ class PythonicCallParser(StepParser):
         self.emit_text(self._opened + self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition. Returns whether another may follow."""
         match self._state:
             case _State.START:
                 return self._step_start()
@@ -277,12 +281,12 @@ class PythonicCallParser(StepParser):
             return True
         if not _CALL.match(self._held, 0, _MOST_HEAD):
             return not self._may_follow(_CALL_BEGUN) and self._leave_list(events)
-        if not self._end_of_call.scan(self._held[self._end_of_call.size :]):
-            self._wait = self._end_of_call.scan
+        if not self._call.ends_in(self._held[self._call.size :]):
+            self._wait = self._call.ends_in
             return False
-        size = self._end_of_call.size
+        size = self._call.size
         source, self._held = self._held[:size], self._held[size:]
-        self._end_of_call = _CallEnd()
+        self._call = _call_scanner()
         self._state = _State.COMMA
         call = read_call(source.strip())
         self._refused = call is None or call[0] not in self._names
@@ -316,39 +320,3 @@ class PythonicCallParser(StepParser):
         self._refuse("", events)
         self._state = _State.TEXT
         return True
-
-
-class _CallEnd:
-    """Finds the bracket that ends a call, by brackets, strings and escapes."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        """Characters so far. Those of the call once it is found."""
-        self._found = False
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
-
-    def scan(self, text: str) -> bool:
-        """Takes text that follows. Returns whether the call ends in it."""
-        if self._found:
-            return True
-        for char in text:
-            self.size += 1
-            if self._quote:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == self._quote:
-                    self._quote = ""
-            elif char in "'\"":
-                self._quote = char
-            elif char in "([{":
-                self._depth += 1
-            elif char in ")]}":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._found = True
-                    break
-        return self._found

@@ -114,7 +114,6 @@ class TaggedCallParser(StepParser):
         self.emit_text(self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition. Returns whether another may follow."""
         return self._step_inside(events) if self._inside else self._step_text(events)
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
