@@ -2,7 +2,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.collector.log import Page, Unit
-from rollmesh.collector.streams import Consumer
+from rollmesh.collector.streams import Consumer, Stream
 from rollmesh.v1 import collector_pb2 as pb
 
 TRAINER = pb.Consumer(name="trainer", unit=pb.DELIVERY_UNIT_SESSION, lease_ms=100)
@@ -17,9 +17,9 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.now = 0
         self.units: dict[str, Unit] = {}
         self.done: set[str] = set()
-        self.holds: dict[int, set[str]] = {}
-        self.credits: dict[int, int] = {}
-        self.late: dict[str, int] = {}
+        self.holds: dict[Stream, set[str]] = {}
+        self.credits: dict[Stream, int] = {}
+        self.late: dict[str, Stream] = {}
 
     @rule()
     def unit_arrives(self) -> None:
@@ -35,14 +35,14 @@ class DeliveryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), count=st.integers(1, 3))
     def grant(self, data: st.DataObject, count: int) -> None:
-        stream = data.draw(st.sampled_from(sorted(self.holds)))
-        self.consumer.grant(stream, count)
+        stream = data.draw(st.sampled_from(list(self.holds)))
+        stream.credits += count
         self.credits[stream] += count
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        stream = data.draw(st.sampled_from(sorted(self.holds)))
+        stream = data.draw(st.sampled_from(list(self.holds)))
         held = set().union(*self.holds.values())
         free = [u for id_, u in self.units.items() if id_ not in held | self.done]
         if any(count for other, count in self.credits.items() if other != stream):
@@ -68,7 +68,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def stream_ends(self, data: st.DataObject) -> None:
-        stream = data.draw(st.sampled_from(sorted(self.holds)))
+        stream = data.draw(st.sampled_from(list(self.holds)))
         self.consumer.close_stream(stream)
         del self.holds[stream], self.credits[stream]
         self.late = {id_: late for id_, late in self.late.items() if late != stream}
@@ -104,10 +104,10 @@ def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     slow, fast = consumer.open_stream(), consumer.open_stream()
     unit = Unit(1, "s")
     consumer.add(unit)
-    consumer.grant(slow, 3)
+    slow.credits += 3
     assert consumer.take(slow, 0) == unit
     assert consumer.expire(100)
-    consumer.grant(fast, 1)
+    fast.credits += 1
     assert consumer.take(slow, 100) is None
     assert consumer.take(fast, 100) == unit
     consumer.expire(200)
@@ -118,11 +118,11 @@ def test_nothing_waits_for_a_stream_whose_consumer_does_not_read() -> None:
     consumer = Consumer(TRAINER)
     slow, fast = consumer.open_stream(), consumer.open_stream()
     for stream in (slow, fast):
-        consumer.grant(stream, 3)
+        stream.credits += 3
     consumer.add(unit(1))
     consumer.add(unit(2))
     assert consumer.take(slow, 0) == unit(1)
-    with consumer.sending(slow, 50):
+    with slow.sending(50):
         assert consumer.take(fast, 50) == unit(2)
         assert consumer.expire(100)
         assert consumer.take(fast, 100) == unit(1)
@@ -142,7 +142,7 @@ def unit(seq: int) -> Unit:
 
 def test_many_credits_do_not_bring_in_the_whole_store() -> None:
     consumer = Consumer(TRAINER)
-    consumer.grant(consumer.open_stream(), 60_000)
+    consumer.open_stream().credits = 60_000
     for begin in range(0, 1000, 64):
         wanted = consumer.wanted()
         units = [unit(seq) for seq in range(begin, begin + wanted)]
@@ -153,31 +153,33 @@ def test_many_credits_do_not_bring_in_the_whole_store() -> None:
 def test_as_much_is_fetched_as_the_streams_may_take() -> None:
     consumer = Consumer(TRAINER)
     assert consumer.wanted() == 0  # nobody has credits
-    consumer.grant(consumer.open_stream(), 3)
-    consumer.grant(consumer.open_stream(), 2)
+    first = consumer.open_stream()
+    first.credits = 3
+    consumer.open_stream().credits = 2
     assert consumer.wanted() == 5
     consumer.more = False
     assert consumer.wanted() == 0
     consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=True))
     assert (len(consumer.ready), consumer.cursor, consumer.wanted()) == (2, 2, 3)
-    consumer.grant(1, 60_000)
+    first.credits += 60_000
     assert consumer.wanted() == 64  # a page, not the whole store
 
 
 def test_a_unit_settled_while_its_page_is_read_is_not_delivered() -> None:
     consumer = Consumer(TRAINER)
-    consumer.grant(consumer.open_stream(), 5)
+    stream = consumer.open_stream()
+    stream.credits = 5
     assert consumer.wanted() == 5
     consumer.settle("s1")
     consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
-    assert consumer.take(1, 0) == unit(2)
-    assert consumer.take(1, 0) is None
+    assert consumer.take(stream, 0) == unit(2)
+    assert consumer.take(stream, 0) is None
 
 
 def test_a_settled_unit_that_the_store_returns_again_is_delivered_again() -> None:
     consumer = Consumer(TRAINER)
     stream = consumer.open_stream()
-    consumer.grant(stream, 5)
+    stream.credits += 5
     for _ in range(2):
         consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
         assert len(consumer.ready) == 2
@@ -190,7 +192,7 @@ def test_a_settled_unit_that_the_store_returns_again_is_delivered_again() -> Non
 def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:
     consumer = Consumer(TRAINER)
     stream = consumer.open_stream()
-    consumer.grant(stream, 2)
+    stream.credits += 2
     consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
     assert consumer.take(stream, 0) == unit(1)
     consumer.reset()
@@ -198,5 +200,5 @@ def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:
     assert not consumer.leased
     assert (consumer.cursor, consumer.more) == (0, True)
     assert consumer.wanted() == 1  # the credit that is left
-    consumer.refund(stream)
+    stream.credits += 1
     assert consumer.wanted() == 2

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rollmesh.collector import metrics
 from rollmesh.collector.log import (
@@ -56,12 +56,60 @@ _SETTLED = 256
 """Acknowledgements passed to the store in one call."""
 
 
-@dataclass(slots=True)
-class DeliveryLease:
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One `Subscribe` call: the state its reader shares with its writer."""
+
+    consumer: "Consumer" = field(repr=False)
+    credits: int = 0
+    """Units that it may be sent."""
+    sent_ms: int | None = None
+    """When the message in transit was sent. None if there is none."""
+    stalled: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: list[Unit] = field(default_factory=list)
+    """Leased units that are not loaded yet."""
+    loaded: deque[pb.SubscribeResponse] = field(default_factory=deque)
+    """Responses to send: at most `LOAD_BYTES` and one more unit, however slow the reader."""
+    acknowledged: list[str] = field(default_factory=list)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    error: Exception | None = None
+
+    @contextmanager
+    def sending(self, now_ms: int) -> Iterator[None]:
+        """Marks a message as in transit until the consumer has read it."""
+        self.sent_ms = now_ms
+        try:
+            yield
+        finally:
+            self.sent_ms, self.stalled = None, False
+
+    def end(self, error: RollmeshError | None = None) -> None:
+        """Makes the writer stop, with an error if one is given."""
+        self.error = self.error or error
+        self.ended = True
+        self.wake.set()
+        self.told.set()
+
+    def tell(self) -> pb.SubscribeResponse:
+        """Returns the confirmation of durable acknowledgements."""
+        ids, self.acknowledged = self.acknowledged, []
+        self.told.set()
+        return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
+
+    async def room(self) -> None:
+        """Applies back-pressure to a consumer that acknowledges without reading."""
+        while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
+            self.told.clear()
+            await self.told.wait()
+
+
+class DeliveryLease(NamedTuple):
     """A unit that was sent and is not yet acknowledged."""
 
     unit: Unit
-    stream_id: int
+    stream: Stream
     expires_ms: int
 
 
@@ -82,18 +130,14 @@ class Consumer:
     """By unit id: units that were sent and are not yet acknowledged."""
     unscored: dict[str, Unit] = field(default_factory=dict)
     """By unit id: units that wait for the scores of the consumer's teacher."""
-    streams: dict[int, int] = field(default_factory=dict)
-    """The credits of each open stream."""
+    streams: set[Stream] = field(default_factory=set)
+    """Those that are open."""
     _queued: set[str] = field(default_factory=set)
     """Ids of the ready units."""
-    _late: dict[str, int] = field(default_factory=dict)
+    _late: dict[str, Stream] = field(default_factory=dict)
     """By unit id: the open stream whose lease on it expired last."""
     _settled: set[str] = field(default_factory=set)
     """Units settled while a page was being fetched. The page may still contain them."""
-    _sending: dict[int, int] = field(default_factory=dict)
-    """By stream: when the message in transit was sent."""
-    _stalled: set[int] = field(default_factory=set)
-    _next_stream: int = 1
 
     @property
     def name(self) -> str:
@@ -103,7 +147,7 @@ class Consumer:
     @property
     def stalled(self) -> bool:
         """Whether there are streams and all of them are stalled."""
-        return bool(self.streams) and self.streams.keys() <= self._stalled
+        return bool(self.streams) and all(stream.stalled for stream in self.streams)
 
     def wanted(self) -> int:
         """Returns how many units to fetch: the credits of the streams beyond the held units.
@@ -113,7 +157,8 @@ class Consumer:
         """
         self._settled.clear()
         held = len(self.ready) + len(self.unscored)
-        wanted = min(sum(self.streams.values()) - held, _MOST_FETCHED)
+        credits_ = sum([stream.credits for stream in self.streams])
+        wanted = min(credits_ - held, _MOST_FETCHED)
         return max(wanted, 0) if self.more and held < _MOST_FETCHED else 0
 
     def add_page(self, page: Page) -> None:
@@ -140,45 +185,30 @@ class Consumer:
             self._queued.add(unit.unit_id)
             heapq.heappush(self.ready, unit)
 
-    def open_stream(self) -> int:
-        """Opens a stream without credits and returns its id."""
-        stream_id, self._next_stream = self._next_stream, self._next_stream + 1
-        self.streams[stream_id] = 0
-        return stream_id
+    def open_stream(self) -> Stream:
+        """Opens a stream without credits."""
+        stream = Stream(self)
+        self.streams.add(stream)
+        return stream
 
-    def close_stream(self, stream_id: int) -> None:
+    def close_stream(self, stream: Stream) -> None:
         """Closes a stream. The units it held become ready again."""
-        self.streams.pop(stream_id, None)
-        self._sending.pop(stream_id, None)
-        for lease in [lease for lease in self.leased.values() if lease.stream_id == stream_id]:
+        self.streams.discard(stream)
+        for lease in [lease for lease in self.leased.values() if lease.stream is stream]:
             self._return(lease)
-        self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
+        self._late = {id_: late for id_, late in self._late.items() if late is not stream}
 
-    def grant(self, stream_id: int, credits_: int) -> None:
-        """Grants a stream more credits."""
-        self.streams[stream_id] += credits_
-
-    @contextmanager
-    def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
-        """Marks a message as in transit to a stream until its consumer has read it."""
-        self._sending[stream_id] = now_ms
-        try:
-            yield
-        finally:
-            self._sending.pop(stream_id, None)
-            self._stalled.discard(stream_id)
-
-    def take(self, stream_id: int, now_ms: int) -> Unit | None:
+    def take(self, stream: Stream, now_ms: int) -> Unit | None:
         """Leases the oldest ready unit to a stream. Returns None without credits or units.
 
         A unit whose lease expired on this stream goes to another stream that can take it, if any.
         """
-        if not self.streams.get(stream_id):
+        if stream not in self.streams or not stream.credits:
             return None
-        busy = {stream_id, *self._stalled}
-        others = any(credits_ for id_, credits_ in self.streams.items() if id_ not in busy)
+        others = self.streams - {stream}
+        is_wanted = any(other.credits and not other.stalled for other in others)
         passed: list[Unit] = []
-        while others and self.ready and self._late.get(self.ready[0].unit_id) == stream_id:
+        while is_wanted and self.ready and self._late.get(self.ready[0].unit_id) is stream:
             passed.append(heapq.heappop(self.ready))
         unit = heapq.heappop(self.ready) if self.ready else None
         for late in passed:
@@ -186,8 +216,8 @@ class Consumer:
         if unit is None:
             return None
         self._queued.discard(unit.unit_id)
-        self.streams[stream_id] -= 1
-        self.leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
+        stream.credits -= 1
+        self.leased[unit.unit_id] = DeliveryLease(unit, stream, now_ms + self.settings.lease_ms)
         return unit
 
     def hold(self, unit: Unit) -> None:
@@ -218,21 +248,19 @@ class Consumer:
             heapq.heapify(self.ready)
         self._late.pop(unit_id, None)
 
-    def refund(self, stream_id: int) -> None:
-        """Returns the credit of a unit that was taken but not sent."""
-        if stream_id in self.streams:
-            self.streams[stream_id] += 1
-
     def expire(self, now_ms: int) -> bool:
         """Takes back units with expired leases. Returns whether more can be taken than before."""
         late = [lease for lease in self.leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
-            self._late[lease.unit.unit_id] = lease.stream_id
+            self._late[lease.unit.unit_id] = lease.stream
             self._return(lease)
-        slow_since = now_ms - self.settings.lease_ms
-        before = self._stalled
-        self._stalled = {id_ for id_, at_ms in self._sending.items() if at_ms <= slow_since}
-        return bool(late or self._stalled - before)
+        is_more = bool(late)
+        for stream in self.streams:
+            sent_ms = now_ms if stream.sent_ms is None else stream.sent_ms
+            slow = sent_ms <= now_ms - self.settings.lease_ms
+            is_more |= slow and not stream.stalled
+            stream.stalled = slow
+        return is_more
 
     def next_expiry_ms(self) -> int | None:
         """Returns when the next lease expires, or None if nothing is leased."""
@@ -241,43 +269,6 @@ class Consumer:
     def _return(self, lease: DeliveryLease) -> None:
         del self.leased[lease.unit.unit_id]
         self.add(lease.unit)
-
-
-class Stream:
-    """One `Subscribe` call: the state its reader shares with its writer."""
-
-    def __init__(self, consumer: Consumer) -> None:
-        """Opens a stream of a consumer."""
-        self.consumer = consumer
-        self.id = consumer.open_stream()
-        self.wake = asyncio.Event()
-        self.taken: list[Unit] = []
-        """Leased units that are not loaded yet."""
-        self.loaded: deque[pb.SubscribeResponse] = deque()
-        """Responses to send: at most `LOAD_BYTES` and one more unit, however slow the reader."""
-        self.acknowledged: list[str] = []
-        self.told = asyncio.Event()
-        self.ended = False
-        self.error: Exception | None = None
-
-    def end(self, error: RollmeshError | None = None) -> None:
-        """Makes the writer stop, with an error if one is given."""
-        self.error = self.error or error
-        self.ended = True
-        self.wake.set()
-        self.told.set()
-
-    def tell(self) -> pb.SubscribeResponse:
-        """Returns the confirmation of durable acknowledgements."""
-        ids, self.acknowledged = self.acknowledged, []
-        self.told.set()
-        return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
-
-    async def room(self) -> None:
-        """Applies back-pressure to a consumer that acknowledges without reading."""
-        while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
-            self.told.clear()
-            await self.told.wait()
 
 
 class Subscriptions:
@@ -296,7 +287,6 @@ class Subscriptions:
         """Units that consumers hold for a teacher, which are as many as they fetch. None without
         `teach`."""
         self._known: dict[str, Consumer] = {}
-        self._streams: set[Stream] = set()
 
     @property
     def consumers(self) -> list[Consumer]:
@@ -334,8 +324,11 @@ class Subscriptions:
 
     def end_streams(self) -> None:
         """Ends every stream because the service is stopping. The consumers reconnect."""
-        for stream in self._streams:
+        for stream in self._streams():
             stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
+
+    def _streams(self) -> list[Stream]:
+        return [stream for consumer in self._known.values() for stream in consumer.streams]
 
     async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs work to completion even if the caller is cancelled.
@@ -457,17 +450,17 @@ class Subscriptions:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
+        self._end_of(name, consumer_unknown(name))
         if (known := self._known.pop(name, None)) is not None:
             known.reset()
         metrics.forget(name)
-        self._end_of(name, consumer_unknown(name))
 
     def _end_of(self, name: str, error: RollmeshError | None = None) -> None:
         """Ends the streams of a consumer, which was moved unless an error says otherwise."""
         moved = ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
-        for stream in self._streams:
-            if stream.consumer.name == name:
-                stream.end(error or moved)
+        known = self._known.get(name)
+        for stream in known.streams if known else ():
+            stream.end(error or moved)
 
     def _know(self, settings: pb.Consumer) -> Consumer:
         if (known := self._known.get(settings.name)) is not None:
@@ -493,7 +486,7 @@ class Subscriptions:
                 await self.store.release(consumer.name)
 
     def _wake_all(self) -> None:
-        for stream in self._streams:
+        for stream in self._streams():
             stream.wake.set()
 
     async def stream(
@@ -513,19 +506,18 @@ class Subscriptions:
         consumer = self._know(await self.store.consumer(name))
         if consumer.settings.HasField("teacher") and self._lessons is None:
             raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
-        stream = Stream(consumer)
-        self._streams.add(stream)
+        stream = consumer.open_stream()
         reader = self.tasks.create_task(self._read(stream, requests))
         reader.add_done_callback(lambda _: stream.end())  # however it ended
         try:
             while not stream.ended:
                 stream.wake.clear()
                 if stream.acknowledged:
-                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                    with stream.sending(clock.monotonic_ms()):
                         yield stream.tell()
                 response = await self._next(stream)
                 if response is not None:
-                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                    with stream.sending(clock.monotonic_ms()):
                         yield response
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
@@ -536,8 +528,7 @@ class Subscriptions:
                 raise stream.error
         finally:
             reader.cancel()
-            self._streams.discard(stream)
-            stream.consumer.close_stream(stream.id)
+            stream.consumer.close_stream(stream)
             # A stream may end after the service: the next start reads the units not given back.
             release = partial(self._give_back, stream.consumer, if_unread=True)
             begun(self.tasks, contained(release, "units not released"))
@@ -558,7 +549,7 @@ class Subscriptions:
             case "grant":
                 if not 0 < request.grant.credits <= _MAX_CREDITS:
                     raise InvalidFieldError("grant.credits", f"give 1 to {_MAX_CREDITS}")
-                stream.consumer.grant(stream.id, request.grant.credits)
+                stream.credits += request.grant.credits
             case "acknowledge":
                 ids = request.acknowledge.delivery_ids
                 check_count("acknowledge.delivery_ids", ids, _MAX_ACKNOWLEDGED)
@@ -590,16 +581,14 @@ class Subscriptions:
             if stream.loaded:
                 response = stream.loaded.popleft()
                 lease = stream.consumer.leased.get(response.delivery.delivery_id)
-                if lease is not None and lease.stream_id == stream.id:
+                if lease is not None and lease.stream is stream:
                     return response
                 # Acknowledged since, which this client is told first, or taken back.
-                stream.consumer.refund(stream.id)
+                stream.credits += 1
                 continue
             await self._fetch(stream.consumer)
             now = clock.monotonic_ms()
-            while len(stream.taken) < _MOST_TAKEN and (
-                unit := stream.consumer.take(stream.id, now)
-            ):
+            while len(stream.taken) < _MOST_TAKEN and (unit := stream.consumer.take(stream, now)):
                 stream.taken.append(unit)
             if not stream.taken:
                 return None
@@ -631,7 +620,7 @@ class Subscriptions:
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
         for unit, loaded, response in zip(units, found, responses, strict=True):
             if response is None:
-                consumer.refund(stream.id)
+                stream.credits += 1
             if loaded is None:
                 consumer.settle(unit.unit_id)
             elif loaded.unscored:
