@@ -108,18 +108,6 @@ async def test_a_session_that_waits_for_its_trainer_is_not_taken_to_be_scored(
         assert await until(taken) == ["a"]
 
 
-async def test_a_duty_is_done_by_one_collector_at_a_time(database: Database) -> None:
-    async with postgres_store(database.url) as one, postgres_store(database.url) as other:
-        found = await asyncio.gather(*(each.turn("retain", 60_000) for each in (one, other) * 5))
-        assert found.count(True) == 1
-        assert await one.turn("another", 1)
-
-        async def again() -> bool:
-            return await other.turn("another", 1)
-
-        assert await until(again)
-
-
 async def test_a_store_has_an_id_that_its_collectors_share(database: Database) -> None:
     async with postgres_store(database.url) as one, postgres_store(database.url) as other:
         assert one.store_id == other.store_id != ""

@@ -154,7 +154,7 @@ async def test_a_full_store_of_open_sessions_keeps_them(opened: Opener) -> None:
     async with opened(Retention(settled_ms=0, max_bytes=1)) as store:
         with pytest.raises(StoreFullError):
             await ingest(store, record("a"), 0)
-    async with opened(Retention(settled_ms=0, max_bytes=2**30, near_full=0.0)) as store:
+    async with opened(Retention(settled_ms=0, max_bytes=2**30)) as store:
         await fill(store, [record("a")])
         reader = await Reader.open(store)
         await reader.take()

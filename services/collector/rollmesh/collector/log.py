@@ -796,6 +796,8 @@ def _check(consumer: pb.Consumer) -> None:
 
 REMEMBERED_MS = 30 * 24 * 3600 * 1000
 """How long ids of removed sessions are kept, milliseconds. A gateway may resend until then."""
+_NEAR_FULL = 0.9
+"""Fraction of the room above which settled sessions are removed at once, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,8 +808,6 @@ class Retention:
     """How long settled sessions are kept for a backward `Seek`, milliseconds."""
     max_bytes: int
     """Stored bytes at which new sessions are rejected."""
-    near_full: float = field(default=0.9)
-    """Fraction of `max_bytes` above which settled sessions are removed at once, oldest first."""
 
     def settled_before(self, stored_bytes: int, now_ms: int) -> int:
         """Returns the time before which a unit must have been settled to be removed now.
@@ -816,5 +816,5 @@ class Retention:
             stored_bytes: Bytes in use.
             now_ms: The current time.
         """
-        full = stored_bytes > self.near_full * self.max_bytes
+        full = stored_bytes > _NEAR_FULL * self.max_bytes
         return now_ms if full else now_ms - self.settled_ms

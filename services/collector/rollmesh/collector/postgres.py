@@ -49,7 +49,6 @@ ALTER TABLE sessions ALTER COLUMN arrays SET STORAGE EXTERNAL;
 CREATE INDEX IF NOT EXISTS progress_open ON progress (consumer) WHERE settled_ms IS NULL;
 CREATE INDEX IF NOT EXISTS sessions_to_score ON sessions (due_ms)
   WHERE due_ms IS NOT NULL AND scorer IS NOT NULL;
-CREATE TABLE IF NOT EXISTS duties (duty TEXT PRIMARY KEY, next_at TIMESTAMPTZ NOT NULL);
 CREATE TABLE IF NOT EXISTS collectors (id TEXT PRIMARY KEY, alive_until TIMESTAMPTZ NOT NULL);
 """
 )
@@ -178,19 +177,6 @@ class PostgresStore(Store):
             return [session_id for (session_id,) in rows]
 
         return await self.write(take)
-
-    async def turn(self, duty: str, every_ms: int) -> bool:
-        """Returns whether it is time for a duty, which then is not due for a while."""
-        rows = await self.write(
-            lambda tx: tx.db.rows(
-                "INSERT INTO duties VALUES (?1, clock_timestamp() + ?2 * interval '1 millisecond')"
-                " ON CONFLICT (duty) DO UPDATE SET next_at = excluded.next_at"
-                " WHERE duties.next_at <= clock_timestamp() RETURNING duty",
-                duty,
-                every_ms,
-            )
-        )
-        return bool(rows)
 
     async def changed(self) -> list[str]:
         """Marks this collector as alive, then waits a limited time for news."""

@@ -406,7 +406,7 @@ def _page_size(
 
 # Work beside the RPCs: deadlines, changes by other collectors, retention.
 
-_RETAIN_EVERY_S, _RETAIN_TURN_MS = 2.0, 1500
+_RETAIN_EVERY_S = 2.0
 _AFTER_ERROR_S = 1.0
 _ATTEND_EVERY_MS = 60_000.0
 _PATIENCE_MS = 3_600_000
@@ -433,8 +433,7 @@ async def maintain(
         subscriptions.announce()
 
     async def retain() -> None:
-        if await store.turn("retain", _RETAIN_TURN_MS):
-            metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
+        metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
         await asyncio.sleep(_RETAIN_EVERY_S)
 
     # Consumers get time to reconnect before the time without a collector counts against them.

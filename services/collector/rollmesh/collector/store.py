@@ -1346,10 +1346,6 @@ class Store:
             Their ids, most urgent first. Some may wait for other rewards than a scorer's.
         """
 
-    async def turn(self, duty: str, every_ms: int) -> bool:
-        """Returns whether this collector does a duty now, as one does in `every_ms`."""
-        return True
-
     async def changed(self) -> list[str]:
         """Waits until another collector makes something deliverable, or changes a consumer.
 

@@ -24,10 +24,6 @@ _LARGE = re.compile(r'(?<=[:,\[])"(-?\d{16,39})"')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class NotFiniteError(ValueError):
-    """A number is outside the range of doubles, so the value has no portable form."""
-
-
 def is_deeper(text: str, most: int) -> bool:
     """Returns whether objects and arrays of a JSON text are nested deeper than `most`."""
     if text.count("[") + text.count("{") <= most:
@@ -82,8 +78,7 @@ def comparable(text: str) -> str:
     """Returns the canonical text of a JSON value.
 
     Raises:
-        NotFiniteError: It has a number outside the range of doubles.
-        ValueError: It is invalid JSON or nested too deeply.
+        ValueError: It is invalid JSON, nested too deeply, or has a number beyond doubles.
     """
     return _ordered(text, _double)
 
@@ -116,7 +111,7 @@ def _check_depth(text: str) -> None:
 def _finite(source: str) -> float:
     value = float(source)
     if not math.isfinite(value):
-        raise NotFiniteError(f"{source[:20]} is not a finite number")
+        raise ValueError(f"{source[:20]} is not a finite number")
     return value
 
 

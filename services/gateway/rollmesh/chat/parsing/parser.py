@@ -150,11 +150,6 @@ class HeldText:
         self._wait: Callable[[str], bool] | None = None
         """Takes text that comes. Returns whether it ends the wait."""
 
-    @property
-    def _holds(self) -> bool:
-        """Whether any text was not passed on yet."""
-        return bool(self._held or self._late)
-
     def _come(self, text: str) -> bool:
         """Takes text. Returns whether there is something to look at."""
         self._late.append(text)
@@ -171,6 +166,11 @@ class HeldText:
 
 class StepParser(HeldText, ToolParser):
     """A parser that is a state machine. Each step looks at `_held`."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on and no call or possible start of one is held."""
+        return self._is_outside() and not (self._held or self._late)
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Takes text. Returns the events that are now certain."""
@@ -198,6 +198,10 @@ class StepParser(HeldText, ToolParser):
         self.emit_text(self._held[:size], events)
         self._held = self._held[size + len(tag) :]
         return tag
+
+    @abstractmethod
+    def _is_outside(self) -> bool:
+        """Returns whether the text before `_held` is complete: no call is open."""
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:

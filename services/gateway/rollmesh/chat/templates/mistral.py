@@ -68,14 +68,10 @@ class MistralTokenizer(ModelTokenizer):
         self.special_ids = frozenset(int(id_) for id_ in self._text.special_ids)
         self._names = {id_: self._text.id_to_piece(id_) for id_ in sorted(self.special_ids)}
         self._ids = {name: id_ for id_, name in self._names.items()}
+        self.control_names = tuple(self._ids)
         self.stop_ids = frozenset({int(self._text.eos_id)})
         self.special_texts = tuple(f"{_OPEN}{name}{_CLOSE}" for name in self._ids)
         self.added_texts = (*self.special_texts, _SEAM)
-
-    @property
-    def control_names(self) -> tuple[str, ...]:
-        """The control tokens, as the model's makers write them."""
-        return tuple(self._ids)
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of a text in this module's form. Dtype uint32, shape [N]."""

@@ -49,10 +49,8 @@ class ChannelParser(StepParser):
         self._ends, self._opens = ends, opens
         self._kind: Kind | None = None  # None while a header is read
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on and no call or possible start of one is held."""
-        return self._kind is None and not self._holds
+    def _is_outside(self) -> bool:
+        return self._kind is None
 
     def _end(self, events: list[ParserEvent]) -> None:
         if self._kind is None:

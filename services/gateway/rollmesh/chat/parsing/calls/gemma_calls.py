@@ -55,10 +55,8 @@ class GemmaParser(StepParser):
         self._state = "label" if inside_reasoning else "text"
         self._looked, self._quoted = 0, False
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state == "text" and not self._holds
+    def _is_outside(self) -> bool:
+        return self._state == "text"
 
     def _end(self, events: list[ParserEvent]) -> None:
         if self._state == "call":

@@ -185,10 +185,8 @@ class ObjectCallParser(StepParser):
             case _State.TAIL:
                 self._end_tail(events)
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state is _State.TEXT and not self._holds
+    def _is_outside(self) -> bool:
+        return self._state is _State.TEXT
 
     def _step(self, events: list[ParserEvent]) -> bool:
         match self._state:

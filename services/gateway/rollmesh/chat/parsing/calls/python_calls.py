@@ -194,9 +194,8 @@ _call_scanner = partial(BracketScanner, "'\"", ("([{", ")]}"))
 
 
 class _State(Enum):
-    START = auto()
-    TEXT = auto()
     HEAD = auto()
+    TEXT = auto()
     CALL = auto()
     COMMA = auto()
 
@@ -204,8 +203,8 @@ class _State(Enum):
 class PythonicCallParser(StepParser):
     """Parses one answer.
 
-    States: START before anything but whitespace. TEXT outside of lists. HEAD after a delimiter.
-    CALL before a call or in it. COMMA after one. `_held` is text that was not passed on yet.
+    States: HEAD at the beginning and after a delimiter. TEXT outside of lists. CALL before a call
+    or in it. COMMA after one. `_held` is text that was not passed on yet.
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
@@ -214,25 +213,21 @@ class PythonicCallParser(StepParser):
         self._delimiters = format_.delimiters
         self._delimiter = format_.open
         self._names = names
-        self._state = _State.START
+        self._state = _State.HEAD
         self._opened = ""  # what stands in front of the first call, until there is one
         self._refused = False  # the last entry of the list is text
         self._call = _call_scanner()
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on and no call or possible start of one is held."""
-        return self._state in {_State.START, _State.TEXT} and not (self._holds or self._opened)
+    def _is_outside(self) -> bool:
+        return self._state in {_State.HEAD, _State.TEXT} and not self._opened
 
     def _end(self, events: list[ParserEvent]) -> None:
-        if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
+        if self._opened or self._state in {_State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
         self.emit_text(self._opened + self._held, events)
 
     def _step(self, events: list[ParserEvent]) -> bool:
         match self._state:
-            case _State.START:
-                return self._step_start()
             case _State.TEXT:
                 return self._step_text(events)
             case _State.HEAD:
@@ -241,20 +236,6 @@ class PythonicCallParser(StepParser):
                 return self._step_call(events)
             case _State.COMMA:
                 return self._step_comma(events)
-
-    def _step_start(self) -> bool:
-        head = _HEAD.match(self._held, 0, _MOST_HEAD)
-        if head is None and self._may_follow(_HEAD_BEGUN):
-            return False
-        self._state = _State.TEXT
-        if head is not None:
-            self._begin_list(head)
-        return True
-
-    def _begin_list(self, head: "re.Match[str]") -> None:
-        self._opened += head.group()
-        self._held = self._held[head.end() :]
-        self._state, self._refused = _State.CALL, False
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
         delimiter = self._pass_text(self._delimiters, events)
@@ -267,9 +248,16 @@ class PythonicCallParser(StepParser):
     def _step_head(self, events: list[ParserEvent]) -> bool:
         head = _HEAD.match(self._held, 0, _MOST_HEAD)
         if head is not None:
-            self._begin_list(head)
+            self._opened += head.group()
+            self._held = self._held[head.end() :]
+            self._state, self._refused = _State.CALL, False
             return True
-        return not self._may_follow(_HEAD_BEGUN) and self._leave_list(events)
+        if self._may_follow(_HEAD_BEGUN):
+            return False
+        if self._opened:
+            return self._leave_list(events)
+        self._state = _State.TEXT
+        return True
 
     def _may_follow(self, begun: "re.Pattern[str]") -> bool:
         """Returns whether the held text may be the beginning of a head."""

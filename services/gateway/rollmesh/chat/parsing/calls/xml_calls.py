@@ -98,10 +98,8 @@ class TaggedCallParser(StepParser):
         self._looked, self._in_value = 0, False
         self._refused = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on and no call or possible start of one is held."""
-        return not (self._inside or self._holds)
+    def _is_outside(self) -> bool:
+        return not self._inside
 
     def _end(self, events: list[ParserEvent]) -> None:
         while self._inside:
