@@ -9,8 +9,10 @@ time. There are three interleaved rounds, and each ratio is the median of the ro
 
 `tokens_per_second_*` is the mesh's over that of `vllm serve`. `cpu_*` is the CPU time per sampled
 token of all processes except vLLM's engine core, the mesh's over that of `vllm serve`. That of the
-mesh includes the journal, and the delivery of the sessions to the collector. The last line of the
-output is one JSON object.
+mesh includes the journal, and the delivery of the sessions to the collector. The mesh records the
+token ids and log-probabilities of all tokens, which vLLM's core computes. `vllm serve` answers once
+without them, and once with both in its answers, as a trainer needs them: the figures that end in
+`_logprobs`. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -45,6 +47,7 @@ _COUNTS, _TURNS, _TOKENS, _ROUNDS = (1, 16, 64), 4, 48, 3
 _MOST_IN_TURN = 4
 """Conversations one after the other where one runs at a time: one alone is over in a moment."""
 _START_S, _TURN_S, _LOOK_S = 600.0, 120.0, 0.2
+_LOGPROBS = {"logprobs": True, "return_token_ids": True}
 _CORE = "VLLM::Engine"
 """How the name of the engine core's process begins."""
 
@@ -54,6 +57,8 @@ class Chats(Protocol):
 
     pids: dict[str, int]
     """Its processes except the engine core."""
+    asks: dict[str, Any]
+    """Further fields of the requests."""
 
     async def open(self, count: int) -> list[tuple[str, str]]:
         """Returns the URL and the key for each of `count` new conversations."""
@@ -70,6 +75,7 @@ class Mesh:
 
     client: Client
     pids: dict[str, int]
+    asks: dict[str, Any] = field(default_factory=dict)
     sessions: list[Session] = field(default_factory=list)
 
     async def open(self, count: int) -> list[tuple[str, str]]:
@@ -91,6 +97,7 @@ class Serve:
 
     url: str
     pids: dict[str, int]
+    asks: dict[str, Any] = field(default_factory=dict)
 
     async def open(self, count: int) -> list[tuple[str, str]]:
         """Returns the same URL for all."""
@@ -119,7 +126,7 @@ async def measure(server: Chats, count: int, seed: int, *, stream: bool) -> Meas
 
         async def agent() -> None:
             for at, (url, key) in waiting:
-                await _converse(http, url, key, seed * total + at, stream=stream)
+                await _converse(http, url, key, seed * total + at, server.asks, stream=stream)
 
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
@@ -134,11 +141,17 @@ async def measure(server: Chats, count: int, seed: int, *, stream: bool) -> Meas
 
 
 async def _converse(
-    http: aiohttp.ClientSession, url: str, key: str, seed: int, *, stream: bool
+    http: aiohttp.ClientSession,
+    url: str,
+    key: str,
+    seed: int,
+    asks: dict[str, Any],
+    *,
+    stream: bool,
 ) -> None:
     """Takes all turns of a conversation."""
     messages: list[dict[str, str]] = []
-    body: dict[str, Any] = {"model": "policy", "messages": messages, "stream": stream}
+    body: dict[str, Any] = {"model": "policy", "messages": messages, "stream": stream, **asks}
     body |= {"max_tokens": _TOKENS, "min_tokens": _TOKENS, "temperature": 1.0}
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -179,8 +192,8 @@ async def _streamed(response: aiohttp.ClientResponse) -> tuple[str, int]:
 
 
 @asynccontextmanager
-async def servers(folder: Path) -> AsyncIterator[tuple[Chats, Chats]]:
-    """Runs the mesh and `vllm serve` with the same policy. Yields both."""
+async def servers(folder: Path) -> AsyncIterator[dict[str, Chats]]:
+    """Runs the mesh and `vllm serve` with the same policy. Yields them by name."""
     policy, here = folder / "policy", psutil.Process()
     make_policy(policy, seed=0)
     flags = ("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "128")
@@ -190,7 +203,12 @@ async def servers(folder: Path) -> AsyncIterator[tuple[Chats, Chats]]:
             (up,) = set(here.children()) - {serve}
             await _until_ready(url)
             async with Client(addresses) as client:
-                yield Mesh(client, _outside_core(up)), Serve(url, _outside_core(serve))
+                pids = _outside_core(serve)
+                yield {
+                    "mesh": Mesh(client, _outside_core(up)),
+                    "serve": Serve(url, pids),
+                    "serve_logprobs": Serve(url, pids, _LOGPROBS),
+                }
 
 
 async def _until_ready(url: str) -> None:
@@ -213,25 +231,29 @@ def _outside_core(root: psutil.Process) -> dict[str, int]:
 async def compare(folder: Path, rounds: int) -> dict[str, float]:
     """Runs the benchmark. Returns its figures."""
     figures: dict[str, float] = {}
-    async with servers(folder) as both:
+    async with servers(folder) as named:
         for count, stream in itertools.product(_COUNTS, (False, True)):
             name = f"{count}_{'streamed' if stream else 'whole'}"
-            for server in both:
+            for server in named.values():
                 await measure(server, count, 0, stream=stream)  # warms up
-            pairs: list[tuple[Measured, Measured]] = []
+            found: list[dict[str, Measured]] = []
             for seed in range(1, rounds + 1):
-                mesh, serve = [await measure(one, count, seed, stream=stream) for one in both]
-                pairs.append((mesh, serve))
-                for at, one in (("mesh", mesh), ("serve", serve)):
+                found.append({})
+                for who, server in named.items():
+                    one = await measure(server, count, seed, stream=stream)
+                    found[-1][who] = one
                     print(
-                        f"{name:<12} {at:<5} {one.tokens_per_second:7.1f} tokens/s"
+                        f"{name:<12} {who:<14} {one.tokens_per_second:7.1f} tokens/s"
                         f"  {one.cpu_ms:.3f} CPU ms/token",
                         flush=True,
                     )
-            figures[f"tokens_per_second_{name}"] = median(
-                mesh.tokens_per_second / serve.tokens_per_second for mesh, serve in pairs
-            )
-            figures[f"cpu_{name}"] = median(mesh.cpu_ms / serve.cpu_ms for mesh, serve in pairs)
+            for who, suffix in (("serve", ""), ("serve_logprobs", "_logprobs")):
+                figures[f"tokens_per_second_{name}{suffix}"] = median(
+                    one["mesh"].tokens_per_second / one[who].tokens_per_second for one in found
+                )
+                figures[f"cpu_{name}{suffix}"] = median(
+                    one["mesh"].cpu_ms / one[who].cpu_ms for one in found
+                )
     return {name: round(value, 3) for name, value in figures.items()}
 
 

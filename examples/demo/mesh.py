@@ -14,6 +14,7 @@ _STOP_TIMEOUT_S = 60
 _MESH = """\
 [mesh]
 data_dir = "{data}"
+sidecars = 0  # agents call the gateway
 
 [engine]
 backend = "vllm"

@@ -213,6 +213,32 @@ async def test_a_killed_process_restarts_at_its_address(mesh: Up) -> None:
         assert session.session_id
 
 
+async def test_gateways_that_serve_agents_answer_them_again_after_a_kill(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
+    config = config.replace("routers = 2", "gateways = 2\nsidecars = 0").replace("500", "300")
+    async with running_mesh(tmp_path, config) as mesh, Client(mesh.addresses) as client:
+        assert set(mesh.line["sidecars"]) == {"gateway-0", "gateway-1"}
+        assert "sidecar" not in mesh.line["pids"]
+        sessions = [await client.open_session(client.session_request()) for _ in range(4)]
+        served = {one.base_url.split("/")[2] for one in sessions}
+        assert served <= set(mesh.line["sidecars"].values())
+        for killed in ("gateway-0", "gateway-1"):
+            process = psutil.Process(mesh.line["pids"][killed])
+            process.kill()
+            await asyncio.to_thread(psutil.wait_procs, [process], 30)
+            for session in sessions:
+                async with AsyncOpenAI(
+                    base_url=session.base_url, api_key=session.api_key, max_retries=60
+                ) as agent:
+                    answer = await agent.chat.completions.create(
+                        model="policy", messages=[{"role": "user", "content": killed}], timeout=30
+                    )
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 4
+
+
 @pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(600)

@@ -146,6 +146,26 @@ def test_gateways_and_sidecars_are_as_many_as_the_file_says() -> None:
     assert {found[name].router for name in ("sidecar", "sidecar-1")} == {specs["router"].address}
 
 
+def test_gateways_serve_agents_in_a_mesh_without_sidecars() -> None:
+    specs = plan(
+        mesh={"gateways": 2, "sidecars": 0, "host": "127.0.0.2"},
+        sidecar={"port": 8000, "body_timeout_ms": 900_000, "metrics_port": 9100},
+        gateway={"metrics_port": 9200},
+    )
+    assert [one.service for one in specs.values()] == [
+        *("router", "engine", "collector", "gateway", "gateway")
+    ]
+    gateways = [specs["gateway-0"], specs["gateway-1"]]
+    assert [one.http for one in gateways] == ["127.0.0.2:8000", "127.0.0.2:8001"]
+    for at, one in enumerate(gateways):
+        http, *flags = one.flags
+        assert http == f"--http={8000 + at}"
+        assert parse_config(GatewayConfig, "gateway", flags, {}).metrics_port == 9200 + at
+        door = parse_config(SidecarConfig, "sidecar", (), one.variables)
+        assert (door.host, door.body_timeout_ms, door.metrics_port) == ("127.0.0.2", 900_000, -1)
+        assert door.router == specs["router"].address
+
+
 def test_every_process_gets_all_routers_and_each_router_its_peers() -> None:
     specs = plan(mesh={"routers": 2}, router={"port": 7100})
     found = {name: config_of(spec) for name, spec in specs.items()}

@@ -167,6 +167,7 @@ _CALLS = {
     "sidecar": ("router", "gateway"),
 }
 """Whom each service calls."""
+_PORTS = ("port", "metrics_port")
 _ALL_ADDRESSES = {"", "0.0.0.0", "::"}  # noqa: S104 - what settings may say
 _SAME_HOST = {"localhost": "127.0.0.1"}
 
@@ -374,10 +375,14 @@ def check_ports(
             del values["port"]  # started by itself it takes its default port
         if (config := examine(cls, values)[0]) is None:
             continue
-        for setting in ("port", "metrics_port"):
-            if (port := getattr(config, setting)) <= 0:
+        own = [(f"{spec.service}.{one}", config.host, getattr(config, one)) for one in _PORTS]
+        if spec.http:
+            http_host, _, http_port = spec.http.rpartition(":")
+            own.append(("sidecar.port", http_host, int(http_port)))
+        for shown, listens, port in own:
+            if port <= 0:
                 continue
-            shown, host = f"{spec.service}.{setting}", _SAME_HOST.get(config.host, config.host)
+            host = _SAME_HOST.get(listens, listens)
             for other, name, its_host, its_port in taken:
                 one_host = host == its_host or bool({host, its_host} & _ALL_ADDRESSES)
                 if port == its_port and one_host:

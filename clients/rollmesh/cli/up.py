@@ -137,12 +137,16 @@ class Supervisor:
         width = max(len(spec.name) for spec in self._specs)
         for spec in self._specs:
             scheme = "http://" if spec.service == "sidecar" else "grpc://"
-            print(f"{spec.name:<{width}}  {scheme}{spec.address}", flush=True)
+            http = f", http://{spec.http}" if spec.http else ""
+            print(f"{spec.name:<{width}}  {scheme}{spec.address}{http}", flush=True)
         line: dict[str, object] = {**self._shown}
         for spec in self._specs:
             line.setdefault(spec.service, spec.address)  # any sidecar serves every session
         for service in ("engine", "collector", "gateway", "sidecar"):
             named = {s.name: s.address for s in self._specs if s.service == service}
+            if service == "sidecar":
+                named |= {s.name: s.http for s in self._specs if s.http}
+                line.setdefault(service, next(iter(named.values())))
             line[f"{service}s"] = named
             if service == "engine" or (service != "sidecar" and len(named) > 1):
                 del line[service]  # the router knows them

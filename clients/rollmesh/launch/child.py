@@ -137,7 +137,7 @@ class Child:
         return code
 
     def _command(self) -> tuple[str, ...]:
-        module = f"rollmesh.{self.spec.service}"
+        module = "rollmesh.cli.gateway" if self.spec.http else f"rollmesh.{self.spec.service}"
         return (sys.executable, "-m", module, *self.spec.flags, "--supervised=true")
 
     async def _read(self, lines: IO[bytes], write: Callable[[bytes], object]) -> None:

@@ -6,7 +6,8 @@ machine. Other places plan with `processes` and `spec_of`.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Process:
     """The settings that the environment or the file has for it."""
     model: MeshModel | None = None
     gpus: tuple[int, ...] = ()
+    http: "Process | None" = None
+    """The sidecar whose HTTP this gateway serves."""
 
     @property
     def port(self) -> int:
@@ -66,7 +69,10 @@ class ProcessSpec:
     grace_ms: int = GRACE_MS
     """Time that running calls get to finish on a stop, milliseconds."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its settings with passwords, which `ps` would show as flags."""
+    """Environment variables of its settings with passwords, which `ps` would show as flags, and of
+    the settings of its HTTP."""
+    http: str = ""
+    """host:port on which a gateway serves agents, empty if sidecars do."""
 
 
 def plan_mesh(
@@ -88,12 +94,25 @@ def plan_mesh(
     """
     mesh = mesh_config(tables)
     planned = processes(tables, environment)
-    address = {
-        one.name: f"{one.table.get('host', mesh.host)}:{one.port or free_port()}" for one in planned
-    }
+
+    def listening(one: Process) -> str:
+        return f"{one.table.get('host', mesh.host)}:{one.port or free_port()}"
+
+    address = {one.name: listening(one) for one in planned}
     routers = [address[one.name] for one in planned if one.service == "router"]
     scorer = address.get("scorer", "")
-    return [spec_of(one, tables, address[one.name], routers, scorer, tokens) for one in planned]
+    return [
+        spec_of(
+            one,
+            tables,
+            address[one.name],
+            routers,
+            scorer,
+            tokens,
+            one.http and listening(one.http),
+        )
+        for one in planned
+    ]
 
 
 def spec_of(
@@ -103,6 +122,7 @@ def spec_of(
     routers: Sequence[str],
     scorer: str,
     tokens: Path | None,
+    http: str | None = None,
 ) -> ProcessSpec:
     """Returns how a process is started.
 
@@ -113,18 +133,13 @@ def spec_of(
         routers: Addresses of all routers, the preferred one first.
         scorer: Address of the scorer, empty if there is none.
         tokens: Folder with the tokens that lock the process. None leaves it open.
+        http: Address of the HTTP that the process serves. None takes a free port if it serves any.
 
     Raises:
         ConfigError: Names the setting and the problem.
     """
-    settings = shared_settings(
-        tables,
-        one.service,
-        one.model,
-        routers=",".join(routers),
-        scorer=scorer,
-        tokens=tokens,
-    )
+    known = {"routers": ",".join(routers), "scorer": scorer, "tokens": tokens}
+    settings = shared_settings(tables, one.service, one.model, **known)
     if one.service == "router" and len(routers) > 1:
         settings["peers"] = ",".join(other for other in routers if other != address)
     settings |= {**one.table, "port": address.rpartition(":")[2]}
@@ -143,7 +158,19 @@ def spec_of(
         f"ROLLMESH_{one.service}_{name}".upper(): str(_flag(value))
         for name, value in secret.items()
     }
-    return ProcessSpec(one.name, one.service, address, flags, one.gpus, grace_ms, variables)
+    if one.http is not None:
+        http = http or f"{settings['host']}:{one.http.port}"
+        flags = (f"--http={http.rpartition(':')[2]}", *flags)
+        door = shared_settings(tables, "sidecar", **known) | {**one.http.table}
+        own = {"port", "metrics_port", "grace_ms"}  # they are the gateway's
+        variables |= {
+            f"ROLLMESH_SIDECAR_{name}".upper(): str(_flag(value))
+            for name, value in door.items()
+            if name not in own
+        }
+    return ProcessSpec(
+        one.name, one.service, address, flags, one.gpus, grace_ms, variables, http or ""
+    )
 
 
 def processes(tables: Tables, environment: _Environment | None = None) -> list[Process]:
@@ -174,7 +201,10 @@ def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> I
     for at in range(_collectors(mesh, table("collector"))):
         name = f"collector-{at}" if at else "collector"
         yield Process(name, "collector", at, table("collector"))
-    yield from _of_models("gateway", tables, models, environment)
+    doors = count() if mesh.sidecars == 0 else None
+    for one in _of_models("gateway", tables, models, environment):
+        http = doors and Process("sidecar", "sidecar", next(doors), table("sidecar"))
+        yield replace(one, http=http)
     for at in range(mesh.sidecars):
         name = f"sidecar-{at}" if at else "sidecar"
         yield Process(name, "sidecar", at, table("sidecar"))
@@ -189,14 +219,14 @@ def _of_models(
     for model in models:
         own = model.tables.get(service, {})
         table = {**own_table(tables, service, model), **over}
-        count = model.config.engines if service == "engine" else model.config.gateways
+        copies = model.config.engines if service == "engine" else model.config.gateways
         gpus = model.config.gpus_per_engine if service == "engine" else 0
-        if service == "engine" and count > 1 and table.get("attach"):
+        if service == "engine" and copies > 1 and table.get("attach"):
             raise ConfigError(
-                f"mesh.engines: is {count}, and engine.attach names one server; give 1, and run "
+                f"mesh.engines: is {copies}, and engine.attach names one server; give 1, and run "
                 "`rollmesh engine --attach` for each further server"
             )
-        for at in range(count):
+        for at in range(copies):
             yield Process(
                 f"{service}-{model.infix}{at}",
                 service,

@@ -375,6 +375,7 @@ _SLUG_CHARS = 48
 MOST_REPLICAS = 4_096
 """Largest number of processes of a kind. A plan has an entry for each."""
 Replicas = Annotated[int, Bounds(1, MOST_REPLICAS)]
+Sidecars = Annotated[int, Bounds(0, MOST_REPLICAS)]
 MOST_GPUS = 512
 """Largest number of GPUs of an engine."""
 Gpus = Annotated[int, Bounds(0, MOST_GPUS)]
@@ -505,8 +506,8 @@ class MeshConfig(Config):
     """GPUs of each engine, not shared. 0 lets every engine see all GPUs of this process."""
     gateways: Replicas = 1
     """Number of gateways. The router places each new session on the one with the fewest."""
-    sidecars: Replicas = 1
-    """Number of sidecars. Each serves every session."""
+    sidecars: Sidecars = 1
+    """Number of sidecars. Each serves every session. 0: the gateways serve agents themselves."""
     collectors: Replicas = 1
     """Number of collectors. Several need a store that they share."""
 
