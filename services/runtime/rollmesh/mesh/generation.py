@@ -1,5 +1,6 @@
 """The tokens that engines sample for one request: checked, joined and continued."""
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +10,12 @@ import numpy as np
 
 from rollmesh.mesh.leases import Offered
 from rollmesh.runtime.codec.arrays import (
+    MOST_LOGPROB,
     Logprobs,
     TokenIds,
     pack_ids,
     unpack_ids,
     unpack_logprobs,
-    wrong_logprob,
 )
 from rollmesh.runtime.codec.columns import (
     EXPERTS,
@@ -57,6 +58,9 @@ class Sampled:
         """Returns the first `end` tokens."""
         tops = Tops(self.tops.ids[:end], self.tops.logprobs[:end])
         return Sampled(self.token_ids[:end], self.logprobs[:end], tops)
+
+
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
 
 
 def no_tops(tokens: int) -> Tops:
@@ -170,16 +174,17 @@ class AnswerCheck:
         return run
 
     def _unpack(self, response: engine_pb2.TokenChunk) -> Sampled:
+        most, top_ids, top_logprobs = self._expected.top_logprobs, _NO_IDS, _NO_LOGPROBS
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
-            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+            if most or response.top_ids_u32le or response.top_logprobs_f32le:
+                top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+                top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
         except InvalidFieldError as error:
             raise EngineFaultError(f"the engine's {error.message}") from error
         if len(ids) != len(logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
-        most = self._expected.top_logprobs
         if not len(top_ids) == len(top_logprobs) == len(ids) * most:
             raise EngineFaultError(
                 f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
@@ -220,11 +225,16 @@ class AnswerCheck:
         if self._sampled + len(run) > most:
             raise EngineFaultError(f"the engine sent more ids than the {most} requested")
         self._check_ids(run.token_ids)
-        self._check_ids(run.tops.ids)
-        # Not a number and infinite are possible: float arithmetic fails now and then.
-        for logprobs in (run.logprobs, run.tops.logprobs.ravel()):
-            if wrong_logprob(logprobs[np.isfinite(logprobs)]) is not None:
-                raise EngineFaultError("the engine gave a log-prob above 0")
+        self._check_logprobs(run.logprobs)
+        if self._expected.top_logprobs:
+            self._check_ids(run.tops.ids)
+            self._check_logprobs(run.tops.logprobs)
+
+    def _check_logprobs(self, logprobs: Logprobs) -> None:
+        # Not a number and infinite are possible: float arithmetic fails now and then. A list is
+        # faster than arrays because a message of a stream has few tokens.
+        if any(MOST_LOGPROB < one < math.inf for one in logprobs.ravel().tolist()):
+            raise EngineFaultError("the engine gave a log-prob above 0")
 
     def _check_ids(self, ids: TokenIds) -> None:
         end = self._expected.vocabulary_tokens

@@ -17,7 +17,7 @@ Logprobs: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 """One flag per token, dtype bool, shape [N]."""
 
-_MOST_LOGPROB = 1e-4
+MOST_LOGPROB = 1e-4
 """Rounding error may lift a log-probability this far above 0."""
 _U32 = np.dtype("<u4")
 _F32 = np.dtype("<f4")
@@ -58,7 +58,7 @@ def wrong_logprob(logprobs: Logprobs) -> int | None:
     NaN, infinities and values above 0 by more than rounding are impossible.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN is treated as a NaN
-        right = (logprobs > -np.inf) & (logprobs <= _MOST_LOGPROB)
+        right = (logprobs > -np.inf) & (logprobs <= MOST_LOGPROB)
     return None if right.all() else int(right.argmin())
 
 
