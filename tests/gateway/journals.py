@@ -3,9 +3,12 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from rollmesh.gateway.journal import Journal, Journals, ModelFiles, open_sqlite
+from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
+
+if TYPE_CHECKING:
+    from rollmesh.gateway.postgres import PostgresJournals
 
 MODEL = ModelFiles("tokenizer", "template")
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Journal]]
@@ -19,7 +22,7 @@ def sqlite_journal(folder: Path) -> AbstractAsyncContextManager[Journal]:
 @asynccontextmanager
 async def postgres_journals(
     url: str, *, model: str = "policy", files: ModelFiles = MODEL, lease_ms: int = 60_000
-) -> AsyncIterator[Journals]:
+) -> "AsyncIterator[PostgresJournals]":
     from rollmesh.gateway.postgres import ServedModel, open_postgres
 
     async with open_postgres(url, ServedModel(model, files), lease_ms) as journals:

@@ -15,13 +15,12 @@ from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.journal import (
     SQLITE_SCHEMA,
     ModelFiles,
-    OtherModelError,
     Transaction,
     adopt_model,
 )
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.database import SqliteStatements
-from rollmesh.runtime.errors import ModelMismatchError
+from rollmesh.runtime.errors import ModelMismatchError, StoreError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_admin_pb2
 from tests.meshes import Mesh, scripted_mesh
@@ -121,13 +120,14 @@ def test_a_tokenizer_that_was_saved_again_is_the_same_and_another_is_not(
 
 def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() -> None:
     theirs, others = ModelFiles("a", "t"), ModelFiles("b", "t")
+    where = Path("journal.sqlite"), Path("model")
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SQLITE_SCHEMA)
         tx = Transaction(SqliteStatements(db), "journal")
-        adopt_model(tx, theirs)
+        adopt_model(tx, theirs, *where)
         journal.insert_session(tx, SessionSpec("s", 0))
         outbox.set_aside(tx, [gateway_admin_pb2.DeadLetter(session_id="s", message="why")])
-        with pytest.raises(OtherModelError):
-            adopt_model(tx, others)
+        with pytest.raises(StoreError, match="1 open sessions"):
+            adopt_model(tx, others, *where)
         outbox.give_up(tx, "s")
-        adopt_model(tx, others)
+        adopt_model(tx, others, *where)

@@ -5,12 +5,12 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.journal import Journal, Journals, ModelFiles, Transaction
+from rollmesh.gateway.journal import Journal, ModelFiles, Transaction
 from rollmesh.gateway.registry import SessionKeys
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.errors import (
@@ -26,6 +26,9 @@ from tests.gateway.journals import MODEL, postgres_journals
 from tests.gateway.worlds import World, said, user
 from tests.waiting import until
 
+if TYPE_CHECKING:
+    from rollmesh.gateway.postgres import PostgresJournals
+
 SHORT_MS = 1000
 FREE = "UPDATE journals SET owner = '' WHERE journal = '{}'"
 EXPIRE = "UPDATE journals SET alive_until = now() - interval '{}'"
@@ -38,7 +41,9 @@ async def database() -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def gateways(database: Database) -> AsyncIterator[tuple[Journals, Journals]]:
+async def gateways(
+    database: Database,
+) -> "AsyncIterator[tuple[PostgresJournals, PostgresJournals]]":
     """Two gateways of one model."""
     async with AsyncExitStack() as stack:
         first, second = [
@@ -69,7 +74,7 @@ async def old_enough(database: Database) -> None:
 
 
 async def test_a_journal_is_held_until_its_lease_is_over_and_then_by_one_other(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, second = gateways
     mine = await first.create()
@@ -91,7 +96,7 @@ async def test_a_journal_is_held_until_its_lease_is_over_and_then_by_one_other(
 
 
 async def test_whoever_renews_hears_that_a_journal_is_anothers(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, second = gateways
     mine, other = await first.create(), await first.create()
@@ -104,7 +109,7 @@ async def test_whoever_renews_hears_that_a_journal_is_anothers(
 
 
 async def test_a_journal_that_is_lost_during_a_renewal_ends_no_other_one(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, _ = gateways
     mine, other = await first.create(), await first.create()
@@ -152,7 +157,7 @@ async def test_a_gateway_that_stops_within_a_transaction_loses_it_and_the_journa
 
 
 async def test_the_fence_holds_for_every_journal_of_a_shared_transaction(
-    gateways: tuple[Journals, Journals], database: Database
+    gateways: "tuple[PostgresJournals, PostgresJournals]", database: Database
 ) -> None:
     first, second = gateways
     lost, kept = await first.create(), await first.create()
@@ -167,7 +172,7 @@ async def test_the_fence_holds_for_every_journal_of_a_shared_transaction(
 
 
 async def test_released_journals_are_free_at_once_and_other_models_journals_stay(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, second = gateways
     mine = await first.create()
@@ -203,7 +208,7 @@ async def test_an_unreachable_server_proves_no_gateway_dead(
 
 
 async def test_a_commit_in_doubt_ends_the_journal_and_its_gateway_takes_it_again(
-    gateways: tuple[Journals, Journals], monkeypatch: pytest.MonkeyPatch
+    gateways: "tuple[PostgresJournals, PostgresJournals]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = gateways
     mine = await first.create()
@@ -231,7 +236,7 @@ async def test_a_commit_in_doubt_ends_the_journal_and_its_gateway_takes_it_again
 
 
 async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, _ = gateways
     mine, other = await first.create(), await first.create()
@@ -251,7 +256,7 @@ async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
 
 
 async def test_an_empty_journal_without_a_holder_for_a_day_is_removed(
-    database: Database, gateways: tuple[Journals, Journals]
+    database: Database, gateways: "tuple[PostgresJournals, PostgresJournals]"
 ) -> None:
     first, second = gateways
     full, empty, fresh = [await first.create() for _ in range(3)]
@@ -264,7 +269,7 @@ async def test_an_empty_journal_without_a_holder_for_a_day_is_removed(
 
 
 async def test_an_ended_key_stays_ended_at_the_gateway_that_takes_over(
-    gateways: tuple[Journals, Journals],
+    gateways: "tuple[PostgresJournals, PostgresJournals]",
 ) -> None:
     first, second = gateways
     mine = await first.create()

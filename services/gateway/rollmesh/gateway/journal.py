@@ -8,14 +8,13 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
 from rollmesh.gateway.conversation import ImageFacts, SessionImages
-from rollmesh.gateway.session import AnswerReceipt, SessionSpec
+from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
 from rollmesh.mesh.directory import JOURNAL_ID_CHARS
 from rollmesh.mesh.generation import Tops
@@ -109,26 +108,6 @@ class Journal(ABC):
         """
 
 
-class Journals(ABC):
-    """The journals of a database that several gateways share."""
-
-    @abstractmethod
-    async def create(self) -> Journal:
-        """Creates a journal and takes it."""
-
-    @abstractmethod
-    async def take(self) -> Journal | None:
-        """Takes a free journal of the model, or None if there is none."""
-
-    @abstractmethod
-    async def renew(self) -> None:
-        """Renews the leases of the taken journals. A journal with another holder is lost."""
-
-    @abstractmethod
-    async def remove_abandoned(self) -> int:
-        """Removes journals without sessions that had no holder for long and returns how many."""
-
-
 # The sessions that request ids opened and that are closed by now, as far as that is remembered.
 
 
@@ -139,33 +118,7 @@ def closed_session(tx: Transaction, request_id: str) -> str:
     return next(found, "")
 
 
-def check_not_closed(tx: Transaction, request_id: str) -> None:
-    """Checks that a request id opened no session that is closed.
-
-    Raises:
-        SessionClosedError: It did.
-    """
-    if session_id := closed_session(tx, request_id):
-        raise SessionClosedError(
-            f"request_id: {request_id!r} belongs to session {session_id}, which is closed; "
-            "give a new one to open another session",
-            session_id=session_id,
-        )
-
-
 # Images of sessions in the journal: each once for a session, beside its turns.
-
-
-def insert_images(tx: Transaction, session_id: str, images: Iterable[CheckedImage]) -> None:
-    """Stores those images of a session that are not stored yet."""
-    tx.db.run_many(
-        "INSERT INTO images (session_id, sha256, media_type, width, height, data)"
-        " VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT DO NOTHING",
-        [
-            (session_id, one.sha256, one.media_type, one.width, one.height, one.data)
-            for one in images
-        ],
-    )
 
 
 def read_images(tx: Transaction, session_id: str) -> SessionImages:
@@ -236,26 +189,18 @@ _OPEN = (
 )
 
 
-@dataclass(slots=True)
-class StoredSession:
-    """A session as read back from the journal."""
-
-    spec: SessionSpec
-    tree: Tree
-    answers: dict[int, AnswerReceipt] = field(default_factory=dict)
-    """Records of answered turns by node id, oldest first."""
-    sent: frozenset[int] = frozenset()
-    """Node ids of the answers that were recorded as sent."""
-    images: SessionImages = field(default_factory=SessionImages)
-
-
 def insert_session(tx: Transaction, spec: SessionSpec) -> None:
     """Stores a new session.
 
     Raises:
         SessionClosedError: The request id opened a session that is closed and still remembered.
     """
-    check_not_closed(tx, spec.request_id)
+    if session_id := closed_session(tx, spec.request_id):
+        raise SessionClosedError(
+            f"request_id: {spec.request_id!r} belongs to session {session_id}, which is closed; "
+            "give a new one to open another session",
+            session_id=session_id,
+        )
     tx.db.run(
         "INSERT INTO sessions (journal, session_id, request_id, spec) VALUES (?1, ?2, ?3, ?4)",
         tx.journal_id,
@@ -282,7 +227,14 @@ def insert_turn(
         images: The images that these nodes show, as far as the journal may not have them.
     """
     if images:
-        insert_images(tx, session_id, images)
+        tx.db.run_many(
+            "INSERT INTO images (session_id, sha256, media_type, width, height, data)"
+            " VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT DO NOTHING",
+            [
+                (session_id, one.sha256, one.media_type, one.width, one.height, one.data)
+                for one in images
+            ],
+        )
     context = nodes[-1].render_context
     tx.db.run(
         "INSERT INTO contexts (journal, context_key, tools_json, options_json)"
@@ -339,13 +291,13 @@ def update_answer(tx: Transaction, session_id: str, node_id: int, answer: Answer
 
 def read_open(
     tx: Transaction, new_tree: Callable[[], Tree]
-) -> tuple[list[StoredSession], dict[str, str]]:
+) -> tuple[list[Session], dict[str, str]]:
     """Rebuilds all open sessions exactly.
 
     Returns:
         The sessions, and the error message of each session that cannot be read, by session id.
     """
-    sessions: list[StoredSession] = []
+    sessions: list[Session] = []
     damaged: dict[str, str] = {}
     ids = tx.db.rows(
         f"SELECT session_id FROM sessions s WHERE journal = ?1 AND {_OPEN} ORDER BY n",
@@ -359,18 +311,7 @@ def read_open(
     return sessions, damaged
 
 
-def count_kept(tx: Transaction) -> int:
-    """Returns the number of open sessions, including the sessions that were set aside."""
-    return int(
-        tx.db.value(
-            "SELECT count(*) FROM sessions s WHERE journal = ?1"
-            " AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.session_id = s.session_id)",
-            tx.journal_id,
-        )
-    )
-
-
-def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> StoredSession:
+def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> Session:
     """Rebuilds one session exactly.
 
     Raises:
@@ -378,14 +319,17 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
         RollmeshError: The journal cannot be read now.
     """
     with damage(tx):
-        stored = StoredSession(SessionSpec(**json.loads(spec_row(tx, session_id))), new_tree())
+        session = Session(SessionSpec(**json.loads(spec_row(tx, session_id))), new_tree())
         contexts = read_contexts(tx, session_id)
+        answers: dict[int, AnswerReceipt] = {}
         rows = read_nodes(tx, session_id, columns=_OPEN_COLUMNS)
-        attach_rows(stored.tree, rows, contexts, stored.answers)
-        sent = tx.db.rows("SELECT node_id FROM sent WHERE session_id = ?1", session_id)
-        stored.sent = frozenset(node_id for (node_id,) in sent)
-        stored.images = read_images(tx, session_id)
-    return stored
+        attach_rows(session.tree, rows, contexts, answers)
+        rows = tx.db.rows("SELECT node_id FROM sent WHERE session_id = ?1", session_id)
+        sent = {node_id for (node_id,) in rows}
+        for node_id, receipt in answers.items():
+            session.restore(session.tree.nodes[node_id], receipt, sent=node_id in sent)
+        session.images = read_images(tx, session_id)
+    return session
 
 
 class DamagedSessionError(Exception):
@@ -423,11 +367,12 @@ def read_contexts(tx: Transaction, session_id: str) -> dict[bytes, RenderContext
     return {key: make_context(tools, options) for key, tools, options in rows}
 
 
-_NODE_COLUMNS = (
+NODE_COLUMNS = (
     "n, node_id, parent_id, context_key, messages, token_ids, scaffold, reasons, sample, logprobs,"
     " tops, answer, sampling, token_columns, images"
 )
-_OPEN_COLUMNS = _NODE_COLUMNS.replace("token_columns", "length(token_columns)")
+"""The source of a node."""
+_OPEN_COLUMNS = NODE_COLUMNS.replace("token_columns", "length(token_columns)")
 BLOB_COLUMNS = "n, node_id, token_ids, logprobs, token_columns, images"
 """The source of a record's arrays."""
 
@@ -437,7 +382,7 @@ def read_nodes(
     session_id: str,
     after: int = 0,
     limit: int = _ALL,
-    columns: str = _NODE_COLUMNS,
+    columns: str = NODE_COLUMNS,
 ) -> list[Row]:
     """Returns rows of a session's nodes, parents first, by default for `attach_rows`.
 
@@ -454,11 +399,6 @@ def read_nodes(
         after,
         limit,
     )
-
-
-def has_images(row: Row) -> bool:
-    """Returns whether the node of a row has images."""
-    return row[-1] is not None
 
 
 def _receipt_json(answer: AnswerReceipt) -> str:
@@ -478,8 +418,9 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
             )
             for one in own.spans
         ]
+        numerics = [base64.b64encode(one.SerializeToString()).decode() for one in own.numerics]
         counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
-        sample = json.dumps([spans, *counts, *map(_numerics_text, own.numerics)])
+        sample = json.dumps([spans, *counts, *numerics])
         logprobs = pack_logprobs(own.logprobs)
         sampling = own.sampling.SerializeToString(deterministic=True)
         if own.tops is not None:
@@ -638,10 +579,6 @@ def _sampling(data: bytes | None) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams.FromString(data or b"")
 
 
-def _numerics_text(numerics: sampling_pb2.Numerics) -> str:
-    return base64.b64encode(numerics.SerializeToString()).decode()
-
-
 @lru_cache(_SAMPLINGS_CACHED)
 def _numerics(text: str) -> sampling_pb2.Numerics:
     """Returns the numerics of a turn. Version 15 of the tables did not have them."""
@@ -663,16 +600,6 @@ class ModelFiles(NamedTuple):
 
     tokenizer_sha256: str
     template_sha256: str
-
-
-class OtherModelError(Exception):
-    """The journal has open sessions of another model."""
-
-    def __init__(self, found: ModelFiles, open_sessions: int) -> None:
-        """Takes the journal's model and the number of its open sessions."""
-        super().__init__(found, open_sessions)
-        self.found = found
-        self.open_sessions = open_sessions
 
 
 def check_names(found: Sequence[str], served: str) -> None:
@@ -844,17 +771,7 @@ async def open_sqlite(
         fresh = new_journal_id(), secrets.token_bytes(SECRET_BYTES)
         journal_id, secret = await database.run(lambda db: _keep_identity(db, *fresh))
         opened = SqliteJournal(database, journal_id, secret)
-        try:
-            await opened.run(lambda tx: adopt_model(tx, model))
-        except OtherModelError as error:
-            part = next(at for at, name in enumerate(model) if name != error.found[at])
-            raise StoreError(
-                f"{path}: holds {error.open_sessions} open sessions of another model: "
-                f"the SHA-256 of their {('tokenizer', 'chat template')[part]} is "
-                f"{error.found[part][:16]}..., that of {model_path} is "
-                f"{model[part][:16]}...; start the gateway with their model until they are closed, "
-                "drop those that were set aside, or name another data_dir"
-            ) from error
+        await opened.run(lambda tx: adopt_model(tx, model, path, model_path))
         yield opened
 
 
@@ -866,20 +783,36 @@ def _keep_identity(db: sqlite3.Connection, journal_id: str, secret: bytes) -> tu
     return kept["journal id"].decode(), kept["session keys"]
 
 
-def adopt_model(tx: Transaction, model: ModelFiles) -> None:
+def adopt_model(tx: Transaction, model: ModelFiles, path: Path, model_path: Path) -> None:
     """Stores the model of the open sessions. With no open session, any model may be stored.
 
     An open session that was set aside counts, because it is served again once it is retried.
 
+    Args:
+        tx: The transaction.
+        model: The model that is served.
+        path: The journal's file.
+        model_path: Folder of the model.
+
     Raises:
-        OtherModelError: The open sessions belong to another model, so their ids have another
-            meaning.
+        StoreError: The open sessions belong to another model, so their ids have another meaning.
     """
     row = tx.db.row("SELECT tokenizer_sha256, template_sha256 FROM model")
     if row is not None and ModelFiles(*row) == model:
         return
-    count = count_kept(tx)
+    count = tx.db.value(
+        "SELECT count(*) FROM sessions s WHERE journal = ?1"
+        " AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.session_id = s.session_id)",
+        tx.journal_id,
+    )
     if row is not None and count:
-        raise OtherModelError(ModelFiles(*row), count)
+        part = next(at for at, name in enumerate(model) if name != row[at])
+        raise StoreError(
+            f"{path}: holds {count} open sessions of another model: "
+            f"the SHA-256 of their {('tokenizer', 'chat template')[part]} is "
+            f"{row[part][:16]}..., that of {model_path} is "
+            f"{model[part][:16]}...; start the gateway with their model until they are closed, "
+            "drop those that were set aside, or name another data_dir"
+        )
     tx.db.run("DELETE FROM model")
     tx.db.run("INSERT INTO model VALUES (?1, ?2)", *model)

@@ -12,7 +12,7 @@ makes no session a dead letter.
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
@@ -35,15 +35,13 @@ from rollmesh.gateway.export import (
 from rollmesh.gateway.journal import (
     DamagedSessionError,
     Journal,
-    StoredSession,
     Transaction,
     delete_revisions,
-    has_images,
     read_next_image,
     read_nodes,
     remove_images,
 )
-from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime import clock
@@ -117,21 +115,22 @@ class Letter(NamedTuple):
 
     session_id: str
     spec: str
-    stored: bytes
-    """The close: see `stored_close`."""
+    head: bytes
+    """The head of its record, or empty if it was not written at the close."""
+    request: bytes
+    """The request of its close, or empty if there is a head."""
     closed_unix_ms: int
     contexts: dict[bytes, RenderContext]
-    """Its render contexts. None if the record's head is stored."""
+    """Its render contexts. None if there is a head."""
     rows: list[Any]
-    """Rows of its nodes, initially the first `PIECE_NODES`. With a head they have `BLOB_COLUMNS`,
-    otherwise all."""
+    """Rows of its nodes, initially the first `PIECE_NODES`."""
     images: list[session_pb2.SessionImage]
     """Its images, initially none."""
 
     @property
-    def head(self) -> bytes:
-        """The head of its record, or empty if it was not written at the close."""
-        return self.stored[1:] if self.stored[:1] == _HEAD else b""
+    def columns(self) -> str:
+        """The columns of its rows."""
+        return journal.BLOB_COLUMNS if self.head else journal.NODE_COLUMNS
 
 
 MOST_AT_CLOSE = 32 * 1024 * 1024
@@ -248,19 +247,18 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
     """
     with journal.damage(tx):
         spec = journal.spec_row(tx, session_id)
-        ((request, closed_ms),) = tx.db.rows(
+        ((stored, closed_ms),) = tx.db.rows(
             "SELECT request, closed_unix_ms FROM outbox WHERE session_id = ?1", session_id
         )
-        if bytes(request[:1]) == _HEAD:
-            rows = read_nodes(tx, session_id, 0, PIECE_NODES, journal.BLOB_COLUMNS)
-            return Letter(session_id, spec, bytes(request), closed_ms, {}, rows, [])
-        contexts = journal.read_contexts(tx, session_id)
-        rows = read_nodes(tx, session_id, limit=PIECE_NODES)
-    return Letter(session_id, spec, request, closed_ms, contexts, rows, [])
+        head, request = (stored[1:], b"") if stored[:1] == _HEAD else (b"", stored)
+        contexts = {} if head else journal.read_contexts(tx, session_id)
+        letter = Letter(session_id, spec, head, request, closed_ms, contexts, [], [])
+        letter.rows.extend(read_nodes(tx, session_id, 0, PIECE_NODES, letter.columns))
+    return letter
 
 
-def rebuilt(letter: Letter, limit: TimeLimit) -> tuple[SessionSpec, Tree]:
-    """Rebuilds the session of a letter that holds all its rows.
+def rebuilt(letter: Letter, limit: TimeLimit) -> Tree:
+    """Rebuilds the tree of a letter that holds all its rows.
 
     Raises:
         SlowRecordError: The time is over.
@@ -269,7 +267,7 @@ def rebuilt(letter: Letter, limit: TimeLimit) -> tuple[SessionSpec, Tree]:
     for at in range(0, len(letter.rows), PIECE_NODES):
         journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
         limit.check()
-    return SessionSpec(**json.loads(letter.spec)), tree
+    return tree
 
 
 def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
@@ -364,17 +362,22 @@ def dead_ids(tx: Transaction) -> set[str]:
     return {session_id for (session_id,) in rows}
 
 
-def revive(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> StoredSession | None:
+def _take_out(tx: Transaction, session_id: str) -> None:
+    if not tx.db.changed("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
+        raise SessionUnknownError(
+            f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all",
+            session_id=session_id,
+        )
+
+
+def revive(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> Session | None:
     """Revives a session: a closed one waits for the collector again, an open one is returned.
 
     Raises:
         SessionUnknownError: It is not a dead letter.
         DamagedSessionError: It still cannot be read, and stays a dead letter.
     """
-    if not tx.db.changed("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
-        raise SessionUnknownError(
-            f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all"
-        )
+    _take_out(tx, session_id)
     sent = tx.db.changed(
         "UPDATE outbox SET state = ?1 WHERE session_id = ?2", State.WAITING, session_id
     )
@@ -382,8 +385,12 @@ def revive(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> St
 
 
 def give_up(tx: Transaction, session_id: str) -> None:
-    """Drops a dead letter, whose data `sweep` removes."""
-    tx.db.run("DELETE FROM dead_letters WHERE session_id = ?1", session_id)
+    """Drops a dead letter, whose data `sweep` removes.
+
+    Raises:
+        SessionUnknownError: It is not a dead letter.
+    """
+    _take_out(tx, session_id)
     tx.db.run(
         f"{_ADD_TO_OUTBOX} ON CONFLICT (session_id) DO UPDATE SET state = excluded.state",
         tx.journal_id,
@@ -423,29 +430,6 @@ _COLLECTOR_CODES = {
 """Codes of errors that are the collector's, whatever it is sent: it is away, full, or another."""
 
 
-class _Parcel(NamedTuple):
-    """The sessions of one call."""
-
-    letters: list[Letter]
-    is_retry: bool
-    """Whether it is one session that failed before."""
-
-    @property
-    def session_ids(self) -> list[str]:
-        return [letter.session_id for letter in self.letters]
-
-
-class _Turn(NamedTuple):
-    """The result of one journal transaction."""
-
-    letters: list[Letter]
-    damaged: list[gateway_admin_pb2.DeadLetter]
-    forgotten: list[str]
-    """Session ids of closes that are no longer remembered."""
-    more: bool
-    """Whether there may be more to remove."""
-
-
 class _Failed:
     """A session that the collector did not take."""
 
@@ -463,7 +447,7 @@ class _Failed:
         self.due_ms = clock.monotonic_ms() + wait_ms
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """A session in the form in which it is sent."""
 
     session_id: str
@@ -473,43 +457,31 @@ class _Record(NamedTuple):
     lineages: list[str]
 
 
-class _Written(NamedTuple):
-    """The records of closed sessions."""
+def write_letters(letters: Iterable[Letter], limit_s: float) -> Iterator[tuple[Letter, Any]]:
+    """Yields each closed session with its `Record`, or the error that prevents it.
 
-    records: list[_Record]
-    broken: list[gateway_admin_pb2.DeadLetter]
-    """Sessions whose records cannot be written."""
-    slow: list[tuple[str, SlowRecordError]]
-    """Sessions whose time was over, by id."""
-
-
-def write_letters(letters: Sequence[Letter], limit_s: float) -> _Written:
-    """Writes the records of closed sessions, each in a limited time. Runs in a worker thread."""
-    written = _Written([], [], [])
+    Runs in a worker thread. Each record has a limited time: `SlowRecordError` says that it is over.
+    """
     for letter in letters:
-        limit = TimeLimit(limit_s)
         try:
-            if letter.head:
-                record = session_pb2.SessionRecord.FromString(letter.head)
-                blobs: Blobs = {
-                    row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows
-                }
-            else:
-                spec, tree = rebuilt(letter, limit)
-                request = gateway_pb2.CloseSessionRequest.FromString(letter.stored)
-                record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
-                blobs = blobs_of(tree)
-            record.images.extend(letter.images)
-            lineages = exported_lineages(record)
-            data = serialize(record, blobs)
-        except SlowRecordError as error:
-            written.slow.append((letter.session_id, error))
+            yield letter, _write(letter, TimeLimit(limit_s))
         except Exception as error:  # any error affects only this session
-            reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
-            written.broken.append(dead_letter(letter.session_id, reason, error))
-        else:
-            written.records.append(_Record(letter.session_id, data, lineages))
-    return written
+            yield letter, error
+
+
+def _write(letter: Letter, limit: TimeLimit) -> Record:
+    if letter.head:
+        record = session_pb2.SessionRecord.FromString(letter.head)
+        blobs: Blobs = {row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows}
+    else:
+        tree = rebuilt(letter, limit)
+        request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
+        spec = SessionSpec(**json.loads(letter.spec))
+        record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
+        blobs = blobs_of(tree)
+    record.images.extend(letter.images)
+    lineages = exported_lineages(record)
+    return Record(letter.session_id, serialize(record, blobs), lineages)
 
 
 def dead_letter(
@@ -598,8 +570,8 @@ class Outbox:
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._calls.acquire()
-                parcel = await self._next()
-                group.create_task(self._hand_over(parcel))
+                letters, is_retry = await self._next()
+                group.create_task(self._hand_over(letters, is_retry=is_retry))
 
     @property
     def retried(self) -> int:
@@ -625,22 +597,21 @@ class Outbox:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""
         return await self._journal.run(lambda tx: dead_letters(tx, after, count))
 
-    async def revive(self, session_id: str, new_tree: Callable[[], Tree]) -> StoredSession | None:
+    async def revive(self, session_id: str, new_tree: Callable[[], Tree]) -> Session | None:
         """Revives a dead letter: a closed session is sent again, an open one is returned.
 
         Raises:
             SessionUnknownError: It is not a dead letter.
             SessionDamagedError: It still cannot be read, and stays a dead letter.
         """
-        self._check_dead(session_id)
         try:
-            stored = await self._journal.run(lambda tx: revive(tx, session_id, new_tree))
+            session = await self._journal.run(lambda tx: revive(tx, session_id, new_tree))
         except DamagedSessionError as error:
             raise damaged_error(session_id, f": {error}") from error
         self.dead.discard(session_id)
-        if stored is None:
+        if session is None:
             self.added()
-        return stored
+        return session
 
     async def drop(self, session_id: str) -> None:
         """Drops a dead letter and deletes its data from the journal.
@@ -648,27 +619,23 @@ class Outbox:
         Raises:
             SessionUnknownError: It is not a dead letter.
         """
-        self._check_dead(session_id)
         await self._journal.run(lambda tx: give_up(tx, session_id))
         self.dead.discard(session_id)
         self._changed.set()
 
-    def _check_dead(self, session_id: str) -> None:
-        if session_id not in self.dead:
-            raise SessionUnknownError(
-                f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all",
-                session_id=session_id,
-            )
+    async def _next(self) -> tuple[list[Letter], bool]:
+        """Waits for sessions to send, and removes delivered sessions from the journal.
 
-    async def _next(self) -> _Parcel:
-        """Waits for sessions to send, and removes delivered sessions from the journal."""
+        Returns:
+            The sessions of one call, and whether it is one session that failed before.
+        """
         while True:
             self._changed.clear()
             delivered, self._delivered = self._delivered, []
             retry, wait_s = self._retry()
             passed = self._busy | self._failed.keys()
             try:
-                turn = await self._journal.run(
+                letters, damaged, forgotten, more = await self._journal.run(
                     lambda tx: self._turn(tx, delivered, passed, retry)  # noqa: B023
                 )
             except RollmeshError as error:  # transient: a full disk or write backlog
@@ -679,18 +646,17 @@ class Outbox:
                 self._delivered += delivered
                 await asyncio.sleep(_JOURNAL_RETRY_S)
                 continue
-            self.undelivered -= len(delivered) + len(turn.damaged)
-            self._died(turn.damaged)
+            self.undelivered -= len(delivered) + len(damaged)
+            self._died(damaged)
             self._busy.difference_update(delivered)
-            self.forgotten(turn.forgotten)
-            if turn.letters:
-                parcel = _Parcel(turn.letters, is_retry=retry is not None)
-                self._busy.update(parcel.session_ids)
-                self._is_retrying |= parcel.is_retry
-                if turn.more:
+            self.forgotten(forgotten)
+            if letters:
+                self._busy.update(letter.session_id for letter in letters)
+                self._is_retrying |= retry is not None
+                if more:
                     self._changed.set()
-                return parcel
-            if not (turn.more or turn.damaged):
+                return letters, retry is not None
+            if not (more or damaged):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
@@ -709,8 +675,13 @@ class Outbox:
 
     def _turn(
         self, tx: Transaction, delivered: list[str], passed: set[str], retry: str | None
-    ) -> _Turn:
-        """Removes delivered data and reads the next sessions in a single transaction."""
+    ) -> tuple[list[Letter], list[gateway_admin_pb2.DeadLetter], list[str], bool]:
+        """Removes delivered data and reads the next sessions in a single transaction.
+
+        Returns:
+            Sessions to send, sessions that cannot be read, session ids of closes that are no
+            longer remembered, and whether there may be more to remove.
+        """
         mark_delivered(tx, delivered)
         more = sweep(tx)
         forgotten = forget_closes(tx, self._remembered)
@@ -733,17 +704,17 @@ class Outbox:
             if self._is_failing or len(letters) == _CALL_SESSIONS:
                 break
         set_aside(tx, damaged)
-        return _Turn(letters, damaged, forgotten, more)
+        return letters, damaged, forgotten, more
 
-    async def _hand_over(self, parcel: _Parcel) -> None:
+    async def _hand_over(self, letters: list[Letter], *, is_retry: bool) -> None:
         """Sends sessions once. A session that the collector does not take is sent again alone.
 
         The slot rests after a failure, because the next sessions may fail for the same reason. It
         rests longer while no call succeeds.
         """
-        ids, begun_ms = parcel.session_ids, clock.monotonic_ms()
+        ids, begun_ms = [letter.session_id for letter in letters], clock.monotonic_ms()
         try:
-            slow = await self._send(parcel)
+            slow = await self._send(letters, is_retry=is_retry)
         except Exception as error:  # one parcel must not end the others
             known = isinstance(error, RollmeshError)
             reason = error.reason if isinstance(error, RollmeshError) else type(error).__name__
@@ -767,12 +738,12 @@ class Outbox:
             self._busy.difference_update(slow)
             self._is_failing = False
             self._rest.reset()
-        if parcel.is_retry:
+        if is_retry:
             self._is_retrying = False
         self._calls.release()
         self._changed.set()
 
-    async def _send(self, parcel: _Parcel) -> set[str]:
+    async def _send(self, letters: list[Letter], *, is_retry: bool) -> set[str]:
         """Sends sessions. A session that can never be sent becomes a dead letter.
 
         Returns:
@@ -782,15 +753,18 @@ class Outbox:
             RollmeshError: No session was taken: the error is transient, or one of several sessions
                 caused it.
         """
-        for letter in parcel.letters:
+        for letter in letters:
             await self._read_rest(letter)
-        limit_s = _LONGEST_WRITE_S if parcel.is_retry else _WRITE_S
-        records, broken, slow = await asyncio.to_thread(write_letters, parcel.letters, limit_s)
-        if parcel.is_retry:
-            reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
-            broken += [dead_letter(session_id, reason, error) for session_id, error in slow]
-            slow = []
-        late = {session_id for session_id, _ in slow}
+        limit_s = _LONGEST_WRITE_S if is_retry else _WRITE_S
+        records, broken, late = list[Record](), list[gateway_admin_pb2.DeadLetter](), set[str]()
+        for letter, found in await asyncio.to_thread(lambda: [*write_letters(letters, limit_s)]):
+            if isinstance(found, Record):
+                records.append(found)
+            elif isinstance(found, SlowRecordError) and not is_retry:
+                late.add(letter.session_id)
+            else:
+                reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+                broken.append(dead_letter(letter.session_id, reason, found))
         await self._bury(broken)
         if not records:
             return late
@@ -841,16 +815,12 @@ class Outbox:
 
         Other commits run in between.
         """
-        count = len(letter.rows)
-        while count == PIECE_NODES:
-            last = letter.rows[-1][0]
-            read = partial(read_nodes, session_id=letter.session_id, after=last, limit=PIECE_NODES)
-            if letter.head:
-                read = partial(read, columns=journal.BLOB_COLUMNS)
-            rows = await self._journal.run(read)
+        rows, id_ = letter.rows, letter.session_id
+        read = partial(read_nodes, session_id=id_, limit=PIECE_NODES, columns=letter.columns)
+        while len(rows) == PIECE_NODES:
+            rows = await self._journal.run(partial(read, after=rows[-1][0]))
             letter.rows.extend(rows)
-            count = len(rows)
-        if not any(has_images(row) for row in letter.rows):
+        if all(row[-1] is None for row in letter.rows):  # no node has images
             return
         at = 0
         while (

@@ -18,7 +18,6 @@ from rollmesh.gateway import journal
 from rollmesh.gateway.journal import (
     SECRET_BYTES,
     Journal,
-    Journals,
     ModelFiles,
     Transaction,
     moved,
@@ -178,7 +177,7 @@ class PostgresJournal(Journal):
         self._checked = db
 
 
-class PostgresJournals(Journals):
+class PostgresJournals:
     """The journals of a database, as one gateway takes them."""
 
     def __init__(self, writer: Lane, reader: Lane, model: ServedModel, lease_ms: int) -> None:

@@ -21,7 +21,6 @@ from rollmesh.gateway.journal import (
     DamagedSessionError,
     Journal,
     KeyRevision,
-    StoredSession,
     check_names,
     read_revisions,
     store_revision,
@@ -60,14 +59,6 @@ from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 # A close and its repeats: their digests and errors.
-
-
-def digest_of_close(request: gateway_pb2.CloseSessionRequest) -> bytes:
-    """Returns the digest that identifies a repeat of a close. It excludes the session key."""
-    body = gateway_pb2.CloseSessionRequest()
-    body.CopyFrom(request)
-    body.ClearField("session_key")
-    return digest_of(body)
 
 
 def check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
@@ -419,8 +410,8 @@ class Registry:
             lambda tx: journal.read_open(tx, self._new_tree)
         )
         check_names([stored.spec.model for stored in sessions], self.deps.config.model)
-        for stored in sessions:
-            self.reopen(stored)
+        for session in sessions:
+            self.reopen(session)
         self._closed |= await self.journal.read(outbox.read_closes)
         await self.keys.restore()
         await self.outbox.restore()
@@ -444,18 +435,18 @@ class Registry:
             ),
         )
 
-    def reopen(self, stored: StoredSession) -> None:
+    def reopen(self, session: Session) -> None:
         """Adds a session from the journal to the open sessions."""
-        stored.tree.skip_ids(_LOST_IDS)
-        session = Session(stored.spec, stored.tree, images=stored.images)
-        for node_id, receipt in stored.answers.items():
-            node = stored.tree.nodes[node_id]
-            session.restore(node, receipt, sent=node_id in stored.sent)
-        self._sessions[stored.spec.session_id] = session
-        self.named_adapters.update(stored.spec.named_adapters)
-        self._groups.add(stored.spec)
-        if stored.spec.request_id:
-            self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
+        session.tree.skip_ids(_LOST_IDS)
+        self._groups.add(session.spec)
+        self._serve(session)
+
+    def _serve(self, session: Session) -> None:
+        spec = session.spec
+        self._sessions[spec.session_id] = session
+        self.named_adapters.update(spec.named_adapters)
+        if spec.request_id:
+            self._by_request_id[spec.request_id] = spec
 
     def refuse(self, error: RollmeshError) -> None:
         """Refuses new sessions and turns from now on. The first error counts."""
@@ -551,10 +542,7 @@ class Registry:
 
     async def _open(self, spec: SessionSpec) -> SessionSpec:
         await self.journal.run(lambda tx: journal.insert_session(tx, spec))
-        self._sessions[spec.session_id] = Session(spec, self._new_tree())
-        self.named_adapters.update(spec.named_adapters)
-        if spec.request_id:
-            self._by_request_id[spec.request_id] = spec
+        self._serve(Session(spec, self._new_tree()))
         await faults.reach("gateway-after-open")
         return spec
 
@@ -618,7 +606,7 @@ class Registry:
                 stays open.
             RepeatConflictError: It was closed with another outcome, other rewards or metadata.
         """
-        session_id, digest = request.session_id, digest_of_close(request)
+        session_id, digest = request.session_id, digest_of(request)
         if session_id in self._closed:
             first, leaves = await self.journal.run(lambda tx: outbox.read_close(tx, session_id))
             check_repeat(session_id, first, digest)
@@ -683,9 +671,9 @@ class Registry:
             SessionUnknownError: It is not a dead letter.
             SessionDamagedError: It still cannot be read, and stays a dead letter.
         """
-        stored = await self.outbox.revive(session_id, self._new_tree)
-        if stored is not None:
-            self.reopen(stored)
+        session = await self.outbox.revive(session_id, self._new_tree)
+        if session is not None:
+            self.reopen(session)
 
     async def set_aside(self, session: Session, error: Exception) -> None:
         """Makes an open session a dead letter, because an error of its own prevents its close.

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -29,7 +29,7 @@ from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy
 from rollmesh.gateway.deps import Deps, FairExecutor, Workers
-from rollmesh.gateway.journal import Journal, Journals, ModelFiles, open_sqlite
+from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
 from rollmesh.gateway.responses import (
     write_reasoning,
     write_special_text,
@@ -59,6 +59,9 @@ from rollmesh.v1 import (
     router_pb2,
     server_pb2,
 )
+
+if TYPE_CHECKING:  # a journal in a file does not need the database's driver
+    from rollmesh.gateway.postgres import PostgresJournals
 
 _log = logging.getLogger(__name__)
 
@@ -189,7 +192,7 @@ class GatewayService:
                     task.cancel()
 
     @asynccontextmanager
-    async def _open_journals(self) -> AsyncIterator[tuple[Journal, Journals | None]]:
+    async def _open_journals(self) -> AsyncIterator[tuple[Journal, "PostgresJournals | None"]]:
         """Yields the journal for new sessions, and where it is shared, the others' too."""
         config = self._config
         if config.journal == "sqlite":

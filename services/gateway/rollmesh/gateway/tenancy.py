@@ -9,10 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from rollmesh.gateway import metrics
 from rollmesh.gateway.deps import Deps
-from rollmesh.gateway.journal import Journal, Journals, closed_session, moved
+from rollmesh.gateway.journal import Journal, closed_session, moved
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
 from rollmesh.gateway.session import SessionSpec
@@ -28,6 +29,9 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2, sampling_pb2
+
+if TYPE_CHECKING:  # a journal in a file does not need the database's driver
+    from rollmesh.gateway.postgres import PostgresJournals
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
@@ -381,7 +385,7 @@ _HOUSEKEEPING_MS = 60_000
 class Tenancy:
     """The leases of the journals in a database that gateways share."""
 
-    def __init__(self, journals: Journals, gateway: Gateway, lease_ms: int) -> None:
+    def __init__(self, journals: "PostgresJournals", gateway: Gateway, lease_ms: int) -> None:
         """Takes the database, the gateway that serves its journals, and the time of a lease."""
         self._journals = journals
         self._gateway = gateway
