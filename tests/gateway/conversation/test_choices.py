@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.gateway.requests import choice_seed
 from rollmesh.gateway.session import Shared
+from rollmesh.runtime.errors import InvalidMessagesError
 
 MOST = 2**63 - 1
 
@@ -32,7 +33,7 @@ def test_seeds_fit_64_bits_and_differ(seed: int) -> None:
     assert all(-MOST - 1 <= one <= MOST for one in seeds)
 
 
-async def test_shared_work_is_done_once_and_outlives_the_choice_that_began_it() -> None:
+async def test_shared_work_is_done_once_and_by_the_next_choice_if_the_first_is_cancelled() -> None:
     shared: Shared[int] = Shared()
     futures: list[asyncio.Future[int]] = []
 
@@ -41,33 +42,26 @@ async def test_shared_work_is_done_once_and_outlives_the_choice_that_began_it() 
         return futures[-1]
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        first = group.create_task(shared.get(begin))
-        second = group.create_task(shared.get(begin))
+        first, second, third = (group.create_task(shared.get(begin)) for _ in range(3))
         await asyncio.sleep(0)
+        assert len(futures) == 1
         first.cancel()
         await asyncio.wait([first])
-        (future,) = futures
-        future.set_result(5)
-        assert await second == 5
-    assert first.cancelled()
-
-
-async def test_shared_work_without_waiters_is_cancelled_and_can_begin_again() -> None:
-    shared: Shared[int] = Shared()
-    futures: list[asyncio.Future[int]] = []
-
-    def begin() -> asyncio.Future[int]:
-        futures.append(asyncio.get_running_loop().create_future())
-        return futures[-1]
-
-    async with asyncio.timeout(60):
-        waiting = [asyncio.ensure_future(shared.get(begin)) for _ in range(2)]
-        await asyncio.sleep(0)
-        for one in waiting:
-            one.cancel()
-        await asyncio.wait(waiting)
-        assert futures[0].cancelled()
-        again = asyncio.ensure_future(shared.get(begin))
         await asyncio.sleep(0)
         futures[1].set_result(5)
-        assert await again == 5
+        assert (await second, await third, await shared.get(begin)) == (5, 5, 5)
+    assert first.cancelled()
+    assert len(futures) == 2
+
+
+async def test_every_choice_gets_the_error_of_the_shared_work() -> None:
+    shared: Shared[int] = Shared()
+    failure = InvalidMessagesError("messages", "no")
+
+    async def fail() -> int:
+        raise failure
+
+    for _ in range(2):
+        with pytest.raises(InvalidMessagesError) as refused:
+            await shared.get(fail)
+        assert refused.value is failure

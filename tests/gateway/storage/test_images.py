@@ -46,7 +46,7 @@ async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> 
             lambda tx: journal.read_image_bytes(tx, "s", [CAT.sha256, "f" * 64])
         )
     assert found == {CAT.sha256: CAT.data}
-    assert (len(stored.images), stored.images.size) == (2, 3003)
+    assert (len(stored.images), stored.image_bytes) == (2, 3003)
     facts = stored.images.get(DOG.sha256)
     assert facts is not None
     assert (facts.media_type, facts.width, facts.height, facts.size) == ("image/png", 30, 20, 3)

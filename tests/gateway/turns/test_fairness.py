@@ -35,7 +35,7 @@ class Work:
 
 
 async def run(fair: FairExecutor, owner: str, work: Callable[[], Any]) -> Any:
-    return await fair.begin(owner, work)
+    return await fair.run(owner, work)
 
 
 async def begun(count: int) -> None:

@@ -6,7 +6,7 @@ messages of the previous request, so a digest of that prefix shows whether they 
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -53,35 +53,6 @@ class ImageFacts:
     """Pixels."""
     size: int
     """Number of bytes."""
-
-
-class SessionImages:
-    """The images that a session has: each was in a turn that is in the journal."""
-
-    def __init__(self, facts: Mapping[str, ImageFacts] | None = None) -> None:
-        """Takes the images that the journal has, by hash."""
-        self._facts = dict(facts or {})
-        self.size = sum(one.size for one in self._facts.values())
-        """Number of bytes of all images."""
-
-    def __len__(self) -> int:
-        """Returns the number of images."""
-        return len(self._facts)
-
-    def __contains__(self, sha256: str) -> bool:
-        """Returns whether the session has an image."""
-        return sha256 in self._facts
-
-    def get(self, sha256: str) -> ImageFacts | None:
-        """Returns the properties of an image, or None if the session does not have it."""
-        return self._facts.get(sha256)
-
-    def add(self, images: Iterable[CheckedImage]) -> None:
-        """Adds images that the journal has now."""
-        for image in images:
-            if image.sha256 not in self._facts:
-                self._facts[image.sha256] = facts_of(image)
-                self.size += len(image.data)
 
 
 def facts_of(image: CheckedImage) -> ImageFacts:
@@ -198,8 +169,8 @@ class RequestImages:
     """Reads the images of one request."""
 
     policy: ImagePolicy = field(default_factory=ImagePolicy)
-    held: SessionImages = field(default_factory=SessionImages)
-    """The images that the session has."""
+    held: Mapping[str, ImageFacts] = field(default_factory=dict)
+    """The images that the session has, by hash."""
     decoded: Mapping[str, DecodedImage] = field(default_factory=dict)
     """The images that the request gives by their bytes, by hash."""
     fresh: dict[str, CheckedImage] = field(default_factory=dict)

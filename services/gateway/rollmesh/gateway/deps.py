@@ -1,11 +1,11 @@
 """The dependencies of turns: the model's files, the engines, the limits and the threads."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from rollmesh.chat import ModelTokenizer
 from rollmesh.chat.parsing import AnswerFormat
@@ -25,90 +25,30 @@ from rollmesh.mesh.leases import LeaseClient
 _Result = TypeVar("_Result")
 
 
-class _Piece(NamedTuple):
-    work: Callable[[], Any]
-    outcome: asyncio.Future[Any]
-
-
 class FairExecutor:
     """Runs the work of many owners in a few threads, round-robin, one piece at a time.
 
-    Invariant: `_rounds` contains each owner with waiting work exactly once, in scheduling order.
-    The queue is bounded by the number of callers, because each waits for its outcome.
+    Each owner has at most one piece among those that wait for a thread, first come, first served.
     """
 
     def __init__(self, executor: Executor, workers: int) -> None:
         """Takes the threads and the number of pieces of work that run at a time."""
         self._executor = executor
-        self._free = workers
-        self._waiting: dict[str, deque[_Piece]] = {}
-        self._rounds: deque[str] = deque()
+        self._free = asyncio.Semaphore(workers)
+        self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def begin(self, owner: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Queues work until it is the owner's turn and returns a future for its outcome.
+    async def run(self, owner: str, work: Callable[[], _Result]) -> _Result:
+        """Runs work once it is the owner's turn and returns its result.
 
-        Work whose future is cancelled while it waits is skipped. Work that has started runs to
+        A caller that is cancelled while it waits is skipped. Work that has started runs to
         completion.
         """
-        outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        if owner not in self._waiting:
-            self._waiting[owner] = deque()
-            self._rounds.append(owner)
-        self._waiting[owner].append(_Piece(work, outcome))
-        self._start()
-        return outcome
-
-    def _start(self) -> None:
-        """Starts queued work in free threads, in round-robin order."""
-        while self._free and self._rounds:
-            owner = self._rounds.popleft()
-            queue = self._waiting[owner]
-            piece = queue.popleft()
-            if queue:
-                self._rounds.append(owner)
-            else:
-                del self._waiting[owner]
-            if not piece.outcome.done():
-                self._submit(piece)
-
-    def _submit(self, piece: _Piece) -> None:
-        loop = piece.outcome.get_loop()
-        try:
-            running = self._executor.submit(piece.work)
-        except RuntimeError as error:  # the executor was shut down
-            piece.outcome.set_exception(error)
-            return
-        self._free -= 1
-        running.add_done_callback(
-            lambda done: loop.call_soon_threadsafe(self._ended, piece.outcome, done)
-        )
-
-    def _ended(self, outcome: asyncio.Future[Any], done: "Future[Any]") -> None:
-        self._free += 1
-        if not outcome.done():
-            error = done.exception()
-            if error is None:
-                outcome.set_result(done.result())
-            else:
-                outcome.set_exception(error)
-        self._start()
-
-
-class Workers:
-    """Tokeniser threads. Long texts have their own, so that short texts never wait for them."""
-
-    def __init__(self, short: Executor, long: FairExecutor) -> None:
-        """Takes the two pools."""
-        self._short = short
-        self._long = long
-
-    def run(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Starts short work off the event loop."""
-        return asyncio.get_running_loop().run_in_executor(self._short, work)
-
-    def run_long(self, session_id: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Queues long work of a session, which runs off the event loop at the session's turn."""
-        return self._long.begin(session_id, work)
+        loop = asyncio.get_running_loop()
+        async with self._queues.setdefault(owner, asyncio.Lock()):
+            await self._free.acquire()
+        running = self._executor.submit(work)
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        return await asyncio.wrap_future(running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +64,9 @@ class Deps:
     special_text: SpecialText
     """How the template sees text from outside that spells special tokens."""
     vllm_parser: VllmParser | None
-    workers: Workers
+    threads: Executor
+    long_work: FairExecutor
+    """Tokenises long texts in threads of its own, so that short texts never wait for them."""
     leases: LeaseClient
     failover: Failover
     limits: SessionLimits
@@ -133,6 +75,10 @@ class Deps:
     """Exclusive upper bound of the ids."""
     banned_ids: Sequence[int]
     """Ids that are never sampled, whatever a request says."""
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """Runs short work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
 
 def new_tree(continuation: Continuation) -> Tree:

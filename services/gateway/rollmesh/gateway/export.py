@@ -582,7 +582,7 @@ def trajectory_ends(session: Session) -> list[int]:
 
 def record_bytes(session: Session) -> int:
     """Returns an approximate upper bound of the size of a session's record, bytes."""
-    tree, images = session.tree, session.images.size
+    tree, images = session.tree, session.image_bytes
     match session.spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:
             return images + tree.tree_bytes

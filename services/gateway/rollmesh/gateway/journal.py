@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
-from rollmesh.gateway.conversation import ImageFacts, SessionImages
+from rollmesh.gateway.conversation import ImageFacts
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
 from rollmesh.mesh.directory import JOURNAL_ID_CHARS
@@ -121,13 +121,13 @@ def closed_session(tx: Transaction, request_id: str) -> str:
 # Images of sessions in the journal: each once for a session, beside its turns.
 
 
-def read_images(tx: Transaction, session_id: str) -> SessionImages:
-    """Returns the images of a session, without their bytes."""
+def read_images(tx: Transaction, session_id: str) -> dict[str, ImageFacts]:
+    """Returns the images of a session by hash, without their bytes."""
     rows = tx.db.rows(
         "SELECT sha256, media_type, width, height, length(data) FROM images WHERE session_id = ?1",
         session_id,
     )
-    return SessionImages({sha256: ImageFacts(*facts) for sha256, *facts in rows})
+    return {sha256: ImageFacts(*facts) for sha256, *facts in rows}
 
 
 def read_image_bytes(tx: Transaction, session_id: str, wanted: Iterable[str]) -> dict[str, bytes]:

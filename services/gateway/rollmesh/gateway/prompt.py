@@ -17,6 +17,8 @@ from rollmesh.chat import (
     PlacementError,
     RenderContext,
     SpecialTextError,
+    bad_sequences,
+    constraint_of,
 )
 from rollmesh.chat.templates import (
     REWRITING,
@@ -27,7 +29,7 @@ from rollmesh.chat.templates import (
     TemplateRenderError,
 )
 from rollmesh.gateway.deps import Deps
-from rollmesh.gateway.requests import bad_word_ids, constrain
+from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tree import Bookmark, Match, Node
 from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
@@ -178,23 +180,20 @@ class PromptTokens:
     """Where the images are in the prompt, in order."""
 
 
-def begin_prompt(
-    deps: Deps, session: Session, request: TurnRequest
-) -> "asyncio.Future[PromptTokens]":
-    """Starts turning a request into tokens. A short one is finished when this returns.
+async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptTokens:
+    """Turns a request into tokens. A short one does not wait.
 
     The search in the tree starts where the earlier request of the conversation led, if that is
     known. If many messages are left to compare, they are compared in a thread.
 
     Raises:
-        RollmeshError: The request has no prompt. The future may also raise it.
+        RollmeshError: The request has no prompt.
     """
     tree, conversation = session.tree, request.conversation
     context = replace(request.settings.render_context, now=session.spec.opened_unix_ms // 1000)
     groups, earlier = conversation.groups, conversation.earlier
     start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
     changes, owner = tree.changes, session.spec.session_id
-    loop = asyncio.get_running_loop()
     known_bytes = earlier.size if earlier is not None and start.match.depth else 0
     if (
         conversation.size - known_bytes < _COMPARED_BYTES
@@ -206,24 +205,24 @@ def begin_prompt(
         chars = _new_chars(match, context, groups)
         if chars > _SHORT_CHARS:
             work = partial(_prepare_long, deps, match, request, context)
-            return deps.workers.run_long(owner, work)
+            return await deps.long_work.run(owner, work)
         rewrites = deps.continuation.profile.findings & REWRITING  # renders all of it
         if chars > _INLINE_CHARS or len(groups) > _INLINE_GROUPS or rewrites:
-            return deps.workers.run(partial(_prepare, deps, match, request, context))
-        prompt: asyncio.Future[PromptTokens] = loop.create_future()
-        prompt.set_result(_prepare(deps, match, request, context))
-        return prompt
+            return await deps.run(partial(_prepare, deps, match, request, context))
+        return _prepare(deps, match, request, context)
 
     def keep(bookmark: Bookmark) -> None:
         if tree.changes == changes:
             tree.keep(context, conversation.digest, bookmark)
+
+    loop = asyncio.get_running_loop()
 
     def search_and_prepare() -> PromptTokens:
         match, bookmark = tree.search(start, groups)
         loop.call_soon_threadsafe(keep, bookmark)
         return _prepare_long(deps, match, request, context)
 
-    return deps.workers.run_long(owner, search_and_prepare)
+    return await deps.long_work.run(owner, search_and_prepare)
 
 
 def _prepare_long(
@@ -275,6 +274,9 @@ def _prepare(
         raise InvalidMessagesError(error.field, error.problem) from error
     opening = deps.answer_format.opening
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
+    with field_errors():
+        found = constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside)
+        unwanted = bad_sequences(settings.bad_words, deps.tokenizer)
     ids = prompt.ids()
     packed = pack_ids(ids)
     return PromptTokens(
@@ -283,8 +285,8 @@ def _prepare(
         len(ids),
         zlib.crc32(packed),
         inside,
-        constrain(settings.wanted, deps.answer_format, context, inside_reasoning=inside),
-        bad_word_ids(settings.bad_words, deps.tokenizer),
+        None if found is None else engine_pb2.Constraint(**found._asdict()),
+        unwanted,
         prompt.placeholders() if request.conversation.images else [],
     )
 

@@ -355,9 +355,9 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self.named_adapters: Counter[tuple[str, int]] = Counter()
         """The adapter revisions that open sessions name, with the number of sessions."""
-        self._by_request_id: dict[str, SessionSpec] = {}
+        self._by_request_id: dict[str, asyncio.Future[SessionSpec]] = {}
+        """The sessions that request ids opened, also while they are being written."""
         self._closed: set[str] = set()
-        self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._opens = 0
         """Number of new sessions that are being written to the journal."""
         self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
@@ -439,14 +439,15 @@ class Registry:
         """Adds a session from the journal to the open sessions."""
         session.tree.skip_ids(_LOST_IDS)
         self._groups.add(session.spec)
+        if session.spec.request_id not in {"", *self._by_request_id}:
+            opened: asyncio.Future[SessionSpec] = asyncio.get_running_loop().create_future()
+            opened.set_result(session.spec)
+            self._by_request_id[session.spec.request_id] = opened
         self._serve(session)
 
     def _serve(self, session: Session) -> None:
-        spec = session.spec
-        self._sessions[spec.session_id] = session
-        self.named_adapters.update(spec.named_adapters)
-        if spec.request_id:
-            self._by_request_id[spec.request_id] = spec
+        self._sessions[session.spec.session_id] = session
+        self.named_adapters.update(session.spec.named_adapters)
 
     def refuse(self, error: RollmeshError) -> None:
         """Refuses new sessions and turns from now on. The first error counts."""
@@ -488,12 +489,7 @@ class Registry:
 
     def opened(self, request_id: str) -> asyncio.Future[SessionSpec] | None:
         """Returns the open session that a request id opened, maybe while it is being written."""
-        opening = self._opening.get(request_id)
-        spec = self._by_request_id.get(request_id)
-        if opening is None and spec is not None:
-            opening = asyncio.get_running_loop().create_future()
-            opening.set_result(spec)
-        return opening
+        return self._by_request_id.get(request_id)
 
     async def create(
         self, request: gateway_pb2.CreateSessionRequest, adapters: Sequence[tuple[str, int]] = ()
@@ -529,8 +525,7 @@ class Registry:
         self._groups.add(spec)
         opening = begun(self.tasks, self._open(spec))
         if spec.request_id:
-            self._opening[spec.request_id] = opening
-            opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
+            self._by_request_id[spec.request_id] = opening
         self._opens += 1
         opening.add_done_callback(lambda done: self._count_opened(done, spec))
         return await asyncio.shield(opening)
@@ -539,6 +534,7 @@ class Registry:
         self._opens -= 1
         if opening.cancelled() or opening.exception() is not None:
             self._groups.remove(spec)
+            self._by_request_id.pop(spec.request_id, None)
 
     async def _open(self, spec: SessionSpec) -> SessionSpec:
         await self.journal.run(lambda tx: journal.insert_session(tx, spec))
@@ -695,7 +691,8 @@ class Registry:
         if self._sessions.pop(session.spec.session_id, None) is not None:
             self._groups.remove(session.spec)
             self.named_adapters -= Counter(session.spec.named_adapters)
-        if self._by_request_id.get(session.spec.request_id) is session.spec:
+        opened = self._by_request_id.get(session.spec.request_id)
+        if opened is not None and opened.done() and opened.result() is session.spec:
             del self._by_request_id[session.spec.request_id]
         self.deps.leases.forget(session.spec.session_id)
 

@@ -10,25 +10,21 @@ from google.protobuf import json_format
 from rollmesh.chat import (
     Calls,
     InvalidInputError,
-    ModelTokenizer,
     RenderContext,
     Wanted,
-    bad_sequences,
-    constraint_of,
     fingerprint,
     make_context,
 )
 from rollmesh.chat.json_values import read_json, replace_surrogates
-from rollmesh.chat.parsing import AnswerFormat, check_readable, tool_schemas
+from rollmesh.chat.parsing import tool_schemas
 from rollmesh.gateway.conversation import RequestImages
 from rollmesh.gateway.session import Session, SessionSpec, Shared, TurnRequest, TurnSettings
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import (
-    InvalidConstraintError,
     InvalidFieldError,
     InvalidSamplingError,
 )
-from rollmesh.v1 import engine_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, trajectory_pb2
 
 # Sampling parameters of a turn: the session's, the agent's, and which of them count.
 #
@@ -422,54 +418,17 @@ def _check_schema(schema: bytes) -> None:
         raise InvalidFieldError("json_format", "its schema is not an object")
 
 
-# Checks of the chat library, with the contract's errors.
-
-
 @contextmanager
-def _field_errors() -> Iterator[None]:
+def field_errors() -> Iterator[None]:
+    """Within the block, errors of the chat library are errors of the contract.
+
+    Raises:
+        InvalidFieldError: A field of the request is invalid.
+    """
     try:
         yield
     except InvalidInputError as error:
         raise InvalidFieldError(error.field, error.problem) from error
-
-
-def check_tools(format_: AnswerFormat, tools_json: bytes) -> None:
-    """Checks that calls of a request's tools can be parsed.
-
-    Raises:
-        InvalidFieldError: The format of tool calls is unknown, or cannot carry a tool's name.
-    """
-    with _field_errors():
-        check_readable(format_, tools_json)
-
-
-def constrain(
-    wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
-) -> engine_pb2.Constraint | None:
-    """Returns the constraint of an answer for the engine. None if the answer is free.
-
-    Raises:
-        InvalidFieldError: The model's format or the name of a tool does not allow the constraint.
-    """
-    with _field_errors():
-        found = constraint_of(wanted, format_, context, inside_reasoning=inside_reasoning)
-    return None if found is None else engine_pb2.Constraint(**found._asdict())
-
-
-def refused_constraint(wanted: Wanted, error: InvalidConstraintError) -> InvalidConstraintError:
-    """Returns an engine's error with the `ChatRequest` field that the constraint came from."""
-    field = "json_format" if wanted.json_schema is not None else "tools_json"
-    return InvalidConstraintError(field, error.message)
-
-
-def bad_word_ids(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[int]]:
-    """Returns the id sequences that an answer must not contain.
-
-    Raises:
-        InvalidFieldError: A word has no tokens.
-    """
-    with _field_errors():
-        return bad_sequences(words, tokenizer)
 
 
 def masks(sampling: sampling_pb2.SamplingParams) -> bool:

@@ -28,7 +28,7 @@ from rollmesh.chat.templates import (
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy
-from rollmesh.gateway.deps import Deps, FairExecutor, Workers
+from rollmesh.gateway.deps import Deps, FairExecutor
 from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
 from rollmesh.gateway.responses import (
     write_reasoning,
@@ -232,7 +232,8 @@ class GatewayService:
             answer_format=self._format,
             special_text=SpecialText(self._tokenizer, config.special_text, reserved),
             vllm_parser=self._vllm_parser(stack),
-            workers=Workers(executor, FairExecutor(long_executor, config.workers)),
+            threads=executor,
+            long_work=FairExecutor(long_executor, config.workers),
             leases=leases,
             failover=Failover(
                 leases,

@@ -229,7 +229,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         read = partial(read_choices, request, session, self._max_choices, images)
         read = partial(read, stream=stream, samples=samples)
         is_small = count < _MANY_MESSAGES and size < _LARGE_BYTES
-        run = partial(registry.deps.workers.run_long, session.spec.session_id)
+        run = partial(registry.deps.long_work.run, session.spec.session_id)
         if self._images.rule is not None:
             find = partial(given_images, request, self._images)
             given = find() if is_small else await run(find)

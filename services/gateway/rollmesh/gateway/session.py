@@ -26,12 +26,12 @@ requests get these again, as they get answers that were lost with the process.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rollmesh.chat import RenderContext, Wanted
-from rollmesh.gateway.conversation import Conversation, MessageReader, SessionImages, answer_id_of
+from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.images import CheckedImage
@@ -135,38 +135,28 @@ _MOST_CUT_SHORT = 65_536
 
 
 class Shared(Generic[_Result]):
-    """Work that the choices of a request share. The first choice that needs it starts it."""
+    """Work that the choices of a request share. The first choice that needs it does it."""
 
     def __init__(self) -> None:
-        """Creates the shared work without starting it."""
-        self._outcome: asyncio.Future[_Result] | None = None
-        self._waiting = 0
+        """Starts without a result."""
+        self._working = asyncio.Lock()
+        self._outcome: tuple[_Result] | RollmeshError | None = None
 
-    async def get(self, begin: Callable[[], asyncio.Future[_Result]]) -> _Result:
-        """Returns the result. Cancelling one waiting choice does not cancel it for the others.
-
-        Cancelling the last waiting choice cancels the work. A later call starts it again.
+    async def get(self, work: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Returns the result. If the choice that does the work is cancelled, the next one does it.
 
         Raises:
-            Exception: The work failed. Every choice gets the same exception.
+            RollmeshError: The work failed. Every choice gets the same exception.
         """
-        if self._outcome is None or self._outcome.cancelled():
-            self._outcome = begin()
-            self._outcome.add_done_callback(_seen)
-        outcome = self._outcome
-        self._waiting += 1
-        try:
-            return await asyncio.shield(outcome)
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                outcome.cancel()  # no-op once it is done
-
-
-def _seen(outcome: asyncio.Future[_Result]) -> None:
-    """Retrieves the exception, so that asyncio does not log it if all waiters have left."""
-    if not outcome.cancelled():
-        outcome.exception()
+        async with self._working:
+            if self._outcome is None:
+                try:
+                    self._outcome = (await work(),)
+                except RollmeshError as error:
+                    self._outcome = error
+        if isinstance(self._outcome, RollmeshError):
+            raise self._outcome
+        return self._outcome[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,14 +386,19 @@ class Session:
     """In-flight and answered turns by the id of their answer."""
     reader: MessageReader = field(default_factory=MessageReader)
     """Reads the session's requests."""
-    images: SessionImages = field(default_factory=SessionImages)
-    """The images of its turns."""
+    images: dict[str, ImageFacts] = field(default_factory=dict)
+    """The images that it has, by hash: each was in a turn that is in the journal."""
     cut_short: Counter[str] = field(default_factory=Counter)
     """Number of turns that failed after tokens were sampled, by the fingerprint of the request.
     Each marks the next equal turn that begins, which is sampled in its place."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """Time of the last use, on the monotonic clock."""
+
+    @property
+    def image_bytes(self) -> int:
+        """Number of bytes of all its images."""
+        return sum(one.size for one in self.images.values())
 
     def find_turn(self, request: TurnRequest) -> Turn | None:
         """Returns the turn that a request retries, or None if it asks for a new sample.
@@ -635,7 +630,7 @@ class SessionLimits:
         size = sum(new.values())
         for name, held, most in (
             ("images", len(session.images) + len(new), self.images),
-            ("image_bytes", session.images.size + size, self.image_bytes),
+            ("image_bytes", session.image_bytes + size, self.image_bytes),
         ):
             if new and held > most:
                 raise SessionLimitError(

@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 
 from rollmesh.chat import Calls, Message, ParserEvent, new_call_id
-from rollmesh.chat.parsing import Answer, IncrementalDecoder
+from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
 from rollmesh.gateway import journal, metrics
+from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import record_bytes
 from rollmesh.gateway.journal import Journal, read_image_bytes
-from rollmesh.gateway.prompt import PromptTokens, begin_prompt, sampling_of
-from rollmesh.gateway.requests import check_tools, masks, refused_constraint, truncates
+from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
+from rollmesh.gateway.requests import field_errors, masks, truncates
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
@@ -79,7 +80,7 @@ async def count_tokens(deps: Deps, session: Session, request: TurnRequest) -> tu
     timeout_ms = deps.config.turn_timeout_ms
     try:
         async with asyncio.timeout(timeout_ms / 1000):
-            prompt = await begin_prompt(deps, session, request)
+            prompt = await prepare(deps, session, request)
     except ContextLengthExceededError as error:
         return int(error.metadata["prompt_tokens"]), True
     except TimeoutError as error:
@@ -104,7 +105,7 @@ async def tokens_of(
         packed = pack_ids(prompt) if returns.token_ids else b""
         return packed, write_tokens(sampled, returns, deps.tokenizer)
 
-    return await deps.workers.run(work)
+    return await deps.run(work)
 
 
 # The answer of a turn while it is sampled.
@@ -166,13 +167,13 @@ async def _sample(
     settings = request.settings
     tools_json = settings.callable_context.tools_json
     if tools_json and settings.wanted.calls is not Calls.NONE:
-        check_tools(deps.answer_format, tools_json)
+        with field_errors():
+            check_readable(deps.answer_format, tools_json)
     deps.limits.check(session)
     if request.shared is None:
-        prompt: PromptTokens = await begin_prompt(deps, session, request)
+        prompt: PromptTokens = await prepare(deps, session, request)
     else:
-        begin = partial(begin_prompt, deps, session, request)
-        prompt = await request.shared.get(begin)
+        prompt = await request.shared.get(partial(prepare, deps, session, request))
     turn.prompt_tokens = prompt.length
     if settings.returns.token_ids and turn.stream:
         turn.begin(write_prompt(prompt.packed, turn.choice))
@@ -270,7 +271,7 @@ async def _generate(
                 await faults.reach("gateway-mid-turn")
                 ids: list[int] = run.token_ids.tolist()
                 if len(ids) > _INLINE_IDS:
-                    events = await deps.workers.run(partial(draft.answer.feed, ids))
+                    events = await deps.run(partial(draft.answer.feed, ids))
                 else:
                     events = draft.answer.feed(ids)
                 if request.stream and request.settings.returns_tokens:
@@ -282,7 +283,9 @@ async def _generate(
         metrics.POISON.inc()
         raise
     except InvalidConstraintError as refusal:
-        raise refused_constraint(request.settings.wanted, refusal) from refusal
+        schema = request.settings.wanted.json_schema
+        field_name = "tools_json" if schema is None else "json_format"
+        raise InvalidConstraintError(field_name, refusal.message) from refusal
     except InvalidFieldError as error:
         # The gateway placed the images: neither these nor the prompt are the agent's fault.
         if not (isinstance(error, _MISMATCHES) or error.field.startswith("images")):
@@ -434,6 +437,6 @@ async def _commit(
     for one in added:
         one.stored, one.columns = True, b""
     if images:
-        session.images.add(images)
+        session.images.update({image.sha256: facts_of(image) for image in images})
     await faults.reach("gateway-after-commit")
     return node
