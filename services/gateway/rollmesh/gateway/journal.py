@@ -602,21 +602,6 @@ class ModelFiles(NamedTuple):
     template_sha256: str
 
 
-def check_names(found: Sequence[str], served: str) -> None:
-    """Checks that the open sessions of a journal are of the model that is served.
-
-    Raises:
-        StoreError: Some have a model of another name.
-    """
-    others = [name for name in found if name != served]
-    if others:
-        raise StoreError(
-            f"the journal holds {len(others)} open sessions of model {others[0]!r}, and this "
-            f"gateway serves {served!r}; serve them under that name until they are closed, or name "
-            "another data_dir"
-        )
-
-
 # Tables of a journal in both dialects. A database may hold several journals.
 
 VERSION = 17

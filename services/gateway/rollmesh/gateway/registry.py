@@ -21,7 +21,6 @@ from rollmesh.gateway.journal import (
     DamagedSessionError,
     Journal,
     KeyRevision,
-    check_names,
     read_revisions,
     store_revision,
 )
@@ -51,6 +50,7 @@ from rollmesh.runtime.errors import (
     SessionKeyWrongError,
     SessionUnknownError,
     ShuttingDownError,
+    StoreError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.repeats import digest_of
@@ -409,7 +409,14 @@ class Registry:
         sessions, damaged = await self.journal.read(
             lambda tx: journal.read_open(tx, self._new_tree)
         )
-        check_names([stored.spec.model for stored in sessions], self.deps.config.model)
+        served = self.deps.config.model
+        others = [one.spec.model for one in sessions if one.spec.model != served]
+        if others:
+            raise StoreError(
+                f"the journal holds {len(others)} open sessions of model {others[0]!r}, and this "
+                f"gateway serves {served!r}; serve them under that name until they are closed, or "
+                "name another data_dir"
+            )
         for session in sessions:
             self.reopen(session)
         self._closed |= await self.journal.read(outbox.read_closes)

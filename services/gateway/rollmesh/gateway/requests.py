@@ -56,6 +56,8 @@ class TurnSampling(NamedTuple):
     bad_words: tuple[str, ...] = ()
     is_changed: bool = False
     """Whether the distribution is another one than the session's own."""
+    truncates: bool = False
+    """Whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
     ignored: tuple[str, ...] = ()
     """Names of the request's parameters that the session overrides."""
 
@@ -79,7 +81,7 @@ def turn_sampling(
     different = [name for name, value in shape.items() if value != own_shape[name]]
     different += ["bad_words"] if request.bad_words else []
     if spec.sampling_policy == sampling_pb2.SAMPLING_POLICY_AGENT:
-        return TurnSampling(asked, tuple(request.bad_words), bool(different))
+        return TurnSampling(asked, tuple(request.bad_words), bool(different), _truncates(shape))
     if asked.HasField("seed") and not (own.HasField("seed") and own.seed == asked.seed):
         different.append("seed")
     if different and may_refuse and spec.sampling_policy == sampling_pb2.SAMPLING_POLICY_REFUSE:
@@ -89,7 +91,7 @@ def turn_sampling(
     if asked.HasField("max_tokens"):
         params.max_tokens = asked.max_tokens
     params.stop_token_ids[:] = asked.stop_token_ids
-    return TurnSampling(params, ignored=tuple(different))
+    return TurnSampling(params, truncates=_truncates(own_shape), ignored=tuple(different))
 
 
 def shown_sampling(params: sampling_pb2.SamplingParams) -> dict[str, float]:
@@ -133,9 +135,7 @@ def _shape(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
     }
 
 
-def truncates(params: sampling_pb2.SamplingParams) -> bool:
-    """Returns whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
-    shape = _shape(params)
+def _truncates(shape: dict[str, Any]) -> bool:
     return any(shape[name] != _DEFAULTS[name] for name in _TRUNCATION)
 
 
@@ -324,6 +324,7 @@ def _read_settings(
         shows_special=request.show_special_tokens,
         bad_words=how.bad_words,
         sampling_changed=how.is_changed,
+        truncates=how.truncates,
         ignored=how.ignored,
         lineage=request.lineage or None,
         max_tokens_must_fit=request.max_tokens_must_fit,
@@ -429,8 +430,3 @@ def field_errors() -> Iterator[None]:
         yield
     except InvalidInputError as error:
         raise InvalidFieldError(error.field, error.problem) from error
-
-
-def masks(sampling: sampling_pb2.SamplingParams) -> bool:
-    """Returns whether parameters mask tokens or change their likelihood."""
-    return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

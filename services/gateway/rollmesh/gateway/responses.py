@@ -262,11 +262,6 @@ def write_reasoning(format_: AnswerFormat) -> gateway_pb2.ReasoningFormat.ValueT
     return gateway_pb2.ReasoningFormat.Value(f"REASONING_FORMAT_{name}")
 
 
-def write_special_text(setting: str) -> gateway_pb2.SpecialTextPolicy.ValueType:
-    """Returns the proto of the setting `special_text`."""
-    return gateway_pb2.SpecialTextPolicy.Value(f"SPECIAL_TEXT_POLICY_{setting.upper()}")
-
-
 def _write_order(order: RefusedOrder, why: str) -> template_pb2.RefusedOrder:
     place = order.place.upper().replace(" ", "_")
     return template_pb2.RefusedOrder(

@@ -32,7 +32,6 @@ from rollmesh.gateway.deps import Deps, FairExecutor
 from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
 from rollmesh.gateway.responses import (
     write_reasoning,
-    write_special_text,
     write_template,
     write_tool_calls,
 )
@@ -125,7 +124,9 @@ class GatewayService:
                 tool_calls_explanation=self._format.why,
                 one_tool_call=self._format.one_call,
                 reasoning_format=write_reasoning(self._format),
-                special_text=write_special_text(config.special_text),
+                special_text=gateway_pb2.SpecialTextPolicy.Value(
+                    f"SPECIAL_TEXT_POLICY_{config.special_text.upper()}"
+                ),
             ),
             config,
             self._images,
@@ -166,7 +167,15 @@ class GatewayService:
             first, shared = await stack.enter_async_context(self._open_journals())
             stack.push_async_callback(self._collectors.aclose)
             stack.push_async_callback(self._images.close)
-            leases = await stack.enter_async_context(self._lease_client())
+            leases = await stack.enter_async_context(
+                LeaseClient(
+                    config.router,
+                    self._gateway_id,
+                    model=config.model,
+                    tokenizer_sha256=self._model_files.tokenizer_sha256,
+                    vocabulary_tokens=self._vocabulary_tokens,
+                )
+            )
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(self._deps(stack, leases), self._collectors, tasks)
                 await gateway.hold(first)
@@ -322,15 +331,6 @@ class GatewayService:
             tokenizer_sha256=self._model_files.tokenizer_sha256,
             vocabulary_tokens=self._vocabulary_tokens,
             journal_id=journal.journal_id,
-        )
-
-    def _lease_client(self) -> LeaseClient:
-        return LeaseClient(
-            self._config.router,
-            self._gateway_id,
-            model=self._config.model,
-            tokenizer_sha256=self._model_files.tokenizer_sha256,
-            vocabulary_tokens=self._vocabulary_tokens,
         )
 
 

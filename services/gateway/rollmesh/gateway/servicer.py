@@ -219,9 +219,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 f"has {count} messages; give at most {self._max_messages}, max_session_nodes of "
                 "the gateway",
             )
-
-        others = self.gateway.adapters - {one.name for one in session.spec.policies}
-        if request.model in others and request.model != session.spec.model:
+        spec = session.spec
+        policies = {"", spec.model, *(one.name for one in spec.policies)}
+        if request.model not in policies and request.model in self.gateway.adapters:
             raise ModelMismatchError(
                 "model", f"{request.model!r} is no policy of this session; open one that has it"
             )

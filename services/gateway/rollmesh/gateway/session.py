@@ -96,7 +96,7 @@ class SessionSpec:
         Args:
             model: The name that the request gives. The first policy has every unknown name.
         """
-        policies = self.policies
+        policies = self.policies if self.adapters else []
         wanted = "" if model == self.model else model
         named = [one for one in policies if one.name == wanted] if model else []
         policy = next(iter(named or policies), None)
@@ -181,6 +181,8 @@ class TurnSettings:
     bad_words: tuple[str, ...] = ()
     sampling_changed: bool = False
     """Whether its sampling parameters give another distribution than the session's own."""
+    truncates: bool = False
+    """Whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
     ignored: tuple[str, ...] = ()
     """Names of its sampling parameters that the session overrides."""
     lineage: Lineage | None = None

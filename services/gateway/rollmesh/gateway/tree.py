@@ -159,6 +159,8 @@ def columns_between(columns: Sequence[TokenColumn], start: int, end: int) -> byt
         Serialised `TokenColumns`. Index i of the support is the node's token i, and index i of the
         experts is the token before it. Empty if there are none.
     """
+    if not columns:
+        return b""
     found = sampling_pb2.TokenColumns()
     for kind, shift in ((SUPPORT, 0), (EXPERTS, 1)):
         of_kind = [one for one in columns if one.kind == kind]

@@ -16,7 +16,7 @@ from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import record_bytes
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
-from rollmesh.gateway.requests import field_errors, masks, truncates
+from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
@@ -147,11 +147,13 @@ class Draft:
         if self.answer.stopped_at is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         # Banned ids are part of the model: they carry no reason.
-        if masks(request.sampling) or prompt.bad_sequences or prompt.constraint is not None:
+        asked = request.sampling
+        masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
+        if masked or prompt.bad_sequences or prompt.constraint is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         if request.settings.sampling_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
-        if truncates(sample.sampling):
+        if request.settings.truncates:
             reasons.add(trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT)
         if not np.isfinite(sample.logprobs).all():
             reasons.add(trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE)
