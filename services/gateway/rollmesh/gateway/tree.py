@@ -477,11 +477,6 @@ class Tree:
         self._next_id = 1
         self._bookmarks: dict[tuple[bytes, bytes], Bookmark] = {}
         """The most recent bookmarks, by render context and digest of the conversation."""
-        self._openings: dict[bytes, dict[bytes, int]] = {}
-        """How many answers follow an opening directly, by its digest and render context. An opening
-        is everything before the first answer of a conversation."""
-        self._opening_of: dict[int, bytes] = {}
-        """The digests of openings, by the id of their last node."""
         self.changes = 0
         """Number of nodes attached and detached so far."""
         self.widest = 0
@@ -640,8 +635,6 @@ class Tree:
         parent.by_key.setdefault(key, []).append(node)
         if node.sample is not None:
             parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
-        if node.messages[0].role == "assistant":
-            self._count_answer(parent, 1)
         self.text_bytes += text_bytes
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
@@ -653,13 +646,10 @@ class Tree:
             return
         parent = node.parent
         parent.children.remove(node)
-        if node.messages[0].role == "assistant":
-            self._count_answer(parent, -1)
         parent.by_key[self._key(node.messages)].remove(node)
         if node.sample is not None:
             parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
         del self.nodes[node.node_id]
-        self._opening_of.pop(node.node_id, None)
         self.changes += 1
         for name, bookmark in [*self._bookmarks.items()]:
             if bookmark.match.node is node:
@@ -703,34 +693,23 @@ class Tree:
 
         The conversation began with the same messages under other tools or template options.
         """
-        answers = self._openings.get(self._opening(parent))
-        changed = answers is not None and next(iter(answers)) != parent.render_context.key
+        if self._roots.keys() <= {parent.render_context.key}:
+            return frozenset()
+        if any(node.messages[0].role == "assistant" for node in parent.up()):
+            return frozenset()
+        opening = [self._key(node.messages) for node in parent.path()]
+        first: dict[int, Node] = {}
+        """The roots of all conversations with that opening, by the ids of their first answers."""
+        for root in self._roots.values():
+            ends = [root]
+            for key in opening:
+                ends = [child for node in ends for child in node.by_key.get(key, ())]
+            for child in (child for node in ends for child in node.children):
+                if child.messages[0].role == "assistant":
+                    first.setdefault(child.node_id, root)
+                    break
+        changed = first and first[min(first)].render_context.key != parent.render_context.key
         return frozenset({trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
-
-    def _count_answer(self, parent: Node, sign: int) -> None:
-        """Counts an answer that follows an opening."""
-        opening, key = self._opening(parent), parent.render_context.key
-        if opening:
-            answers = self._openings.setdefault(opening, {})
-            answers[key] = answers.get(key, 0) + sign
-            if not answers[key]:
-                del answers[key]
-            if not answers:
-                del self._openings[opening]
-
-    def _opening(self, last: Node) -> bytes:
-        """Returns the digest of the opening that ends with a node. Empty if none does."""
-        known = self._opening_of.get(last.node_id, b"")
-        if known or last.parent is None:
-            return known
-        node = last
-        while node.parent is not None:
-            if node.messages[0].role == "assistant":
-                return b""
-            node = node.parent
-        messages = tuple(message for node in last.path() for message in node.messages)
-        known = self._opening_of[last.node_id] = self._key(messages)
-        return known
 
     def _count_record(self, leaf: Node, sign: int) -> None:
         size = sign * (leaf.record_bytes + _ROW_BYTES)
