@@ -88,9 +88,9 @@ class Journal(ABC):
             RollmeshError: The store failed and nothing was stored, or an error of the work.
         """
 
-    @abstractmethod
     async def read(self, work: Callable[[Transaction], _Result]) -> _Result:
         """Runs work that only reads, without delaying commits where the store can do that."""
+        return await self.run(work)
 
     @abstractmethod
     async def lost(self) -> RollmeshError:
@@ -100,12 +100,12 @@ class Journal(ABC):
     async def release(self) -> None:
         """Leaves the journal to any gateway. Nothing is written after that."""
 
-    @abstractmethod
     async def remove(self) -> bool:
         """Removes the journal if it has no sessions and returns whether it did.
 
-        Closes that it remembered are forgotten.
+        Closes that it remembered are forgotten. A journal in a file is never removed.
         """
+        return False
 
 
 # The sessions that request ids opened and that are closed by now, as far as that is remembered.
@@ -289,16 +289,20 @@ def update_answer(tx: Transaction, session_id: str, node_id: int, answer: Answer
     )
 
 
+class DamagedSessionError(Exception):
+    """The data of a session in the journal is damaged. The message says how."""
+
+
 def read_open(
     tx: Transaction, new_tree: Callable[[], Tree]
-) -> tuple[list[Session], dict[str, str]]:
+) -> tuple[list[Session], dict[str, DamagedSessionError]]:
     """Rebuilds all open sessions exactly.
 
     Returns:
-        The sessions, and the error message of each session that cannot be read, by session id.
+        The sessions, and the error of each session that cannot be read, by session id.
     """
     sessions: list[Session] = []
-    damaged: dict[str, str] = {}
+    damaged: dict[str, DamagedSessionError] = {}
     ids = tx.db.rows(
         f"SELECT session_id FROM sessions s WHERE journal = ?1 AND {_OPEN} ORDER BY n",
         tx.journal_id,
@@ -307,7 +311,7 @@ def read_open(
         try:
             sessions.append(read_session(tx, session_id, new_tree))
         except DamagedSessionError as error:
-            damaged[session_id] = str(error)
+            damaged[session_id] = error
     return sessions, damaged
 
 
@@ -330,10 +334,6 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
             session.restore(session.tree.nodes[node_id], receipt, sent=node_id in sent)
         session.images = read_images(tx, session_id)
     return session
-
-
-class DamagedSessionError(Exception):
-    """The data of a session in the journal is damaged. The message says how."""
 
 
 @contextmanager
@@ -724,20 +724,12 @@ class SqliteJournal(Journal):
             lambda db: work(Transaction(SqliteStatements(db), journal_id))
         )
 
-    async def read(self, work: Callable[[Transaction], _Result]) -> _Result:
-        """Runs work that only reads, after everything that was asked for before."""
-        return await self.run(work)
-
     async def lost(self) -> RollmeshError:
         """Waits until the file is removed or replaced and returns the reason."""
         return StoreLostError(await self._database.lost())
 
     async def release(self) -> None:
         """Does nothing: the file stays for this gateway's successor."""
-
-    async def remove(self) -> bool:
-        """Does nothing: new sessions are opened in it."""
-        return False
 
 
 @asynccontextmanager

@@ -18,7 +18,6 @@ from rollmesh.gateway import journal, metrics, outbox
 from rollmesh.gateway.deps import Deps, new_tree
 from rollmesh.gateway.export import check_close, record_bytes, trajectory_ends, trajectory_id
 from rollmesh.gateway.journal import (
-    DamagedSessionError,
     Journal,
     KeyRevision,
     read_revisions,
@@ -422,16 +421,9 @@ class Registry:
         self._closed |= await self.journal.read(outbox.read_closes)
         await self.keys.restore()
         await self.outbox.restore()
-        await self.outbox.set_aside(
-            [
-                dead_letter(
-                    id_,
-                    gateway_admin_pb2.DEAD_LETTER_REASON_DAMAGED,
-                    DamagedSessionError(message),
-                )
-                for id_, message in damaged.items()
-            ]
-        )
+        reason = gateway_admin_pb2.DEAD_LETTER_REASON_DAMAGED
+        letters = [dead_letter(id_, reason, error) for id_, error in damaged.items()]
+        await self.outbox.set_aside(letters)
         _log.info(
             "sessions were restored",
             extra=fields(

@@ -24,10 +24,8 @@ _log = logging.getLogger(__name__)
 _LINE_BYTES = 64 * 1024 * 1024
 _START_MS = 120_000  # longest start
 _REST_MS = 30_000  # after a start that failed
-
-
-class _WorkerDiedError(Exception):
-    """The worker ended while it started or in the middle of a question."""
+_DEATHS = (ConnectionError, ValueError)
+"""Errors of a worker that ended, or that says something else than an answer."""
 
 
 class _WorkerFailedError(Exception):
@@ -83,11 +81,15 @@ class VllmParser:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s), self._turn:
-                return await self._read(text, tools_json)
+                question = {"text": text, "tools": json.loads(tools_json)}
+                try:
+                    return await self._ask(question)
+                except _DEATHS:
+                    return await self._ask(question)  # of a new worker
         except TimeoutError:
             self._report("timeout", f"no answer in time, of {self._timeout_s:.0f} s in all")
-        except _WorkerDiedError as error:
-            self._report("died", str(error))
+        except _DEATHS as error:
+            self._report("died", f"the worker died: {error}")
         except _WorkerFailedError as error:
             self._report("error", str(error))
         finally:
@@ -99,16 +101,11 @@ class VllmParser:
         _log.warning("vLLM's tool parser failed", extra=fields(reason=reason, error=why))
 
     async def close(self) -> None:
-        """Ends the worker."""
-        await self._kill()
-
-    async def _read(self, text: str, tools_json: bytes) -> Reading:
-        """Asks, and once more where the worker died."""
-        question = {"text": text, "tools": json.loads(tools_json)}
-        try:
-            return await self._ask(question)
-        except _WorkerDiedError:
-            return await self._ask(question)
+        """Ends the worker. The next question starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await process.wait()
 
     async def _ask(self, question: dict[str, Any]) -> Reading:
         process = await self._started()
@@ -116,12 +113,9 @@ class VllmParser:
         try:
             async with asyncio.timeout(self._timeout_s / 4):
                 answer = await self._exchange(process, {"id": next(self._ids), **question})
-        except TimeoutError:
-            await self._kill()
+        except (TimeoutError, *_DEATHS):
+            await self.close()
             raise
-        except (OSError, ValueError) as error:
-            await self._kill()
-            raise _WorkerDiedError(f"the worker died: {error}") from error
         except asyncio.CancelledError:
             if clock.monotonic_ms() - asked_ms > self._timeout_s * 125:
                 process.kill()  # stuck. Otherwise the next caller skips its answer
@@ -134,7 +128,7 @@ class VllmParser:
         """Writes a question and reads its answer.
 
         Raises:
-            OSError: The worker ended.
+            ConnectionError: The worker ended.
             ValueError: It said something else.
         """
         process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -149,11 +143,12 @@ class VllmParser:
 
         Raises:
             _WorkerFailedError: It cannot start. It is not tried again for a while.
-            _WorkerDiedError: It ended while it started.
+            ConnectionError: It ended while it started.
+            ValueError: It said something else.
         """
         late = not self._ready and clock.monotonic_ms() > self._started_ms + _START_MS
         if self._process is not None and (late or self._process.exit_code is not None):
-            await self._kill()
+            await self.close()
         if self._process is None:
             if clock.monotonic_ms() < self._rest_until_ms:
                 raise _WorkerFailedError(f"the worker did not start: {self._why}")
@@ -167,29 +162,23 @@ class VllmParser:
             # An asker that leaves does not end a start: the next one waits on.
             try:
                 hello = await _line(self._process)
-            except (OSError, ValueError) as error:
-                await self._kill()
-                raise _WorkerDiedError(f"the worker died: {error}") from error
+            except _DEATHS:
+                await self.close()
+                raise
             if "error" in hello:
-                await self._kill()
+                await self.close()
                 self._why = hello["error"]
                 self._rest_until_ms = clock.monotonic_ms() + _REST_MS
                 raise _WorkerFailedError(f"the worker did not start: {self._why}")
             self._ready = True
         return self._process
 
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await process.wait()
-
 
 async def _line(process: Child) -> dict[str, Any]:
     """Returns the next line of a worker's output.
 
     Raises:
-        OSError: It ended.
+        ConnectionError: It ended.
         ValueError: The line is not a JSON object, or too long.
     """
     line = await process.stdout.readline()
