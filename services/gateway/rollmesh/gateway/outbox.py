@@ -356,12 +356,6 @@ def dead_letters(tx: Transaction, after: str, count: int) -> list[gateway_admin_
     return [gateway_admin_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows]
 
 
-def dead_ids(tx: Transaction) -> set[str]:
-    """Returns the ids of all sessions that were set aside."""
-    rows = tx.db.rows("SELECT session_id FROM dead_letters WHERE journal = ?1", tx.journal_id)
-    return {session_id for (session_id,) in rows}
-
-
 def _take_out(tx: Transaction, session_id: str) -> None:
     if not tx.db.changed("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
         raise SessionUnknownError(
@@ -559,8 +553,10 @@ class Outbox:
         Raises:
             RollmeshError: The journal cannot be read.
         """
+        of_dead = "SELECT session_id FROM dead_letters WHERE journal = ?1"
         self.undelivered = await self._journal.read(count_undelivered)
-        self.dead = await self._journal.read(dead_ids)
+        rows = await self._journal.read(lambda tx: tx.db.rows(of_dead, tx.journal_id))
+        self.dead = {session_id for (session_id,) in rows}
 
     async def run(self) -> None:
         """Delivers sessions until it is cancelled when the gateway stops.

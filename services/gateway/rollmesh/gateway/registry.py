@@ -8,7 +8,7 @@ import hmac
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -244,14 +244,9 @@ class SessionKeys:
             SessionKeyWrongError: The key is not the current one, and this is no repeat.
             RepeatConflictError: The request id ended another key of the session.
         """
-        return await asyncio.shield(begun(self._tasks, self._revoke(session_id, key, request_id)))
-
-    async def _revoke(self, session_id: str, key: str, request_id: str) -> str:
-        async with self._ending:
-            revision = self.next_revision(session_id, key, request_id)
-            if revision is not None:
-                await self._store(session_id, revision)
-            return self.key(session_id)
+        return await self._advance(
+            session_id, lambda: self.next_revision(session_id, key, request_id)
+        )
 
     async def end(self, session_id: str, request_id: str) -> None:
         """Ends the current key and returns once that is durable.
@@ -263,21 +258,29 @@ class SessionKeys:
             session_id: Id of the session.
             request_id: Identifies a repeat. May be empty.
         """
-        await asyncio.shield(begun(self._tasks, self._end(session_id, request_id)))
-
-    async def _end(self, session_id: str, request_id: str) -> None:
         # An operator's id returns no key, so it must not equal any that `revoke` is given. Those
         # have 128 characters at most.
-        digest = hashlib.sha512(request_id.encode()).hexdigest()
-        ended_by = f"operator:{digest}"
-        async with self._ending:
-            number, last = self._revisions.get(session_id, _FIRST)
-            if not (request_id and ended_by == last):
-                await self._store(session_id, KeyRevision(number + 1, ended_by))
+        ended_by = f"operator:{hashlib.sha512(request_id.encode()).hexdigest()}"
 
-    async def _store(self, session_id: str, revision: KeyRevision) -> None:
-        await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
-        self._revisions[session_id] = revision
+        def following() -> KeyRevision | None:
+            number, last = self._revisions.get(session_id, _FIRST)
+            is_repeat = request_id and ended_by == last
+            return None if is_repeat else KeyRevision(number + 1, ended_by)
+
+        await self._advance(session_id, following)
+
+    async def _advance(self, session_id: str, following: Callable[[], KeyRevision | None]) -> str:
+        """Stores the next revision, unless there is none, and returns the key that follows."""
+
+        async def advance() -> str:
+            async with self._ending:
+                revision = following()
+                if revision is not None:
+                    await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
+                    self._revisions[session_id] = revision
+                return self.key(session_id)
+
+        return await asyncio.shield(begun(self._tasks, advance()))
 
     def next_revision(self, session_id: str, key: str, request_id: str) -> KeyRevision | None:
         """Returns the revision that follows if a key is ended, or None for a repeat.

@@ -292,70 +292,6 @@ class _Group:
         return None if self.changed.changes(node.messages[0]) is None else _LENIENT
 
 
-def search(
-    start: Bookmark,
-    groups: Sequence[MessageGroup],
-    nodes: Mapping[int, Node],
-    *,
-    call_ids: bool,
-) -> tuple[Match, Bookmark]:
-    """Finds the deepest node whose path equals a prefix of a request.
-
-    If several samples are equal, the node that the message says it echoes is the one that the
-    request continues. Otherwise tool-call ids decide, even if the template does not print them. Ids
-    that match none of the samples are ignored, because agents may make up their own. Among equally
-    deep nodes, exact matches precede lenient ones, then the newest wins.
-
-    Ids that the model writes may be equal in several samples. An echo that lost its text or had its
-    arguments mended then continues the sample with the fewest changes. If that leaves samples that
-    differ, it continues none: it is the agent's own message, unless a later message echoes a sample
-    that follows one of them.
-
-    A thread may search while the event loop attaches nodes. A node that is attached meanwhile may
-    or may not be found.
-
-    Args:
-        start: Where to start: a bookmark that continues in the groups, or the root.
-        groups: All groups of the request.
-        nodes: The nodes of the tree by id.
-        call_ids: Whether tool-call ids distinguish messages, because the template prints them.
-
-    Returns:
-        The match, and the bookmark from which a continuation of the request can be searched.
-    """
-    best, bookmark, passed_over = start.match, start, start.passed_over
-    frontier = [best]
-    while True:
-        if len(frontier) == 1:
-            best = _unbranched(best, groups)
-            frontier = [best]
-            if best.instead is None:
-                bookmark = Bookmark(best, groups[best.depth - 1] if best.depth else (), passed_over)
-        depth = best.depth
-        if depth == len(groups) or (len(frontier) == 1 and not best.node.children):
-            break
-        group = _Group(groups[depth], call_ids=call_ids)
-        named = _chosen(frontier, lambda match: group.answers(match.node))  # noqa: B023
-        best = best if best in named else _best(named)
-        if len(named) > 1:
-            passed_over |= {match.node for match in named}
-        frontier = _echoed(named, group, nodes)
-        if not frontier:
-            near = {
-                match.followed(child, _LENIENT if distance else _EXACT): distance
-                for match in named
-                # Digesting a long text is slow: do it only if there are children to compare.
-                if match.node.children
-                for child, distance in _children_like(match.node, group)
-            }
-            repeated = _chosen([*near], lambda match: group.repeats(match.node))  # noqa: B023
-            frontier = _doubted({match: near[match] for match in repeated}, best)
-        if not frontier:
-            break
-        best = _best(frontier)
-    return best.instead or best, bookmark
-
-
 def _doubted(distances: dict[Match, int], before: Match) -> list[Match]:
     """Returns matches of an echo. A match that may not be its sample has another one instead."""
     matches = [*distances]
@@ -521,8 +457,61 @@ class Tree:
         return Bookmark(Match(new_root(render_context) if root is None else root, 0), ())
 
     def search(self, start: Bookmark, groups: Sequence[MessageGroup]) -> tuple[Match, Bookmark]:
-        """Searches from a bookmark and returns the match and the bookmark that `keep` takes."""
-        return search(start, groups, self.nodes, call_ids=self._call_ids)
+        """Finds the deepest node whose path equals a prefix of a request.
+
+        If several samples are equal, the node that the message says it echoes is the one that the
+        request continues. Otherwise tool-call ids decide, even if the template does not print them.
+        Ids that match none of the samples are ignored, because agents may make up their own. Among
+        equally deep nodes, exact matches precede lenient ones, then the newest wins.
+
+        Ids that the model writes may be equal in several samples. An echo that lost its text or had
+        its arguments mended then continues the sample with the fewest changes. If that leaves
+        samples that differ, it continues none: it is the agent's own message, unless a later
+        message echoes a sample that follows one of them.
+
+        A thread may search while the event loop attaches nodes. A node that is attached meanwhile
+        may or may not be found.
+
+        Args:
+            start: Where to start: a bookmark that continues in the groups, or the root.
+            groups: All groups of the request.
+
+        Returns:
+            The match, and the bookmark from which a continuation of the request can be searched.
+        """
+        best, bookmark, passed_over = start.match, start, start.passed_over
+        frontier = [best]
+        while True:
+            if len(frontier) == 1:
+                best = _unbranched(best, groups)
+                frontier = [best]
+                if best.instead is None:
+                    bookmark = Bookmark(
+                        best, groups[best.depth - 1] if best.depth else (), passed_over
+                    )
+            depth = best.depth
+            if depth == len(groups) or (len(frontier) == 1 and not best.node.children):
+                break
+            group = _Group(groups[depth], call_ids=self._call_ids)
+            named = _chosen(frontier, lambda match: group.answers(match.node))  # noqa: B023
+            best = best if best in named else _best(named)
+            if len(named) > 1:
+                passed_over |= {match.node for match in named}
+            frontier = _echoed(named, group, self.nodes)
+            if not frontier:
+                near = {
+                    match.followed(child, _LENIENT if distance else _EXACT): distance
+                    for match in named
+                    # Digesting a long text is slow: do it only if there are children to compare.
+                    if match.node.children
+                    for child, distance in _children_like(match.node, group)
+                }
+                repeated = _chosen([*near], lambda match: group.repeats(match.node))  # noqa: B023
+                frontier = _doubted({match: near[match] for match in repeated}, best)
+            if not frontier:
+                break
+            best = _best(frontier)
+        return best.instead or best, bookmark
 
     def keep(self, render_context: RenderContext, digest: bytes, bookmark: Bookmark) -> None:
         """Keeps where a conversation led, for the requests that continue it.
