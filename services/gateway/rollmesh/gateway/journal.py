@@ -425,19 +425,12 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
         sampling = own.sampling.SerializeToString(deterministic=True)
         if own.tops is not None:
             tops = pack_ids(own.tops.ids) + pack_logprobs(own.tops.logprobs)
-    messages = []
-    for one in node.messages:
-        fields: dict[str, object] = {"role": one.role, "content": one.content}
-        fields["tool_calls"] = [dataclasses.asdict(call) for call in one.tool_calls or ()]
-        fields |= {"tool_call_id": one.tool_call_id, "reasoning": one.reasoning, "name": one.name}
-        fields["images"] = [dataclasses.asdict(image) for image in one.images or ()]
-        messages.append(fields | {"echo_of": one.echo_of})
     return (
         session_id,
         node.node_id,
         node.parent.node_id,
         node.render_context.key,
-        json.dumps(messages),
+        json.dumps([dataclasses.asdict(one) for one in node.messages]),
         pack_ids(node.token_ids),
         node.scaffold_tokens,
         json.dumps(sorted(node.reasons)),

@@ -276,7 +276,7 @@ def _prepare(
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
     with field_errors():
         found = constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside)
-        unwanted = bad_sequences(settings.bad_words, deps.tokenizer)
+        unwanted = bad_sequences(settings.sampling.bad_words, deps.tokenizer)
     ids = prompt.ids()
     packed = pack_ids(ids)
     return PromptTokens(

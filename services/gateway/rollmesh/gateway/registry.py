@@ -555,7 +555,7 @@ class Registry:
         if session.closing:  # it may have closed while a thread read the request
             raise closed_error(session.spec.session_id)
         turn = session.begin(request)
-        for name in request.settings.ignored:
+        for name in request.settings.sampling.ignored:
             metrics.IGNORED_SAMPLING.labels(name).inc()
         turn.task = self.tasks.create_task(self._run(session, turn, request))
         # Not inside the task: a task that is cancelled before its first step never runs.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from google.protobuf import json_format
 
@@ -18,7 +18,14 @@ from rollmesh.chat import (
 from rollmesh.chat.json_values import read_json, replace_surrogates
 from rollmesh.chat.parsing import tool_schemas
 from rollmesh.gateway.conversation import RequestImages
-from rollmesh.gateway.session import Session, SessionSpec, Shared, TurnRequest, TurnSettings
+from rollmesh.gateway.session import (
+    Session,
+    SessionSpec,
+    Shared,
+    TurnRequest,
+    TurnSampling,
+    TurnSettings,
+)
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -47,19 +54,6 @@ _DEFAULTS = {
 _GREEDY_BELOW = 1e-5  # vLLM takes the most likely token, whatever the truncation is
 _TRUNCATION = ("top_p", "top_k", "min_p")
 _SESSIONS_CACHED = 256
-
-
-class TurnSampling(NamedTuple):
-    """How the answers to a request are sampled."""
-
-    params: sampling_pb2.SamplingParams
-    bad_words: tuple[str, ...] = ()
-    is_changed: bool = False
-    """Whether the distribution is another one than the session's own."""
-    truncates: bool = False
-    """Whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
-    ignored: tuple[str, ...] = ()
-    """Names of the request's parameters that the session overrides."""
 
 
 def turn_sampling(
@@ -234,10 +228,10 @@ def read_choices(
     )
     shared: Shared[Any] | None = Shared() if count > 1 else None
     for index in range(count):
-        sampling = settings.sampling
+        sampling = settings.sampling.params
         if index and sampling.HasField("seed"):  # the same seed would make all choices equal
             sampling = sampling_pb2.SamplingParams()
-            sampling.CopyFrom(settings.sampling)
+            sampling.CopyFrom(settings.sampling.params)
             sampling.seed = choice_seed(sampling.seed, index)
         stops, *others = settings.fingerprint
         asked = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
@@ -315,17 +309,13 @@ def _read_settings(
     return TurnSettings(
         render_context=render_context,
         callable_context=_callable_context(render_context, deferred),
-        sampling=how.params,
+        sampling=how,
         stops=stops,
         wanted=wanted,
         returns=returns,
         fingerprint=tuple(distinguishing),
         keeps_stop=request.include_stop,
         shows_special=request.show_special_tokens,
-        bad_words=how.bad_words,
-        sampling_changed=how.is_changed,
-        truncates=how.truncates,
-        ignored=how.ignored,
         lineage=request.lineage or None,
         max_tokens_must_fit=request.max_tokens_must_fit,
         returns_tokens=returns.token_ids or returns.logprobs,

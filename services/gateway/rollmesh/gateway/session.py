@@ -28,7 +28,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
@@ -159,6 +159,20 @@ class Shared(Generic[_Result]):
         return self._outcome[0]
 
 
+class TurnSampling(NamedTuple):
+    """How the answers to a request are sampled."""
+
+    params: sampling_pb2.SamplingParams
+    """The sampling parameters of the first choice, never changed."""
+    bad_words: tuple[str, ...] = ()
+    is_changed: bool = False
+    """Whether the distribution is another one than the session's own."""
+    truncates: bool = False
+    """Whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
+    ignored: tuple[str, ...] = ()
+    """Names of the request's parameters that the session overrides."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
     """All of a chat request but its messages and its retries. Agents send the same every time."""
@@ -166,8 +180,7 @@ class TurnSettings:
     render_context: RenderContext
     callable_context: RenderContext
     """The tools that may be called: printed tools, and tools that the conversation describes."""
-    sampling: sampling_pb2.SamplingParams
-    """The sampling parameters of the first choice, never changed."""
+    sampling: TurnSampling
     stops: tuple[str, ...]
     wanted: Wanted
     returns: gateway_pb2.ReturnOptions
@@ -178,13 +191,6 @@ class TurnSettings:
     """Whether the stop string, or the text of a stop token, is part of the answer."""
     shows_special: bool = False
     """Whether special tokens are part of the answer's text."""
-    bad_words: tuple[str, ...] = ()
-    sampling_changed: bool = False
-    """Whether its sampling parameters give another distribution than the session's own."""
-    truncates: bool = False
-    """Whether tokens that the model may sample are cut off: by top_p, top_k or min_p."""
-    ignored: tuple[str, ...] = ()
-    """Names of its sampling parameters that the session overrides."""
     lineage: Lineage | None = None
     """The lineage that the request gives, or None if it gives none."""
     max_tokens_must_fit: bool = False

@@ -151,9 +151,9 @@ class Draft:
         masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
         if masked or prompt.bad_sequences or prompt.constraint is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
-        if request.settings.sampling_changed:
+        if request.settings.sampling.is_changed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
-        if request.settings.truncates:
+        if request.settings.sampling.truncates:
             reasons.add(trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT)
         if not np.isfinite(sample.logprobs).all():
             reasons.add(trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE)
