@@ -4,7 +4,7 @@ import numpy as np
 
 from rollmesh.chat import Message, make_context
 from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.export import record_bytes, trajectory_ends
+from rollmesh.gateway.export import trajectory_ends
 from rollmesh.gateway.journal import Transaction
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Sample, Tree
@@ -70,7 +70,7 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
         outbox.stored_close(spec, tree, request, record.closed_unix_ms),
         b"",
         record.closed_unix_ms,
-        record_bytes(session),
+        session.record_bytes,
         trajectory_ends(session),
         [],
     )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.export import (
     blobs_of,
-    record_bytes,
     serialize,
     trajectory_ends,
     write_head,
@@ -55,7 +54,7 @@ def write_closed(
         stored,
         b"",
         1,
-        record_bytes(session) if size is None else size,
+        session.record_bytes if size is None else size,
         trajectory_ends(session),
         [],
     )

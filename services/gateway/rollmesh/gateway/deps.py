@@ -1,4 +1,4 @@
-"""The dependencies of turns: the model's files, the engines, the limits and the threads."""
+"""The dependencies of turns: the model's files, the engines and the threads."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from rollmesh.chat import ModelTokenizer
 from rollmesh.chat.parsing import AnswerFormat
 from rollmesh.chat.templates import Continuation, SpecialText
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh.failover import Failover
@@ -69,7 +68,6 @@ class Deps:
     """Tokenises long texts in threads of its own, so that short texts never wait for them."""
     leases: LeaseClient
     failover: Failover
-    limits: SessionLimits
     max_context_tokens: int
     vocabulary_tokens: int
     """Exclusive upper bound of the ids."""

@@ -580,18 +580,6 @@ def trajectory_ends(session: Session) -> list[int]:
     return [node.node_id for node in ends]
 
 
-def record_bytes(session: Session) -> int:
-    """Returns an approximate upper bound of the size of a session's record, bytes."""
-    tree, images = session.tree, session.image_bytes
-    match session.spec.export_mode:
-        case gateway_pb2.EXPORT_MODE_TREE:
-            return images + tree.tree_bytes
-        case gateway_pb2.EXPORT_MODE_TURNS:
-            return images + tree.turn_bytes
-        case _:
-            return images + tree.leaf_bytes
-
-
 def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:
     """Returns the lineage of each trajectory of a record, or of each leaf of its tree."""
     nodes = record.tree.nodes

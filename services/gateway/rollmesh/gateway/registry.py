@@ -16,7 +16,7 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics, outbox
 from rollmesh.gateway.deps import Deps, new_tree
-from rollmesh.gateway.export import check_close, record_bytes, trajectory_ends, trajectory_id
+from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
 from rollmesh.gateway.journal import (
     Journal,
     KeyRevision,
@@ -628,7 +628,7 @@ class Registry:
             # Check again: a turn that was being committed may have extended a leaf.
             check_close(session, request.rewards)
             session_id, closed_ms = request.session_id, clock.unix_ms()
-            orphans, size = session.mark_orphans(), record_bytes(session)
+            orphans, size = session.mark_orphans(), session.record_bytes
             stored = request.SerializeToString()
             if size <= outbox.MOST_AT_CLOSE:
                 stored = await asyncio.to_thread(

@@ -36,7 +36,6 @@ from rollmesh.gateway.responses import (
     write_tool_calls,
 )
 from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
-from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.internal.v1 import tunnels_pb2_grpc
@@ -249,14 +248,6 @@ class GatewayService:
                 engines,
                 on_loss=metrics.ENGINE_LOSSES.inc,
                 on_migration=metrics.MIGRATIONS.inc,
-            ),
-            limits=SessionLimits(
-                config.max_session_nodes,
-                config.max_session_tokens,
-                config.max_session_bytes,
-                config.max_session_record_bytes,
-                config.max_session_images,
-                config.max_session_image_bytes,
             ),
             max_context_tokens=self._max_context_tokens,
             vocabulary_tokens=self._vocabulary_tokens,

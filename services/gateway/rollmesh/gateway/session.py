@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rollmesh.chat import RenderContext, Wanted
+from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.runtime import clock
@@ -408,6 +409,17 @@ class Session:
         """Number of bytes of all its images."""
         return sum(one.size for one in self.images.values())
 
+    @property
+    def record_bytes(self) -> int:
+        """Approximate upper bound of the size of its record, bytes."""
+        match self.spec.export_mode:
+            case gateway_pb2.EXPORT_MODE_TREE:
+                return self.image_bytes + self.tree.tree_bytes
+            case gateway_pb2.EXPORT_MODE_TURNS:
+                return self.image_bytes + self.tree.turn_bytes
+            case _:
+                return self.image_bytes + self.tree.leaf_bytes
+
     def find_turn(self, request: TurnRequest) -> Turn | None:
         """Returns the turn that a request retries, or None if it asks for a new sample.
 
@@ -565,85 +577,76 @@ class Session:
 # Limits on the content of one session.
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Limits on the content of one session."""
+def check_limits(config: GatewayConfig, session: Session) -> None:
+    """Checks that a session may take another turn.
 
-    nodes: int
-    tokens: int
-    text_bytes: int
-    record_bytes: int
-    """Limit on the record, which must be small enough to hand over."""
-    images: int = 4096
-    image_bytes: int = 48 * 1024 * 1024
-
-    def check(self, session: Session) -> None:
-        """Checks that a session may take another turn.
-
-        Raises:
-            SessionLimitError: The session has reached a limit.
-        """
-        tree = session.tree
-        for name, held, most in (
-            ("nodes", len(tree.nodes), self.nodes),
-            ("tokens", tree.tokens, self.tokens),
-            ("bytes", tree.text_bytes, self.text_bytes),
-        ):
-            if held >= most:
-                raise SessionLimitError(
-                    f"the session holds {held} {name} and may hold {most}; close it, or raise "
-                    f"max_session_{name} of the gateway",
-                    session_id=session.spec.session_id,
-                )
-
-    def reserve(self, session: Session, turn: Turn, held: int, added: int) -> None:
-        """Reserves room in the session's record for a turn while it is in flight.
-
-        Args:
-            session: The session.
-            turn: The turn.
-            held: Record size of the session's current content, bytes.
-            added: Most that the turn may add without new images, bytes.
-
-        Raises:
-            SessionLimitError: With the turn, the record would be too large to hand over.
-        """
-        turn.record_bytes = 0
-        has_images = False
-        for other in session.in_flight:
-            held += other.record_bytes
-            has_images |= bool(other.images)
-        if has_images:
-            held += self._check_images(session)
-        if held + added > self.record_bytes:
+    Raises:
+        SessionLimitError: The session has reached a limit.
+    """
+    tree = session.tree
+    for name, held, most in (
+        ("nodes", len(tree.nodes), config.max_session_nodes),
+        ("tokens", tree.tokens, config.max_session_tokens),
+        ("bytes", tree.text_bytes, config.max_session_bytes),
+    ):
+        if held >= most:
             raise SessionLimitError(
-                f"the session's record would have {held + added} bytes with this turn and may have "
-                f"{self.record_bytes}; close it, or raise max_session_record_bytes of the gateway",
+                f"the session holds {held} {name} and may hold {most}; close it, or raise "
+                f"max_session_{name} of the gateway",
                 session_id=session.spec.session_id,
             )
-        turn.record_bytes = added
 
-    def _check_images(self, session: Session) -> int:
-        """Returns the size of the new images of all turns in flight, each counted once, bytes.
 
-        Raises:
-            SessionLimitError: With them, the session would have more images than it may.
-        """
-        new = {
-            sha256: len(image.data)
-            for turn in session.in_flight
-            for sha256, image in turn.images.items()
-            if sha256 not in session.images
-        }
-        size = sum(new.values())
-        for name, held, most in (
-            ("images", len(session.images) + len(new), self.images),
-            ("image_bytes", session.image_bytes + size, self.image_bytes),
-        ):
-            if new and held > most:
-                raise SessionLimitError(
-                    f"the session would have {held} {name.replace('_', ' ')} with this turn and "
-                    f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
-                    session_id=session.spec.session_id,
-                )
-        return size
+def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> None:
+    """Reserves room in the session's record for a turn while it is in flight.
+
+    Args:
+        config: The limits.
+        session: The session.
+        turn: The turn.
+        added: Most that the turn may add without new images, bytes.
+
+    Raises:
+        SessionLimitError: With the turn, the record would be too large to hand over.
+    """
+    turn.record_bytes = 0
+    held, most = session.record_bytes, config.max_session_record_bytes
+    has_images = False
+    for other in session.in_flight:
+        held += other.record_bytes
+        has_images |= bool(other.images)
+    if has_images:
+        held += _check_images(config, session)
+    if held + added > most:
+        raise SessionLimitError(
+            f"the session's record would have {held + added} bytes with this turn and may have "
+            f"{most}; close it, or raise max_session_record_bytes of the gateway",
+            session_id=session.spec.session_id,
+        )
+    turn.record_bytes = added
+
+
+def _check_images(config: GatewayConfig, session: Session) -> int:
+    """Returns the size of the new images of all turns in flight, each counted once, bytes.
+
+    Raises:
+        SessionLimitError: With them, the session would have more images than it may.
+    """
+    new = {
+        sha256: len(image.data)
+        for turn in session.in_flight
+        for sha256, image in turn.images.items()
+        if sha256 not in session.images
+    }
+    size = sum(new.values())
+    for name, held, most in (
+        ("images", len(session.images) + len(new), config.max_session_images),
+        ("image_bytes", session.image_bytes + size, config.max_session_image_bytes),
+    ):
+        if new and held > most:
+            raise SessionLimitError(
+                f"the session would have {held} {name.replace('_', ' ')} with this turn and "
+                f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
+                session_id=session.spec.session_id,
+            )
+    return size

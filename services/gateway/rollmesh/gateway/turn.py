@@ -13,12 +13,11 @@ from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
-from rollmesh.gateway.export import record_bytes
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
 from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
-from rollmesh.gateway.session import Session, Turn, TurnRequest
+from rollmesh.gateway.session import Session, Turn, TurnRequest, check_limits, reserve
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
 from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
 from rollmesh.mesh.generation import Generation, Sampled, joined, no_tops
@@ -63,7 +62,7 @@ async def run_turn(
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
     sample = sample_of(draft, prompt.length, prompt.crc32)
     if size := sum(one.data_bytes for one in sample.columns):
-        deps.limits.reserve(session, turn, record_bytes(session), turn.record_bytes + size)
+        reserve(deps.config, session, turn, turn.record_bytes + size)
     turn.committing = True
     reasons = draft.reasons(request, prompt, sample)
     return await _commit(store, session, turn, prompt, draft.answer.message(), sample, reasons)
@@ -171,7 +170,7 @@ async def _sample(
     if tools_json and settings.wanted.calls is not Calls.NONE:
         with field_errors():
             check_readable(deps.answer_format, tools_json)
-    deps.limits.check(session)
+    check_limits(deps.config, session)
     if request.shared is None:
         prompt: PromptTokens = await prepare(deps, session, request)
     else:
@@ -186,7 +185,7 @@ async def _sample(
     most = (0 if tree_only else parent.record_bytes) + sampling.ByteSize()
     tokens = prompt.length - parent.end + sampling.max_tokens
     most += path_bytes(tokens, len(prompt.prompt.new_groups) + 1)
-    deps.limits.reserve(session, turn, record_bytes(session), most)
+    reserve(deps.config, session, turn, most)
     order = _order(deps, store, session, turn, request, prompt, sampling)
     draft = await _generate(deps, order, turn, request, prompt)
     answer = draft.answer
