@@ -65,13 +65,6 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
         rewards=session_pb2.SessionRewards(reward=record.reward),
     )
     session = Session(spec, tree)
-    close = outbox.Close(
-        record.session_id,
-        outbox.stored_close(spec, tree, request, record.closed_unix_ms),
-        b"",
-        record.closed_unix_ms,
-        session.record_bytes,
-        trajectory_ends(session),
-        [],
-    )
-    outbox.close_session(tx, close)
+    closed_ms = record.closed_unix_ms
+    stored = outbox.stored_close(session, request, closed_ms)
+    outbox.close_session(tx, session, stored, b"", closed_ms, trajectory_ends(session), [])

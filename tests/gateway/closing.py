@@ -10,7 +10,6 @@ from rollmesh.gateway.export import (
     write_head,
 )
 from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.outbox import Close
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Tree
 from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
@@ -48,17 +47,10 @@ def write_closed(
     session = Session(spec, tree)
     stored = COMPLETED.SerializeToString()
     if with_head:
-        stored = outbox.stored_close(spec, tree, COMPLETED, 1)
-    close = Close(
-        spec.session_id,
-        stored,
-        b"",
-        1,
-        session.record_bytes if size is None else size,
-        trajectory_ends(session),
-        [],
-    )
-    outbox.close_session(tx, close)
+        stored = outbox.stored_close(session, COMPLETED, 1)
+    outbox.close_session(tx, session, stored, b"", 1, trajectory_ends(session), [])
+    if size is not None:
+        tx.db.run("UPDATE outbox SET bytes = ?1 WHERE session_id = ?2", size, spec.session_id)
 
 
 def write_small(

@@ -7,7 +7,7 @@ import pytest
 from rollmesh.chat import Image, Message, Placeholder
 from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import AnswerReceipt, SessionSpec
+from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.runtime.codec.images import CheckedImage
 from tests.gateway.closing import COMPLETED, new_tree
 from tests.gateway.journals import Opened
@@ -38,6 +38,11 @@ def write(tx: Transaction, name: str) -> World:
     return world
 
 
+def close(tx: Transaction, name: str, world: World) -> None:
+    session = Session(SessionSpec(name, 0), world.tree)
+    outbox.close_session(tx, session, COMPLETED.SerializeToString(), b"", 1, [], [])
+
+
 async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> None:
     async with opened() as journal_:
         world = await journal_.run(lambda tx: write(tx, "s"))
@@ -58,7 +63,7 @@ async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> 
 async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Opened) -> None:
     async with opened() as journal_:
         for name in ("s", "t"):
-            await journal_.run(lambda tx: write(tx, name))  # noqa: B023
+            world = await journal_.run(lambda tx: write(tx, name))  # noqa: B023
         at, found = 0, []
         while (
             one := await journal_.run(
@@ -68,8 +73,7 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
             at, image = one
             found.append((image.sha256, image.data, image.data_bytes))
         assert found == [(one.sha256, one.data, len(one.data)) for one in (CAT, DOG)]
-        close = outbox.Close("s", COMPLETED.SerializeToString(), b"", 1, 1, [], [])
-        await journal_.run(lambda tx: outbox.close_session(tx, close))
+        await journal_.run(lambda tx: close(tx, "s", world))
         letter = await journal_.run(lambda tx: outbox.read_letter(tx, "s"))
         assert [row[-1] is not None for row in letter.rows] == [True, False, True, False]
         await journal_.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
@@ -93,9 +97,7 @@ async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
     names = "abc"
     async with opened() as journal_:
         for name in names:
-            await journal_.run(lambda tx: write(tx, name))  # noqa: B023
-            close = outbox.Close(name, COMPLETED.SerializeToString(), b"", 1, 1, [], [])
-            await journal_.run(lambda tx: outbox.close_session(tx, close))  # noqa: B023
+            await journal_.run(lambda tx: close(tx, name, write(tx, name)))  # noqa: B023
         await journal_.run(lambda tx: outbox.mark_delivered(tx, names))
         while await journal_.run(sweep):
             continue

@@ -93,23 +93,6 @@ class State(IntEnum):
     DEAD = 2
 
 
-class Close(NamedTuple):
-    """The data that a close stores in addition to the session."""
-
-    session_id: str
-    stored: bytes
-    """The close: see `stored_close`."""
-    digest: bytes
-    """Digest that tells a repeated request from a different one."""
-    closed_unix_ms: int
-    record_bytes: int
-    """Approximate size of the session's record, bytes."""
-    leaves: Sequence[int]
-    """Last node of each of the session's trajectories."""
-    orphans: Sequence[Node]
-    """Nodes whose answers did not reach the agent. Their reasons are stored again."""
-
-
 class Letter(NamedTuple):
     """A closed session as read from the journal."""
 
@@ -141,42 +124,57 @@ _HEAD = b"\0"
 
 
 def stored_close(
-    spec: SessionSpec, tree: Tree, request: gateway_pb2.CloseSessionRequest, closed_ms: int
+    session: Session, request: gateway_pb2.CloseSessionRequest, closed_ms: int
 ) -> bytes:
     """Returns a close as the journal stores it: with the record's head, or else the request.
 
     If writing the head fails or takes too long, the outbox tries again and makes a dead letter.
     Runs in a worker thread.
     """
+    if session.record_bytes > MOST_AT_CLOSE:
+        return request.SerializeToString()
     try:
-        head = write_head(spec, tree, request, closed_ms, TimeLimit(_WRITE_S))
+        head = write_head(session.spec, session.tree, request, closed_ms, TimeLimit(_WRITE_S))
     except Exception as error:  # any error affects only this session
-        told = fields(session_id=spec.session_id, error=repr(error))
+        told = fields(session_id=session.spec.session_id, error=repr(error))
         _log.warning("record not written at the close, will retry", extra=told)
         return request.SerializeToString()
     return _HEAD + head.SerializeToString()
 
 
-def close_session(tx: Transaction, close: Close) -> None:
-    """Adds a session to the outbox, and remembers the response to the close."""
-    for node in close.orphans:
-        journal.update_reasons(tx, close.session_id, node)
+def close_session(
+    tx: Transaction,
+    session: Session,
+    stored: bytes,
+    digest: bytes,
+    closed_unix_ms: int,
+    leaves: Sequence[int],
+    orphans: Iterable[Node],
+) -> None:
+    """Adds a session to the outbox, and remembers the response to the close.
+
+    Args:
+        tx: The transaction.
+        session: The session.
+        stored: The close: see `stored_close`.
+        digest: Digest that tells a repeated request from a different one.
+        closed_unix_ms: When it was closed.
+        leaves: Last node of each of the session's trajectories.
+        orphans: Nodes whose answers did not reach the agent. Their reasons are stored again.
+    """
+    session_id = session.spec.session_id
+    for node in orphans:
+        journal.update_reasons(tx, session_id, node)
     tx.db.run(
         _ADD_TO_OUTBOX,
         tx.journal_id,
-        close.session_id,
-        close.stored,
-        close.closed_unix_ms,
-        close.record_bytes,
+        session_id,
+        stored,
+        closed_unix_ms,
+        session.record_bytes,
         State.WAITING,
     )
-    tx.db.run(
-        _ADD_CLOSE,
-        tx.journal_id,
-        close.session_id,
-        pack_ids(np.array(close.leaves, np.uint32)),
-        close.digest,
-    )
+    tx.db.run(_ADD_CLOSE, tx.journal_id, session_id, pack_ids(np.array(leaves, np.uint32)), digest)
 
 
 def read_closes(tx: Transaction) -> set[str]:

@@ -23,7 +23,7 @@ from rollmesh.gateway.journal import (
     read_revisions,
     store_revision,
 )
-from rollmesh.gateway.outbox import Close, Outbox, damaged_error, dead_letter
+from rollmesh.gateway.outbox import Outbox, damaged_error, dead_letter
 from rollmesh.gateway.responses import (
     events_of,
     write_answer,
@@ -628,22 +628,13 @@ class Registry:
             # Check again: a turn that was being committed may have extended a leaf.
             check_close(session, request.rewards)
             session_id, closed_ms = request.session_id, clock.unix_ms()
-            orphans, size = session.mark_orphans(), session.record_bytes
-            stored = request.SerializeToString()
-            if size <= outbox.MOST_AT_CLOSE:
-                stored = await asyncio.to_thread(
-                    outbox.stored_close, session.spec, session.tree, request, closed_ms
+            orphans, leaves = session.mark_orphans(), trajectory_ends(session)
+            stored = await asyncio.to_thread(outbox.stored_close, session, request, closed_ms)
+            await self.journal.run(
+                lambda tx: outbox.close_session(
+                    tx, session, stored, digest, closed_ms, leaves, orphans
                 )
-            close = Close(
-                session_id,
-                stored,
-                digest,
-                closed_ms,
-                size,
-                trajectory_ends(session),
-                orphans,
             )
-            await self.journal.run(lambda tx: outbox.close_session(tx, close))
         except BaseException:
             session.closing = False
             raise
@@ -651,7 +642,7 @@ class Registry:
         self._closed.add(session_id)
         self._forget(session)
         self.outbox.added()
-        return [trajectory_id(session_id, leaf) for leaf in close.leaves]
+        return [trajectory_id(session_id, leaf) for leaf in leaves]
 
     def unused_since(self, time_ms: int) -> Iterator[Session]:
         """Yields the open sessions that have not been used since a time of the monotonic clock.
