@@ -128,6 +128,6 @@ def test_two_headers_in_a_row_are_a_reason(
     groups = group_messages((ASK, SAID) if then is None else (ASK, SAID, then))
     special_text = SpecialText(glm.tokenizer, "parity")
     prompt = build_prompt(continuation, special_text, match, groups, CONTEXT, rewrite=False)
-    added = [*(ids for _, ids in prompt.new_groups), prompt.generation_prompt]
+    added = [*(ids for _, ids, _ in prompt.new_groups), prompt.generation_prompt]
     at = continuation.compare(node.path(), groups[2:], CONTEXT, added, special_text.show).at
     assert at == (1 if otherwise else None)

@@ -115,7 +115,7 @@ async def test_a_journal_that_is_lost_during_a_renewal_ends_no_other_one(
     mine, other = await first.create(), await first.create()
 
     async def lose() -> Journal | None:
-        mine.end(StoreInDoubtError("lost in a commit"))  # type: ignore[attr-defined]
+        mine.end(StoreInDoubtError("lost in a commit"))
         return await first.take()
 
     _, again = await asyncio.gather(first.renew(), lose())
@@ -213,7 +213,7 @@ async def test_a_commit_in_doubt_ends_the_journal_and_its_gateway_takes_it_again
     first, second = gateways
     mine = await first.create()
     execute = "rollmesh.runtime.postgres.Connection._execute"
-    commit = type(mine._writer._connection)._execute  # type: ignore[attr-defined] # noqa: SLF001
+    commit = type(mine._writer._connection)._execute  # noqa: SLF001
 
     def lost_answer(connection: Any, sql: str) -> None:
         commit(connection, sql)

@@ -127,7 +127,7 @@ class Played:
 
     def _commit(self, prompt: Prompt, step: Step) -> Node:
         parent = prompt.match.node
-        for group, ids in prompt.new_groups:
+        for group, ids, _ in prompt.new_groups:
             parent = self.tree.add_messages(parent, group, ids)
         parent.seen = prompt.seen or parent.seen
         ids = self._sampled(prompt, step)
@@ -159,7 +159,7 @@ class Played:
     def _printed(self, prompt: Prompt, answer: Message) -> str:
         """The template's render of the answer after this prompt. Empty if it has none."""
         held = [message for node in prompt.match.node.path() for message in node.messages]
-        held += [message for group, _ in prompt.new_groups for message in group]
+        held += [message for group, _, _ in prompt.new_groups for message in group]
         then = [Message("user", "next7zq")]
         if answer.tool_calls:
             then = [

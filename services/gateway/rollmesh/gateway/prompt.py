@@ -43,10 +43,9 @@ class Prompt:
 
     match: Match
     """The node from which it continues the tree, with its fidelity reasons."""
-    new_groups: list[tuple[MessageGroup, TokenIds]]
-    """Message groups that the tree does not hold, each with the ids it adds."""
-    new_images: list[tuple[Placeholder, ...]]
-    """Where the images of each of these groups are in its ids."""
+    new_groups: list[tuple[MessageGroup, TokenIds, tuple[Placeholder, ...]]]
+    """Message groups that the tree does not hold, each with the ids that it adds, and where its
+    images are in them."""
     generation_prompt: TokenIds
     """Ids between the last group and the sampled ids."""
     seen: Seen | None
@@ -55,7 +54,7 @@ class Prompt:
     def placeholders(self) -> list[Placeholder]:
         """Returns where the images are in the complete prompt, in order."""
         found, start = self.match.node.placeholders(), self.match.node.end
-        for (_, ids), images in zip(self.new_groups, self.new_images, strict=True):
+        for _, ids, images in self.new_groups:
             found += (one._replace(offset=one.offset + start) for one in images)
             start += len(ids)
         return found
@@ -63,9 +62,8 @@ class Prompt:
     def ids(self) -> TokenIds:
         """Returns the complete prompt, uint32 [N]."""
         parts = self.match.node.context()
-        for _, ids in self.new_groups:
-            parts.append(ids)
-        return np.concatenate([*parts, self.generation_prompt])
+        added = (ids for _, ids, _ in self.new_groups)
+        return np.concatenate([*parts, *added, self.generation_prompt])
 
 
 def build_prompt(
@@ -123,9 +121,11 @@ def build_prompt(
             fresh, generation_prompt = printed
             match = Match(_parent(match.node, path, at), at, match.reasons)
     # The ids that close a cut answer belong to the next group, so there must be one.
-    new_groups = list(zip(groups[match.depth :], fresh, strict=True))
-    new_images = [continuation.places(group, ids) for group, ids in new_groups]
-    return Prompt(match, new_groups, new_images, generation_prompt, seen if fresh else None)
+    new_groups = [
+        (group, ids, continuation.places(group, ids))
+        for group, ids in zip(groups[match.depth :], fresh, strict=True)
+    ]
+    return Prompt(match, new_groups, generation_prompt, seen if fresh else None)
 
 
 def _parent(node: Node, path: list[Node], at: int) -> Node:

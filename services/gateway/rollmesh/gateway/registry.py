@@ -106,9 +106,8 @@ class GroupSizes:
 
     def __init__(self) -> None:
         """Starts without groups."""
-        self._sizes: dict[GroupName, int] = {}
-        self._open: dict[GroupName, int] = {}
-        """Number of open sessions, by group."""
+        self._open: dict[GroupName, tuple[int, int]] = {}
+        """The size and the number of open sessions, by group."""
 
     def check(self, spec: SessionSpec) -> None:
         """Checks the size that a new session gives for its group.
@@ -116,7 +115,7 @@ class GroupSizes:
         Raises:
             GroupSizeError: Another session of the group gave a different size.
         """
-        known = self._sizes.get(spec.group, spec.group_size) if spec.group else spec.group_size
+        known, _ = self._open.get(spec.group or ("", ""), (spec.group_size, 0))
         if known != spec.group_size:
             raise GroupSizeError(
                 "group_size",
@@ -127,15 +126,15 @@ class GroupSizes:
     def add(self, spec: SessionSpec) -> None:
         """Records a group's session that is opened."""
         if spec.group:
-            self._sizes.setdefault(spec.group, spec.group_size)
-            self._open[spec.group] = self._open.get(spec.group, 0) + 1
+            size, count = self._open.get(spec.group, (spec.group_size, 0))
+            self._open[spec.group] = size, count + 1
 
     def remove(self, spec: SessionSpec) -> None:
         """Forgets a group's session that is no longer open."""
         if spec.group in self._open:
-            self._open[spec.group] -= 1
-            if not self._open[spec.group]:
-                del self._open[spec.group], self._sizes[spec.group]
+            size, count = self._open.pop(spec.group)
+            if count > 1:
+                self._open[spec.group] = size, count - 1
 
 
 # Records in the journal which answers were sent. Retries depend on it after a restart.

@@ -405,7 +405,7 @@ async def _commit(
     """Attaches the turn, and detaches it again if the journal cannot store it."""
     tree, new = session.tree, prompt.prompt
     parent = tree.reattach(new.match.node)
-    for (group, ids), places in zip(new.new_groups, new.new_images, strict=True):
+    for group, ids, places in new.new_groups:
         parent = tree.add_messages(parent, group, ids, places, sample.columns)
     parent.seen = new.seen or parent.seen
     node = tree.add_sample(
