@@ -558,12 +558,8 @@ def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
         InvalidFieldError: A reward is invalid. The error names the first one.
     """
     turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
-    check_rewards(rewards, trajectory_ids(session), turns)
-
-
-def trajectory_ids(session: Session) -> set[str]:
-    """Returns the ids of the trajectories that a close exports. None if it exports the tree."""
-    return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
+    ids = {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
+    check_rewards(rewards, ids, turns)
 
 
 def trajectory_ends(session: Session) -> list[int]:

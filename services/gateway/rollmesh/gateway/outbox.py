@@ -255,19 +255,6 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
     return letter
 
 
-def rebuilt(letter: Letter, limit: TimeLimit) -> Tree:
-    """Rebuilds the tree of a letter that holds all its rows.
-
-    Raises:
-        SlowRecordError: The time is over.
-    """
-    tree = Tree(frozenset())
-    for at in range(0, len(letter.rows), PIECE_NODES):
-        journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
-        limit.check()
-    return tree
-
-
 def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
     """Marks sessions as delivered, for `sweep` to remove."""
     tx.db.run_many(
@@ -466,7 +453,10 @@ def _write(letter: Letter, limit: TimeLimit) -> Record:
         record = session_pb2.SessionRecord.FromString(letter.head)
         blobs: Blobs = {row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows}
     else:
-        tree = rebuilt(letter, limit)
+        tree = Tree(frozenset())
+        for at in range(0, len(letter.rows), PIECE_NODES):
+            journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
+            limit.check()
         request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
         spec = SessionSpec(**json.loads(letter.spec))
         record = write_head(spec, tree, request, letter.closed_unix_ms, limit)

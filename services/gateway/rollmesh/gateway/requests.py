@@ -1,6 +1,6 @@
 """Reads chat requests: validates every field and fills in the session's defaults."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -278,6 +278,11 @@ def _read_settings(
         raise InvalidFieldError(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
+    words = how.bad_words
+    if len(words) > _MAX_BAD_WORDS or any(not 0 < len(one) <= _MAX_STOP_CHARS for one in words):
+        raise InvalidFieldError(
+            "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
+        )
     render_context = _context_of(request)
     if how.params.HasField("max_tokens") and how.params.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
@@ -300,7 +305,7 @@ def _read_settings(
         request.tool_name,
         wanted.one_call,
         None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
-        _read_bad_words(how.bad_words),
+        words,
         [request.include_stop, request.show_special_tokens],
         [returns.token_ids, returns.logprobs, returns.top_logprobs],
     ]
@@ -320,15 +325,6 @@ def _read_settings(
         max_tokens_must_fit=request.max_tokens_must_fit,
         returns_tokens=returns.token_ids or returns.logprobs,
     )
-
-
-def _read_bad_words(given: Sequence[str]) -> list[str]:
-    words = list(given)
-    if len(words) > _MAX_BAD_WORDS or any(not 0 < len(one) <= _MAX_STOP_CHARS for one in words):
-        raise InvalidFieldError(
-            "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
-        )
-    return words
 
 
 def _context_of(request: gateway_pb2.ChatRequest) -> RenderContext:

@@ -304,12 +304,6 @@ class Turn(AnswerReceipt):
             self._wake()
             self.responses = []  # current readers keep a reference to the old list
 
-    def cancel(self, error: RollmeshError) -> None:
-        """Ends a turn that is not being committed. Requests that wait for it get the error."""
-        self.end(error)
-        if self.task is not None:
-            self.task.cancel()
-
     def _wake(self) -> None:
         for reader in self.readers:
             reader.set()
@@ -533,7 +527,9 @@ class Session:
     def cancel(self, turn: Turn, error: RollmeshError) -> None:
         """Cancels a turn that is not being committed. Its requests may be repeated at once."""
         self._note_cut_short(turn)
-        turn.cancel(error)
+        turn.end(error)
+        if turn.task is not None:
+            turn.task.cancel()
 
     def _note_cut_short(self, turn: Turn) -> None:
         """Counts a turn that is about to fail, once, if tokens were sampled for its request."""
