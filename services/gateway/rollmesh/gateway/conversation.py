@@ -136,21 +136,20 @@ class ImagePolicy:
 
     async def decode(
         self, images: Sequence["GivenImage"], session_id: str
-    ) -> dict[str, DecodedImage]:
+    ) -> dict[str, CheckedImage]:
         """Returns images by hash, once all of them have been decoded. Sessions take turns.
 
         Raises:
             InvalidImageError: One is broken, too large, takes too long, or is not an image.
         """
         self.check_count(len(images))
-        found: dict[str, DecodedImage] = {}
+        found: dict[str, CheckedImage] = {}
         for data, sha256, name in images:
             if sha256 not in found:
                 known = partial(self._decoded.find, sha256)
-                found[sha256] = known() or await self._decoders.decode(
-                    data, name, session_id, known=known
-                )
-                self._decoded.add(sha256, found[sha256], 1)
+                one = known() or await self._decoders.decode(data, name, session_id, known=known)
+                self._decoded.add(sha256, one, 1)
+                found[sha256] = CheckedImage(data, sha256, one.media_type, one.width, one.height)
         return found
 
 
@@ -171,7 +170,7 @@ class RequestImages:
     policy: ImagePolicy = field(default_factory=ImagePolicy)
     held: Mapping[str, ImageFacts] = field(default_factory=dict)
     """The images that the session has, by hash."""
-    decoded: Mapping[str, DecodedImage] = field(default_factory=dict)
+    decoded: Mapping[str, CheckedImage] = field(default_factory=dict)
     """The images that the request gives by their bytes, by hash."""
     fresh: dict[str, CheckedImage] = field(default_factory=dict)
     """The images that the session does not have yet, by hash."""
@@ -195,27 +194,30 @@ class RequestImages:
         match media.WhichOneof("source"):
             case "data":
                 sha256 = hashlib.sha256(media.data).hexdigest()
-                one = self.decoded[sha256]
-                check_media_type(media.media_type, one.media_type, name)
-                facts = ImageFacts(one.media_type, one.width, one.height, len(media.data))
-                if sha256 not in self.held and sha256 not in self.fresh:
-                    self.fresh[sha256] = CheckedImage(
-                        media.data, sha256, facts.media_type, facts.width, facts.height
-                    )
+                given = self.decoded[sha256]
+                check_media_type(media.media_type, given.media_type, name)
+                if sha256 not in self.held:
+                    self.fresh.setdefault(sha256, given)
+                one: CheckedImage | ImageFacts | None = given
             case "sha256":
-                sha256, known = media.sha256, self._known(media.sha256, name)
-                if known is None:
+                sha256 = media.sha256
+                if not _HASH.fullmatch(sha256):
+                    raise InvalidImageError(
+                        f"{name}.sha256",
+                        "is not a SHA-256 in lower-case hexadecimal; send the bytes",
+                    )
+                one = self.held.get(sha256) or self.fresh.get(sha256)
+                if one is None:
                     self._missing.setdefault(sha256, name)
                     return Image(0, sha256, 1, 1)
-                facts = known
             case "uri":
                 raise UnsupportedPartError(
                     name, "is a URI, which the gateway does not fetch; send the bytes"
                 )
             case _:
                 raise InvalidImageError(name, "is empty; send the bytes of the image")
-        self.policy.check_length(facts.width, facts.height, name)
-        return Image(0, sha256, facts.width, facts.height)
+        self.policy.check_length(one.width, one.height, name)
+        return Image(0, sha256, one.width, one.height)
 
     def finish(self, count: int) -> None:
         """Checks the images of the complete request.
@@ -242,14 +244,6 @@ class RequestImages:
         """Returns the number of bytes of an image that was read, or that the session has."""
         held = self.held.get(sha256)
         return len(self.fresh[sha256].data) if held is None else held.size
-
-    def _known(self, sha256: str, name: str) -> ImageFacts | None:
-        if not _HASH.fullmatch(sha256):
-            raise InvalidImageError(
-                f"{name}.sha256", "is not a SHA-256 in lower-case hexadecimal; send the bytes"
-            )
-        held, sent = self.held.get(sha256), self.fresh.get(sha256)
-        return facts_of(sent) if held is None and sent is not None else held
 
 
 # The messages of a request.
