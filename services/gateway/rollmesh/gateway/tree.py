@@ -682,7 +682,7 @@ class Tree:
 
         The conversation began with the same messages under other tools or template options.
         """
-        if self._roots.keys() <= {parent.render_context.key}:
+        if parent.parent is None or self._roots.keys() <= {parent.render_context.key}:
             return frozenset()
         if any(node.messages[0].role == "assistant" for node in parent.up()):
             return frozenset()
@@ -695,7 +695,7 @@ class Tree:
                 ends = [child for node in ends for child in node.by_key.get(key, ())]
             for child in (child for node in ends for child in node.children):
                 if child.messages[0].role == "assistant":
-                    first.setdefault(child.node_id, root)
+                    first[child.node_id] = root
                     break
         changed = first and first[min(first)].render_context.key != parent.render_context.key
         return frozenset({trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
