@@ -198,7 +198,7 @@ class RequestImages:
                 check_media_type(media.media_type, given.media_type, name)
                 if sha256 not in self.held:
                     self.fresh.setdefault(sha256, given)
-                one: CheckedImage | ImageFacts | None = given
+                one: CheckedImage | ImageFacts = given
             case "sha256":
                 sha256 = media.sha256
                 if not _HASH.fullmatch(sha256):
@@ -206,10 +206,11 @@ class RequestImages:
                         f"{name}.sha256",
                         "is not a SHA-256 in lower-case hexadecimal; send the bytes",
                     )
-                one = self.held.get(sha256) or self.fresh.get(sha256)
-                if one is None:
+                known = self.held.get(sha256) or self.fresh.get(sha256)
+                if known is None:
                     self._missing.setdefault(sha256, name)
                     return Image(0, sha256, 1, 1)
+                one = known
             case "uri":
                 raise UnsupportedPartError(
                     name, "is a URI, which the gateway does not fetch; send the bytes"
