@@ -18,7 +18,7 @@ from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
 from rollmesh.gateway.session import Session, Turn
-from rollmesh.gateway.tree import Lineage, Node, Tree
+from rollmesh.gateway.tree import Tree
 from rollmesh.mesh.generation import Sampled
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
@@ -192,28 +192,23 @@ def write_nodes(
     found = lineages(tree, nodes)
     at = next((place for place, node in enumerate(nodes, 1) if node.node_id == after), 0)
     for node in nodes[at:]:
-        result = _write_node(node, found[node.node_id])
+        assert node.parent is not None
+        result = gateway_pb2.SessionNode(
+            node_id=node.node_id,
+            parent_node_id=node.parent.node_id,
+            role=write_role(node.messages[0].role),
+            token_ids_u32le=pack_ids(node.token_ids),
+            scaffold_tokens=node.scaffold_tokens,
+            sampled=node.sample is not None,
+            lineage=found[node.node_id],
+            reasons=sorted(node.reasons),
+        )
+        if node.sample is not None:
+            result.finish_reason = node.sample.finish
+            result.sampling.CopyFrom(node.sample.sampling)
         if with_messages:
             result.messages.extend(map(write_message, node.messages))
         yield result
-
-
-def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
-    assert node.parent is not None
-    result = gateway_pb2.SessionNode(
-        node_id=node.node_id,
-        parent_node_id=node.parent.node_id,
-        role=write_role(node.messages[0].role),
-        token_ids_u32le=pack_ids(node.token_ids),
-        scaffold_tokens=node.scaffold_tokens,
-        sampled=node.sample is not None,
-        lineage=lineage,
-        reasons=sorted(node.reasons),
-    )
-    if node.sample is not None:
-        result.finish_reason = node.sample.finish
-        result.sampling.CopyFrom(node.sample.sampling)
-    return result
 
 
 def write_role(role: RoleName) -> chat_pb2.Role.ValueType:

@@ -83,7 +83,10 @@ class GatewayService:
         self._config = config
         self._gateway_id = config.gateway_id or own_id("gateway")
         template, self._tokenizer = load_model(config.model_path)
-        self._model_files = _digests(config, template.sha256)
+        try:
+            self._model_files = ModelFiles(tokenizer_sha256(config.model_path), template.sha256)
+        except (OSError, ValueError) as error:
+            raise ModelFilesError(str(error)) from error
         rule = load_rule(config.model_path)
         self._continuation = Continuation(template, self._tokenizer, rule)
         self._reserved_ids = load_reserved_ids(config.model_path)
@@ -103,7 +106,12 @@ class GatewayService:
                 f"history: rewrite is not possible, because the template {min(moved)}; give keep"
             )
         self._vocabulary_tokens = vocabulary_of(config.model_path)
-        self._max_context_tokens = config.max_context_tokens or _context_of(config)
+        self._max_context_tokens = config.max_context_tokens or context_of(config.model_path)
+        if not self._max_context_tokens:
+            raise ModelFilesError(
+                f"{config.model_path}/config.json has no max_position_embeddings; "
+                "set max_context_tokens"
+            )
         tool_calls = write_tool_calls(self._format)
         self._parses_tool_calls = tool_calls == gateway_pb2.TOOL_CALL_PARSING_PARSED
         self._images = ImagePolicy(
@@ -336,20 +344,3 @@ def _watch(gateway: Gateway) -> None:
 
 async def _reason(journal: Journal) -> str:
     return (await journal.lost()).message
-
-
-def _digests(config: GatewayConfig, template_sha256: str) -> ModelFiles:
-    try:
-        return ModelFiles(tokenizer_sha256(config.model_path), template_sha256)
-    except (OSError, ValueError) as error:
-        raise ModelFilesError(str(error)) from error
-
-
-def _context_of(config: GatewayConfig) -> int:
-    found = context_of(config.model_path)
-    if not found:
-        raise ModelFilesError(
-            f"{config.model_path}/config.json has no max_position_embeddings; "
-            "set max_context_tokens"
-        )
-    return found
