@@ -49,16 +49,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self,
         info: gateway_pb2.GetGatewayInfoResponse,
         config: GatewayConfig,
-        images: ImagePolicy | None = None,
+        images: ImagePolicy,
     ) -> None:
         """Takes the constant part of the gateway's info, the settings, and the images it takes."""
         self._info = info
-        self._images = ImagePolicy() if images is None else images
-        self._max_choices = config.max_choices
+        self._images = images
+        self._config = config
         self._sampling_policy = sampling_pb2.SamplingPolicy.Value(
             f"SAMPLING_POLICY_{config.sampling_policy.upper()}"
         )
-        self._max_messages = config.max_session_nodes
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
 
@@ -213,11 +212,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         take turns.
         """
         count = len(request.messages)
-        if count > self._max_messages:
+        if count > self._config.max_session_nodes:
             raise InvalidMessagesError(
                 "messages",
-                f"has {count} messages; give at most {self._max_messages}, max_session_nodes of "
-                "the gateway",
+                f"has {count} messages; give at most {self._config.max_session_nodes}, "
+                "max_session_nodes of the gateway",
             )
         spec = session.spec
         policies = {"", spec.model, *(one.name for one in spec.policies)}
@@ -226,7 +225,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "model", f"{request.model!r} is no policy of this session; open one that has it"
             )
         images = RequestImages(self._images, session.images)
-        read = partial(read_choices, request, session, self._max_choices, images)
+        read = partial(read_choices, request, session, self._config.max_choices, images)
         read = partial(read, stream=stream, samples=samples)
         is_small = count < _MANY_MESSAGES and size < _LARGE_BYTES
         run = partial(registry.deps.long_work.run, session.spec.session_id)
