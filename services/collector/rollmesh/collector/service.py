@@ -4,7 +4,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
 from typing import Any
 
 import grpc
@@ -105,65 +110,49 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the store and runs the stream readers, maintenance and scoring."""
+        """Opens the store, starts the work beside the RPCs, and registers with the router.
+
+        Sessions without a reward are scored if a scorer is configured, and teachers score for
+        consumers if a router knows their engines.
+        """
         config = self._config
-        async with open_store(config) as self.store, asyncio.TaskGroup() as tasks:
+        async with (
+            open_store(config) as self.store,
+            asyncio.TaskGroup() as tasks,
+            AsyncExitStack() as stack,
+        ):
             self.subscriptions = Subscriptions(self.store, tasks)
             await self.subscriptions.refresh()
             work = maintain(self.store, self.subscriptions, config.tick_ms, config.consumer_ttl_ms)
-            maintenance = tasks.create_task(work)
-            async with self._scorer(), self._teachers(), self._registered(address):
-                yield
-            maintenance.cancel()
-
-    @asynccontextmanager
-    async def _registered(self, address: str) -> AsyncIterator[None]:
-        """Registers with the router, if there is one."""
-        if not self._config.router:
+            running = [tasks.create_task(work)]
+            if config.scorer:
+                timeout_s = config.scorer_timeout_ms / 1000
+                announce = self.subscriptions.announce
+                self._scoring = Scoring(self.store, announce, config.scorer_tries, timeout_s)
+                scorer = await stack.enter_async_context(open_channel(config.scorer))
+                work = self._scoring.run(scorer, config.scorer_concurrency)
+                running.append(tasks.create_task(work))
+            if config.router:
+                engines = ScoringEngines(config.router)
+                await stack.enter_async_context(aclosing(engines))
+                work = self.subscriptions.teach(Teachers(self.store, engines))
+                running.append(tasks.create_task(work))
+                self._membership = await stack.enter_async_context(self._member(address))
             yield
-            return
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)  # before what they use is closed
+
+    def _member(self, address: str) -> Membership:
         hello = router_pb2.ReplicaHello(
             replica_id=f"collector-{uuid.uuid4().hex}",
             kind=router_pb2.REPLICA_KIND_COLLECTOR,
             address=address,
             store_id=self.store.store_id,
         )
-        async with Membership(self._config.router, hello, router_pb2.ReplicaLoad) as membership:
-            self._membership = membership
-            metrics.REGISTERED.set_function(lambda: membership.registered)
-            yield
-
-    @asynccontextmanager
-    async def _scorer(self) -> AsyncIterator[None]:
-        """Scores sessions that arrive without a reward, if a scorer is configured."""
-        config = self._config
-        if not config.scorer:
-            yield
-            return
-        self._scoring = Scoring(
-            self.store,
-            self.subscriptions.announce,
-            config.scorer_tries,
-            config.scorer_timeout_ms / 1000,
-        )
-        async with open_channel(config.scorer) as scorer, asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(self._scoring.run(scorer, config.scorer_concurrency))
-            yield
-            running.cancel()
-
-    @asynccontextmanager
-    async def _teachers(self) -> AsyncIterator[None]:
-        """Has teachers score what consumers want scored, if a router knows the engines."""
-        if not self._config.router:
-            yield
-            return
-        async with (
-            aclosing(ScoringEngines(self._config.router)) as engines,
-            asyncio.TaskGroup() as tasks,
-        ):
-            running = tasks.create_task(self.subscriptions.teach(Teachers(self.store, engines)))
-            yield
-            running.cancel()
+        membership = Membership(self._config.router, hello, router_pb2.ReplicaLoad)
+        metrics.REGISTERED.set_function(lambda: membership.registered)
+        return membership
 
     async def ready(self) -> None:
         """Waits until the collector is registered with the router, if there is one."""
