@@ -8,11 +8,12 @@ the complete conversation in each request, whole and streamed. Only one of the t
 time. There are three interleaved rounds, and each ratio is the median of the rounds' own ratios.
 
 `tokens_per_second_*` is the mesh's over that of `vllm serve`. `cpu_*` is the CPU time per sampled
-token of all processes except vLLM's engine core, the mesh's over that of `vllm serve`. That of the
-mesh includes the journal, and the delivery of the sessions to the collector. The mesh records the
-token ids and log-probabilities of all tokens, which vLLM's core computes. `vllm serve` answers once
-without them, and once with both in its answers, as a trainer needs them: the figures that end in
-`_logprobs`. The last line of the output is one JSON object.
+token of all processes except vLLM's engine core, the mesh's over that of `vllm serve`, and
+`all_cpu_*` that of all processes. That of the mesh includes the journal, and the delivery of the
+sessions to the collector. The mesh records the token ids and log-probabilities of all tokens, which
+vLLM's core computes. `vllm serve` answers once without them, and once with both in its answers, as
+a trainer needs them: the figures that end in `_logprobs`. The last line of the output is one JSON
+object.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -48,8 +49,9 @@ _MOST_IN_TURN = 4
 """Conversations one after the other where one runs at a time: one alone is over in a moment."""
 _START_S, _TURN_S, _LOOK_S = 600.0, 120.0, 0.2
 _LOGPROBS = {"logprobs": True, "return_token_ids": True}
-_CORE = "VLLM::Engine"
-"""How the name of the engine core's process begins."""
+_CORE = "VLLM::"
+"""How the names of the engine core's processes begin: the scheduler and its workers. On a CPU
+`vllm serve` runs the model in a worker, the mesh in the process of the scheduler."""
 
 
 class Chats(Protocol):
@@ -57,6 +59,8 @@ class Chats(Protocol):
 
     pids: dict[str, int]
     """Its processes except the engine core."""
+    core: list[int]
+    """Those of the engine core."""
     asks: dict[str, Any]
     """Further fields of the requests."""
 
@@ -75,6 +79,7 @@ class Mesh:
 
     client: Client
     pids: dict[str, int]
+    core: list[int]
     asks: dict[str, Any] = field(default_factory=dict)
     sessions: list[Session] = field(default_factory=list)
 
@@ -97,6 +102,7 @@ class Serve:
 
     url: str
     pids: dict[str, int]
+    core: list[int]
     asks: dict[str, Any] = field(default_factory=dict)
 
     async def open(self, count: int) -> list[tuple[str, str]]:
@@ -114,6 +120,15 @@ class Measured:
     tokens_per_second: float
     cpu_ms: float
     """CPU time of its processes except the engine core for each sampled token, milliseconds."""
+    all_cpu_ms: float
+    """CPU time of all its processes for each sampled token, milliseconds."""
+
+
+_FIGURES: dict[str, Callable[[Measured], float]] = {
+    "tokens_per_second": lambda one: one.tokens_per_second,
+    "cpu": lambda one: one.cpu_ms,
+    "all_cpu": lambda one: one.all_cpu_ms,
+}
 
 
 async def measure(server: Chats, count: int, seed: int, *, stream: bool) -> Measured:
@@ -121,7 +136,7 @@ async def measure(server: Chats, count: int, seed: int, *, stream: bool) -> Meas
     total = max(count, _MOST_IN_TURN)
     waiting = iter(list(enumerate(await server.open(total))))
     await at_rest(server.pids.values())
-    before = sum(map(cpu_ms, server.pids.values()))
+    before = [sum(map(cpu_ms, pids)) for pids in (server.pids.values(), server.core)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TURN_S)) as http:
 
         async def agent() -> None:
@@ -136,8 +151,9 @@ async def measure(server: Chats, count: int, seed: int, *, stream: bool) -> Meas
     await server.close()
     await at_rest(server.pids.values())
     tokens = total * _TURNS * _TOKENS
-    used = sum(map(cpu_ms, server.pids.values())) - before
-    return Measured(tokens / seconds, used / tokens)
+    after = [sum(map(cpu_ms, pids)) for pids in (server.pids.values(), server.core)]
+    outside, core = (end - start for start, end in zip(before, after, strict=True))
+    return Measured(tokens / seconds, outside / tokens, (outside + core) / tokens)
 
 
 async def _converse(
@@ -203,11 +219,11 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Chats]]:
             (up,) = set(here.children()) - {serve}
             await _until_ready(url)
             async with Client(addresses) as client:
-                pids = _outside_core(serve)
+                pids = _processes(serve)
                 yield {
-                    "mesh": Mesh(client, _outside_core(up)),
-                    "serve": Serve(url, pids),
-                    "serve_logprobs": Serve(url, pids, _LOGPROBS),
+                    "mesh": Mesh(client, *_processes(up)),
+                    "serve": Serve(url, *pids),
+                    "serve_logprobs": Serve(url, *pids, _LOGPROBS),
                 }
 
 
@@ -222,10 +238,11 @@ async def _until_ready(url: str) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
-def _outside_core(root: psutil.Process) -> dict[str, int]:
-    """Returns the processes of a server except the engine core, by their ids."""
+def _processes(root: psutil.Process) -> tuple[dict[str, int], list[int]]:
+    """Returns the processes of a server: by their ids without the engine core, and the core's."""
     tree = [root, *root.children(recursive=True)]
-    return {str(one.pid): one.pid for one in tree if not one.name().startswith(_CORE)}
+    core = [one.pid for one in tree if one.name().startswith(_CORE)]
+    return {str(one.pid): one.pid for one in tree if one.pid not in core}, core
 
 
 async def compare(folder: Path, rounds: int) -> dict[str, float]:
@@ -243,17 +260,15 @@ async def compare(folder: Path, rounds: int) -> dict[str, float]:
                     one = await measure(server, count, seed, stream=stream)
                     found[-1][who] = one
                     print(
-                        f"{name:<12} {who:<14} {one.tokens_per_second:7.1f} tokens/s"
-                        f"  {one.cpu_ms:.3f} CPU ms/token",
+                        f"{name:<12} {who:<14} {one.tokens_per_second:7.1f} tokens/s, CPU ms/token"
+                        f" {one.cpu_ms:.3f}, with the core {one.all_cpu_ms:.3f}",
                         flush=True,
                     )
             for who, suffix in (("serve", ""), ("serve_logprobs", "_logprobs")):
-                figures[f"tokens_per_second_{name}{suffix}"] = median(
-                    one["mesh"].tokens_per_second / one[who].tokens_per_second for one in found
-                )
-                figures[f"cpu_{name}{suffix}"] = median(
-                    one["mesh"].cpu_ms / one[who].cpu_ms for one in found
-                )
+                for figure, of in _FIGURES.items():
+                    figures[f"{figure}_{name}{suffix}"] = median(
+                        of(one["mesh"]) / of(one[who]) for one in found
+                    )
     return {name: round(value, 3) for name, value in figures.items()}
 
 

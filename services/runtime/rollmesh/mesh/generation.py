@@ -221,6 +221,7 @@ class AnswerCheck:
         self._column_ends, self._column_bytes = ends, size
 
     def _check_tokens(self, run: Sampled) -> None:
+        # As lists, not as arrays: most messages of a stream have one token.
         most = self._expected.max_tokens
         if self._sampled + len(run) > most:
             raise EngineFaultError(f"the engine sent more ids than the {most} requested")
@@ -231,14 +232,13 @@ class AnswerCheck:
             self._check_logprobs(run.tops.logprobs)
 
     def _check_logprobs(self, logprobs: Logprobs) -> None:
-        # Not a number and infinite are possible: float arithmetic fails now and then. A list is
-        # faster than arrays because a message of a stream has few tokens.
+        # Not a number and infinite are possible: float arithmetic fails now and then.
         if any(MOST_LOGPROB < one < math.inf for one in logprobs.ravel().tolist()):
             raise EngineFaultError("the engine gave a log-prob above 0")
 
     def _check_ids(self, ids: TokenIds) -> None:
         end = self._expected.vocabulary_tokens
-        if end and ids.size and (largest := int(ids.max())) >= end:
+        if end and ids.size and (largest := max(ids.ravel().tolist())) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
     def _check_prompt(self, received: int) -> None:
