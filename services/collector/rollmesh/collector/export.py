@@ -23,6 +23,7 @@ from rollmesh.v1 import session_pb2, trajectory_pb2
 _PARQUET_ROWS = 256
 _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
 """Of a session's summary. An abandoned seat has no rows. A row has its rewards by other names."""
+_NODE = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
@@ -48,24 +49,13 @@ def rows_of(
         }
     if session.HasField("tree"):
         nothing = dict.fromkeys(("trajectory_id", "lineage", "prompt_tokens", "trajectory_reward"))
-        yield (
-            _row(session, session.tree, decode)
-            | nothing
-            | {
-                "nodes": [
-                    {
-                        "node_id": node.node_id,
-                        "parent_index": node.parent_index
-                        if node.HasField("parent_index")
-                        else None,
-                        "start": node.start,
-                        "end": node.end,
-                        "scaffold_tokens": node.scaffold_tokens,
-                    }
-                    for node in session.tree.nodes
-                ]
-            }
-        )
+        nodes = [_node(one) for one in session.tree.nodes]
+        yield _row(session, session.tree, decode) | nothing | {"nodes": nodes}
+
+
+def _node(node: trajectory_pb2.TrajectoryNode) -> dict[str, Any]:
+    row = {name: getattr(node, name) for name in _NODE}
+    return row if node.HasField("parent_index") else row | {"parent_index": None}
 
 
 def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
@@ -272,8 +262,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
     sampled = arrow.struct([("node_id", whole), ("end", whole), ("sampling", text)])
     engine = arrow.struct([("end", whole), ("numerics", text)])
     policy = arrow.struct([("end", whole), ("adapter", text)])
-    parts = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
-    node = arrow.struct([(name, whole) for name in parts])
+    node = arrow.struct([(name, whole) for name in _NODE])
     schema = arrow.schema(
         {
             **dict.fromkeys(("session_id", "run_id", "group_id"), text),
