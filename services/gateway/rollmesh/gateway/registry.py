@@ -217,9 +217,18 @@ class SessionKeys:
         """Reads the revisions from the journal."""
         self._revisions = await self._journal.read(read_revisions)
 
-    def key(self, session_id: str) -> str:
-        """Returns the current key of a session: `rmk-<session id>-<43 characters>`."""
-        return self._derive(session_id, self._revisions.get(session_id, _FIRST).number)
+    def key(self, session_id: str, number: int | None = None) -> str:
+        """Returns the key of a session: `rmk-<session id>-<43 characters>`.
+
+        Args:
+            session_id: Id of the session.
+            number: Number of keys that were ended before it. None means the current key.
+        """
+        if number is None:
+            number = self._revisions.get(session_id, _FIRST).number
+        derived_from = f"{session_id}/{number}" if number else session_id
+        digest = hmac.digest(self._journal.secret, derived_from.encode(), hashlib.sha256)
+        return f"rmk-{session_id}-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
     def check(self, session_id: str, key: str) -> None:
         """Checks a key in constant time.
@@ -296,7 +305,7 @@ class SessionKeys:
         number, ended_by = self._revisions.get(session_id, _FIRST)
         is_repeat = bool(request_id) and request_id == ended_by
         if is_repeat:
-            ended = self._derive(session_id, number - 1)
+            ended = self.key(session_id, number - 1)
             if hmac.compare_digest(key.encode(), ended.encode()):
                 return None
         self.check(session_id, key)
@@ -311,11 +320,6 @@ class SessionKeys:
         """Forgets the revisions of sessions that the journal does not know any more."""
         for session_id in session_ids:
             self._revisions.pop(session_id, None)
-
-    def _derive(self, session_id: str, number: int) -> str:
-        derived_from = f"{session_id}/{number}" if number else session_id
-        digest = hmac.digest(self._journal.secret, derived_from.encode(), hashlib.sha256)
-        return f"rmk-{session_id}-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
 
 _RETRY_MS = 1000

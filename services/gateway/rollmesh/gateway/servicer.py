@@ -219,8 +219,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "max_session_nodes of the gateway",
             )
         spec = session.spec
-        policies = {"", spec.model, *(one.name for one in spec.policies)}
-        if request.model not in policies and request.model in self.gateway.adapters:
+        is_adapter = request.model != spec.model and request.model in self.gateway.adapters
+        if is_adapter and request.model not in {one.name for one in spec.policies}:
             raise ModelMismatchError(
                 "model", f"{request.model!r} is no policy of this session; open one that has it"
             )

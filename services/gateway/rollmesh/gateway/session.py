@@ -97,7 +97,9 @@ class SessionSpec:
         Args:
             model: The name that the request gives. The first policy has every unknown name.
         """
-        policies = self.policies if self.adapters else []
+        if not self.adapters:
+            return None
+        policies = self.policies
         wanted = "" if model == self.model else model
         named = [one for one in policies if one.name == wanted] if model else []
         policy = next(iter(named or policies), None)
