@@ -7,7 +7,7 @@ machine. Other places plan with `processes` and `spec_of`.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def plan_mesh(
             routers,
             scorer,
             tokens,
-            one.http and listening(one.http),
+            None if one.http is None else listening(one.http),
         )
         for one in planned
     ]
@@ -138,8 +138,10 @@ def spec_of(
     Raises:
         ConfigError: Names the setting and the problem.
     """
-    known = {"routers": ",".join(routers), "scorer": scorer, "tokens": tokens}
-    settings = shared_settings(tables, one.service, one.model, **known)
+    shared = partial(
+        shared_settings, tables, routers=",".join(routers), scorer=scorer, tokens=tokens
+    )
+    settings = shared(one.service, one.model)
     if one.service == "router" and len(routers) > 1:
         settings["peers"] = ",".join(other for other in routers if other != address)
     settings |= {**one.table, "port": address.rpartition(":")[2]}
@@ -161,7 +163,7 @@ def spec_of(
     if one.http is not None:
         http = http or f"{settings['host']}:{one.http.port}"
         flags = (f"--http={http.rpartition(':')[2]}", *flags)
-        door = shared_settings(tables, "sidecar", **known) | {**one.http.table}
+        door = shared("sidecar") | {**one.http.table}
         own = {"port", "metrics_port", "grace_ms"}  # they are the gateway's
         variables |= {
             f"ROLLMESH_SIDECAR_{name}".upper(): str(_flag(value))
@@ -201,9 +203,9 @@ def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> I
     for at in range(_collectors(mesh, table("collector"))):
         name = f"collector-{at}" if at else "collector"
         yield Process(name, "collector", at, table("collector"))
-    doors = count() if mesh.sidecars == 0 else None
-    for one in _of_models("gateway", tables, models, environment):
-        http = doors and Process("sidecar", "sidecar", next(doors), table("sidecar"))
+    for at, one in enumerate(_of_models("gateway", tables, models, environment)):
+        serves = mesh.sidecars == 0
+        http = Process("sidecar", "sidecar", at, table("sidecar")) if serves else None
         yield replace(one, http=http)
     for at in range(mesh.sidecars):
         name = f"sidecar-{at}" if at else "sidecar"

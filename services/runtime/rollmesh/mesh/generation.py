@@ -60,9 +60,6 @@ class Sampled:
         return Sampled(self.token_ids[:end], self.logprobs[:end], tops)
 
 
-_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.uint32), np.zeros(0, np.float32)
-
-
 def no_tops(tokens: int) -> Tops:
     """Returns empty `Tops` for tokens whose most likely ids were not requested."""
     return Tops(np.zeros((tokens, 0), np.uint32), np.zeros((tokens, 0), np.float32))
@@ -174,17 +171,16 @@ class AnswerCheck:
         return run
 
     def _unpack(self, response: engine_pb2.TokenChunk) -> Sampled:
-        most, top_ids, top_logprobs = self._expected.top_logprobs, _NO_IDS, _NO_LOGPROBS
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-            if most or response.top_ids_u32le or response.top_logprobs_f32le:
-                top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
-                top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
         except InvalidFieldError as error:
             raise EngineFaultError(f"the engine's {error.message}") from error
         if len(ids) != len(logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
+        most = self._expected.top_logprobs
         if not len(top_ids) == len(top_logprobs) == len(ids) * most:
             raise EngineFaultError(
                 f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
@@ -221,20 +217,16 @@ class AnswerCheck:
         self._column_ends, self._column_bytes = ends, size
 
     def _check_tokens(self, run: Sampled) -> None:
-        # As lists, not as arrays: most messages of a stream have one token.
         most = self._expected.max_tokens
         if self._sampled + len(run) > most:
             raise EngineFaultError(f"the engine sent more ids than the {most} requested")
         self._check_ids(run.token_ids)
-        self._check_logprobs(run.logprobs)
-        if self._expected.top_logprobs:
-            self._check_ids(run.tops.ids)
-            self._check_logprobs(run.tops.logprobs)
-
-    def _check_logprobs(self, logprobs: Logprobs) -> None:
-        # Not a number and infinite are possible: float arithmetic fails now and then.
-        if any(MOST_LOGPROB < one < math.inf for one in logprobs.ravel().tolist()):
-            raise EngineFaultError("the engine gave a log-prob above 0")
+        self._check_ids(run.tops.ids)
+        # Lists, because most messages of a stream have one token. Not a number and infinite are
+        # possible: float arithmetic fails now and then.
+        for logprobs in (run.logprobs, run.tops.logprobs.ravel()):
+            if any(MOST_LOGPROB < one < math.inf for one in logprobs.tolist()):
+                raise EngineFaultError("the engine gave a log-prob above 0")
 
     def _check_ids(self, ids: TokenIds) -> None:
         end = self._expected.vocabulary_tokens
