@@ -5,7 +5,7 @@ import json
 import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ class Mesh:
 
     def client(self) -> Client:
         return Client(self.addresses)
+
+    def client_of(self, *routers: str) -> Client:
+        """A client that finds the gateways at these routers."""
+        addresses = ",".join(self.address(name) for name in routers)
+        return Client(replace(self.addresses, router=addresses, gateway=""))
 
     def openai(
         self, session: Session, *, max_retries: int = 0, timeout: float = 120

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
 from examples.demo.chatml import make_tokenizer
+from tests.paths import package_folder
 
 CORPUS = [
     "You are a helpful assistant. Use the tools.",
@@ -31,6 +32,14 @@ def make_tokenizer_dir(path: Path, context: int = CONTEXT_TOKENS) -> Path:
         "max_position_embeddings": context,
     }
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make_thinking_dir(path: Path, context: int = CONTEXT_TOKENS) -> Path:
+    """Writes the same with a template that has reasoning, and drops that of earlier turns."""
+    make_tokenizer_dir(path, context)
+    template = package_folder("trl") / "chat_templates" / "qwen3.jinja"
+    (path / "chat_template.jinja").write_text(template.read_text())
     return path
 
 

@@ -9,18 +9,14 @@ import pytest_asyncio
 from tests.agents import dialogues
 from tests.agents.processes import Outside
 from tests.meshes import Mesh, scripted_mesh
-from tests.models import make_tokenizer_dir
-from tests.paths import package_folder
+from tests.models import make_thinking_dir
 
-_TEMPLATE = package_folder("trl") / "chat_templates" / "qwen3.jinja"
 _CONTEXT = 32_768  # mini-swe-agent's own prompts are long
 
 
 @pytest.fixture(scope="session")
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tokenizer_dir(tmp_path_factory.mktemp("thinking"), _CONTEXT)
-    (folder / "chat_template.jinja").write_text(_TEMPLATE.read_text())
-    return folder
+    return make_thinking_dir(tmp_path_factory.mktemp("thinking"), _CONTEXT)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

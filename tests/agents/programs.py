@@ -10,8 +10,8 @@ import pytest
 
 from tests.agents.processes import Outside
 from tests.meshes import Mesh, scripted_mesh
-from tests.models import make_tokenizer_dir
-from tests.paths import ROOT, package_folder
+from tests.models import make_thinking_dir
+from tests.paths import ROOT
 from tests.processes import run_to_end
 
 CONTEXT = 262_144  # their own prompts have 60,000 of this model's tokens
@@ -54,7 +54,4 @@ def mesh_that_thinks(
     folder: Path, rules: Sequence[tuple[str, str]], context: int = CONTEXT
 ) -> AbstractAsyncContextManager[Mesh]:
     """A mesh whose model thinks, and whose template drops the reasoning of earlier turns."""
-    model = make_tokenizer_dir(folder / "model", context)
-    template = package_folder("trl") / "chat_templates" / "qwen3.jinja"
-    (model / "chat_template.jinja").write_text(template.read_text())
-    return scripted_mesh(folder / "mesh", model, rules)
+    return scripted_mesh(folder / "mesh", make_thinking_dir(folder / "model", context), rules)

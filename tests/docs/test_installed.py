@@ -31,7 +31,6 @@ FROM_THE_WHEEL = (
     "parsing/test_channels.py",
     "parsing/test_decoding.py",
     "parsing/test_formats.py",
-    "parsing/test_json_calls.py",
     "parsing/test_python_literals.py",
     "templates/test_continuation.py",
     "templates/test_remembered.py",

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from rollmesh.engine.backend import Transfer
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.control import ControlState
+from rollmesh.engine.control import Action, ControlState, Held
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
@@ -470,3 +470,12 @@ async def test_a_sequence_is_scored_anew_if_new_weights_came_in_the_middle(
     scored = await scoring
     kept = mode == KEEP
     assert (scored.policy_version, world.backend.scorings) == ((1, 2) if kept else (0, 1))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_hold_that_was_left_half_done_is_completed_or_undone(*, paused: bool) -> None:
+    state = ControlState(paused=paused, held=Held.PARTLY)
+    action = state.next()
+    assert action is (Action.HOLD if paused else Action.RELEASE)
+    state.did(action)
+    assert state.next() is None

@@ -7,16 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.failover import Failover, Order
+from rollmesh.mesh.failover import Order
 from rollmesh.mesh.generation import Generation
-from rollmesh.mesh.leases import LeaseClient
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.engine.engines import CONFIG
 from tests.processes import running
-from tests.router.routers import running_router
+from tests.router.routers import generating, running_router
 
 REPLY = 400
 ADAPTER = sampling_pb2.AdapterRef(name="math", version=3)
@@ -46,14 +43,9 @@ async def test_a_killed_engines_generation_continues_on_a_late_engine_with_the_s
         first = await stack.enter_async_context(
             running("engine", tmp_path / "1", engine_id="first", **flags)
         )
-        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
-        client = await stack.enter_async_context(Client(addresses))
+        client, failover = await stack.enter_async_context(generating(router))
         matrices = {"w": np.zeros(4, np.float32)}
         await client.push_adapter(matrices, "math", 3, CONFIG)
-        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        engines = EngineClients(5_000)
-        stack.push_async_callback(engines.close)
-        failover = Failover(leases, engines, on_loss=lambda: None, on_migration=lambda: None)
         whole = order()
         async for _ in failover.run(whole):
             pass
@@ -88,12 +80,7 @@ async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of
         for name in ("first", "second"):
             engine = running("engine", tmp_path / name, engine_id=name, **flags)
             engines[name] = await stack.enter_async_context(engine)
-        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
-        client = await stack.enter_async_context(Client(addresses))
-        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        clients = EngineClients(5_000)
-        stack.push_async_callback(clients.close)
-        failover = Failover(leases, clients, on_loss=lambda: None, on_migration=lambda: None)
+        client, failover = await stack.enter_async_context(generating(router))
         await client.push_adapter(pushed[3], "math", 3, LORA)
         cut, killed = order(), ""
         async with asyncio.timeout(120), aclosing(failover.run(cut)) as runs:

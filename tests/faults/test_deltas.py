@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.failover import Failover, Order
+from rollmesh.mesh.failover import Order
 from rollmesh.mesh.generation import Generation
-from rollmesh.mesh.leases import LeaseClient
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.processes import running
-from tests.router.routers import running_router
+from tests.router.routers import generating, running_router
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PROMPT, REPLY, PUSHES = [5, 6, 7], 400, 6
@@ -80,12 +77,7 @@ async def test_differences_arrive_in_mid_answer_and_at_an_engine_that_died(tmp_p
             return await stack.enter_async_context(started)
 
         first = await engine("first")
-        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
-        client = await stack.enter_async_context(Client(addresses))
-        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        clients = EngineClients(5_000)
-        stack.push_async_callback(clients.close)
-        failover = Failover(leases, clients, on_loss=lambda: None, on_migration=lambda: None)
+        client, failover = await stack.enter_async_context(generating(router))
         await client.push_weights(trainer.step(1), 1, delta=True)
         answer = order(REPLY)
         begun = asyncio.Event()

@@ -1,10 +1,7 @@
 """What a session may be asked for: bounds that name their field, also for many callers at once."""
 
 import asyncio
-import random
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,17 +10,11 @@ import pytest
 from rollmesh.gateway.tree import Tree
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import chat_in, close_of, said
 
 ASK = said("q")
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
-        yield running
 
 
 async def refusal(call: object) -> RollmeshError:
@@ -42,11 +33,7 @@ async def test_a_request_id_of_a_closed_session_opens_nothing_and_names_it(mesh:
     for request_id, reason in (("never", "SESSION_UNKNOWN"), ("", "INVALID_FIELD")):
         unknown = gateway_pb2.FindSessionRequest(request_id=request_id)
         assert (await refusal(mesh.stub.FindSession(unknown))).reason == reason
-    close = gateway_pb2.CloseSessionRequest(
-        session_id=opened.session_id,
-        session_key=opened.session_key,
-        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-    )
+    close = close_of(opened)
     await mesh.stub.CloseSession(close)
     find = gateway_pb2.FindSessionRequest(request_id="once")
     for _ in range(2):
@@ -71,13 +58,10 @@ async def test_creates_in_flight_count_among_the_sessions(mesh: LiveMesh) -> Non
 
 async def test_long_keys_and_large_metadata_are_refused_by_name(mesh: LiveMesh) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
-    close = gateway_pb2.CloseSessionRequest(
-        **who, outcome=session_pb2.SESSION_OUTCOME_COMPLETED, metadata={"m": "\u00e9" * 40_000}
-    )
+    close = close_of(opened, metadata={"m": "\u00e9" * 40_000})
     error = await refusal(mesh.stub.CloseSession(close))
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "metadata")
-    chat = gateway_pb2.ChatRequest(**who, messages=[ASK], idempotency_key="k" * 257)
+    chat = chat_in(opened, ASK, idempotency_key="k" * 257)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await mesh.stub.Chat(chat)
     error = from_rpc_error(refused.value)
@@ -90,7 +74,6 @@ async def test_the_lineage_given_by_a_request_survives_a_restart_and_is_checked(
     mesh: LiveMesh,
 ) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     lineages = (
         trajectory_pb2.LINEAGE_AUXILIARY,
         trajectory_pb2.LINEAGE_UNSPECIFIED,
@@ -98,7 +81,7 @@ async def test_the_lineage_given_by_a_request_survives_a_restart_and_is_checked(
     )
     for at, lineage in enumerate(lineages):
         ask = said(f"question {at}")
-        chat = gateway_pb2.ChatRequest(**who, messages=[ask], lineage=lineage)
+        chat = chat_in(opened, ask, lineage=lineage)
         await mesh.stub.Chat(chat, wait_for_ready=True)
         await mesh.start_gateway()
     shown = await mesh.stub.GetSession(
@@ -109,7 +92,7 @@ async def test_the_lineage_given_by_a_request_survives_a_restart_and_is_checked(
         trajectory_pb2.LINEAGE_MAIN,
         trajectory_pb2.LINEAGE_SUB_AGENT,
     ]
-    wrong = gateway_pb2.ChatRequest(**who, messages=[ASK], lineage=trajectory_pb2.LINEAGE_SIBLING)
+    wrong = chat_in(opened, ASK, lineage=trajectory_pb2.LINEAGE_SIBLING)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await mesh.stub.Chat(wrong)
     assert from_rpc_error(refused.value).metadata["field"] == "lineage"
@@ -120,14 +103,13 @@ async def test_more_messages_than_a_session_may_hold_are_refused_before_they_are
 ) -> None:
     await mesh.start_gateway(max_session_nodes=1000, max_context_tokens=65_536)
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest(), wait_for_ready=True)
-    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK] * 1001))
+        await mesh.stub.Chat(chat_in(opened, *([ASK] * 1001)))
     error = from_rpc_error(refused.value)
     assert (error.reason, error.metadata["field"]) == ("INVALID_MESSAGES", "messages")
     many = [said(f"q{at}") for at in range(700)]  # read and compared in threads
     for asked in (many, many, [*many, ASK]):
-        (answer,) = (await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=asked))).answers
+        (answer,) = (await mesh.stub.Chat(chat_in(opened, *asked))).answers
         assert answer.completion_tokens
     shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(session_id=opened.session_id))
     assert len(shown.nodes) == 700 + 1 + 3  # nothing was attached twice
@@ -135,17 +117,14 @@ async def test_more_messages_than_a_session_may_hold_are_refused_before_they_are
 
 async def test_tools_of_requests_that_fail_are_not_kept(mesh: LiveMesh) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     tree = mesh.gateway.session(opened.session_id).tree
     tools = ""
     for at in range(3):
         tools = f'[{{"type": "function", "function": {{"name": "f{at}"}}}}]'
         with pytest.raises(grpc.aio.AioRpcError, match="context length"):
-            await mesh.stub.Chat(
-                gateway_pb2.ChatRequest(**who, messages=[said("a " * 200_000)], tools_json=tools)
-            )
+            await mesh.stub.Chat(chat_in(opened, said("a " * 200_000), tools_json=tools))
     assert repr(tree) == "Tree(0 roots, 0 nodes, 0 turns)"
-    await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK], tools_json=tools))
+    await mesh.stub.Chat(chat_in(opened, ASK, tools_json=tools))
     assert tree.text_bytes > len(tools)
 
 
@@ -157,8 +136,7 @@ async def test_an_error_in_deferred_tools_is_named(
     mesh: LiveMesh, deferred: str, problem: str
 ) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
-    request = gateway_pb2.ChatRequest(**who, messages=[ASK], deferred_tools_json=deferred)
+    request = chat_in(opened, ASK, deferred_tools_json=deferred)
     error = await refusal(mesh.stub.Chat(request))
     assert str(error).startswith("deferred_tools_json: ")
     assert problem in str(error)
@@ -167,13 +145,10 @@ async def test_an_error_in_deferred_tools_is_named(
 
 async def test_a_request_with_other_tools_that_are_not_printed_is_no_retry(mesh: LiveMesh) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
 
     async def answer(name: str, retry_count: int = 1) -> str:
         deferred = f'[{{"type": "function", "function": {{"name": "{name}"}}}}]' if name else ""
-        request = gateway_pb2.ChatRequest(
-            **who, messages=[ASK], deferred_tools_json=deferred, retry_count=retry_count
-        )
+        request = chat_in(opened, ASK, deferred_tools_json=deferred, retry_count=retry_count)
         return (await mesh.stub.Chat(request)).answers[0].answer_id
 
     first = {name: await answer(name, 0) for name in ("", "f", "g")}
@@ -193,9 +168,8 @@ async def test_a_session_with_many_equal_samples_is_searched_in_a_thread(
     monkeypatch.setattr(Tree, "search", noted)
     monkeypatch.setattr("rollmesh.gateway.prompt._COMPARED_CHILDREN", 2)
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    who: Any = {"session_id": opened.session_id, "session_key": opened.session_key}
     for _ in range(4):
-        await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK]))
-    chat = gateway_pb2.ChatRequest(**who, messages=[ASK])
+        await mesh.stub.Chat(chat_in(opened, ASK))
+    chat = chat_in(opened, ASK)
     await mesh.stub.CountTokens(gateway_pb2.CountTokensRequest(chat=chat))
     assert threads == [False, False, False, True, True]

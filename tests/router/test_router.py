@@ -15,16 +15,13 @@ from rollmesh.internal.v1 import leases_pb2, members_pb2, members_pb2_grpc
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.routers import Membership
 from rollmesh.runtime.errors import (
-    EnginesBusyError,
     InvalidFieldError,
     NoEngineError,
-    ReplicaIdInUseError,
     RollmeshError,
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import engine_pb2_grpc, router_pb2
-from tests.controls import WAKE_UP, pause, sleep
+from rollmesh.v1 import router_pb2
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
@@ -96,17 +93,6 @@ async def test_a_bad_hello_names_its_field(
     assert caught.value.field == field
 
 
-async def test_an_id_that_is_registered_is_refused(router: ServiceProcess) -> None:
-    async def requests() -> AsyncIterator[members_pb2.RegisterRequest]:
-        yield members_pb2.RegisterRequest(hello=hello())
-
-    async with member(router) as first, open_channel(router.address) as channel:
-        await until_registered(first)
-        call = members_pb2_grpc.MembershipServiceStub(channel).Register(requests(), timeout=60)
-        with pytest.raises(ReplicaIdInUseError), typed_errors():
-            await call.read()
-
-
 async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> None:
     async with (
         member(router) as membership,
@@ -141,22 +127,6 @@ async def test_a_lease_is_given_back_without_waiting_for_the_next(router: Servic
         async with leases.lease(session_id="s", deadline_ms=60_000):
             assert [one.leases for one in (await client.replicas()).replicas] == [1]
         await until_free(client)
-
-
-async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: ServiceProcess) -> None:
-    async with LeaseClient(router.address, "g") as leases:
-        with pytest.raises(NoEngineError):
-            async with leases.lease(session_id="s", deadline_ms=300):
-                pass
-        async with member(router) as membership:
-            await until_registered(membership)
-            async with leases.lease(session_id="s", deadline_ms=60_000):
-                with pytest.raises(EnginesBusyError) as caught:
-                    async with leases.lease(session_id="t", deadline_ms=3000):
-                        pass
-            assert caught.value.retry_delay_ms
-            async with leases.lease(session_id="t", deadline_ms=60_000) as grant:
-                assert grant.engine_id == "engine-x"
 
 
 async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProcess) -> None:
@@ -206,62 +176,6 @@ async def test_a_wait_continues_at_a_restarted_router_with_the_remaining_time(
         await stack.enter_async_context(running_router(tmp_path, port=first.port))
         await stack.enter_async_context(member(first))
         assert await waiting == "engine-x"
-
-
-async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(running_router(tmp_path))
-        client = await stack.enter_async_context(sdk(router))
-        flags = {"backend": "scripted", "router": router.address}
-        await stack.enter_async_context(running("engine", tmp_path, engine_id="early", **flags))
-        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
-            assert grant.policy_version == 0
-        results = await client.push_weights(TENSORS, 3)
-        assert [(result.engine_id, reason_of(result)) for result in results] == [("early", "")]
-        await stack.enter_async_context(running("engine", tmp_path, engine_id="late", **flags))
-        async with leases.lease(session_id="t", excluded=["early"], deadline_ms=60_000) as grant:
-            assert (grant.engine_id, grant.policy_version) == ("late", 3)
-
-
-async def test_engines_that_do_not_sample_are_avoided_or_waited_for(
-    tmp_path: Path, router: ServiceProcess
-) -> None:
-    flags = {"backend": "scripted", "router": router.address}
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(sdk(router))
-        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
-        stubs: dict[str, engine_pb2_grpc.EngineServiceAsyncStub] = {}
-        for name in ("a", "b"):
-            engine = await stack.enter_async_context(
-                running("engine", tmp_path, engine_id=name, **flags)
-            )
-            channel = await stack.enter_async_context(open_channel(engine.address))
-            stubs[name] = engine_pb2_grpc.EngineServiceStub(channel)
-
-        async def knows(name: str, what: str) -> bool:
-            replicas = {one.hello.replica_id: one for one in (await client.replicas()).replicas}
-            return bool(getattr(replicas[name].hello.load, what))
-
-        async def used(session_id: str) -> str:
-            async with leases.lease(session_id=session_id, deadline_ms=60_000) as grant:
-                return grant.engine_id
-
-        await stubs["a"].ControlEngines(pause())
-        await until(lambda: knows("a", "paused"))
-        assert [await used(f"s{at}") for at in range(3)] == ["b"] * 3
-        await stubs["b"].ControlEngines(sleep())
-        await until(lambda: knows("b", "sleeping"))
-        assert [await used(f"s{at}") for at in range(3)] == ["a"] * 3  # it waits there
-        await stubs["a"].ControlEngines(sleep())
-        await until(lambda: knows("a", "sleeping"))
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(used("s0"))
-            with pytest.raises(NoEngineError, match="it sleeps"):
-                async with leases.lease(session_id="s0", deadline_ms=100):
-                    pass
-            await stubs["b"].ControlEngines(WAKE_UP)
-        assert waiting.result() == "b"
 
 
 async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess) -> None:

@@ -108,6 +108,17 @@ def waiting(
     return script
 
 
+def hanging(*before: gateway_pb2.StreamChatResponse) -> tuple[Script, asyncio.Event]:
+    """Sends `before`, and never ends. The event is set once it has come so far."""
+    reached = asyncio.Event()
+
+    async def forever() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    return waiting(forever, before, []), reached
+
+
 async def _closes(request: gateway_pb2.CloseSessionRequest) -> None:
     pass
 

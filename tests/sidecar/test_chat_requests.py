@@ -219,8 +219,9 @@ def test_texts_are_joined_empty_text_is_none_and_a_developer_is_a_system() -> No
     assert read_message(user("")) == absent
 
 
-def test_a_tool_result_keeps_the_id_of_its_call() -> None:
-    message = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": "42"})
+@pytest.mark.parametrize("content", ["42", [{"type": "text", "text": one} for one in "42"]])
+def test_a_tool_result_keeps_the_id_of_its_call(content: Any) -> None:
+    message = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": content})
     assert (message.role, message.tool_call_id) == (chat_pb2.ROLE_TOOL, "call_00Ab")
     assert text_of(message) == "42"
 
@@ -240,6 +241,8 @@ def test_a_tool_result_keeps_the_id_of_its_call() -> None:
             id="stream helper",
         ),
         pytest.param({"provider_specific_fields": {"refusal": None}}, id="content key missing"),
+        pytest.param({"content": ""}, id="content empty"),
+        pytest.param({"content": []}, id="content of no parts"),
     ],
 )  # fmt: skip
 def test_an_echoed_call_is_the_same_however_it_was_kept(echo: dict[str, Any]) -> None:
@@ -249,10 +252,29 @@ def test_an_echoed_call_is_the_same_however_it_was_kept(echo: dict[str, Any]) ->
     )
 
 
-def test_echoed_text_and_reasoning_keep_their_white_space() -> None:
-    message = read_message(
-        assistant(content="  It is 42. \n", reasoning_content="\n Let me think. \n", tool_calls=[])
-    )
+@pytest.mark.parametrize(
+    "echo",
+    [
+        pytest.param({"reasoning_content": "\n Let me think. \n", "tool_calls": []}, id="itself"),
+        pytest.param(
+            {"reasoning": "\n Let me think. \n", "tool_calls": None, "audio": None},
+            id="reasoning under its other name",
+        ),
+        pytest.param(
+            {
+                "content": [
+                    {"type": "text", "text": "  It"},
+                    {"type": "text", "text": " is 42. \n", "cache_control": {"type": "x"}},
+                ],
+                "reasoning_content": "\n Let me think. \n",
+                "cache_control": {},
+            },
+            id="in parts with marks of a cache",
+        ),
+    ],
+)
+def test_echoed_text_and_reasoning_keep_their_white_space(echo: dict[str, Any]) -> None:
+    message = read_message(assistant(**{"content": "  It is 42. \n", **echo}))
     assert text_of(message) == "  It is 42. \n"
     assert message.reasoning_content == "\n Let me think. \n"
 

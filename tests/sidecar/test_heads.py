@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar import Places, SidecarConfig, address_of, read_head
+from rollmesh.sidecar import address_of, read_head
 from rollmesh.v1 import trajectory_pb2
 from tests.sidecar.reading import KEY
 
@@ -61,17 +61,3 @@ def test_a_connection_counts_for_its_address_or_its_ipv6_network(
     peer: object, address: str
 ) -> None:
     assert address_of(peer) == address
-
-
-def test_each_address_has_its_share_and_all_together_have_the_total() -> None:
-    places = Places(SidecarConfig(max_connections=3, max_connections_per_address=2))
-    taken = [places.take(one) for one in ("a", "a", "a", "b", "c")]
-    assert [not problem for problem in taken] == [True, True, False, True, False]
-    assert taken[2] == "your address already has 2 connections"
-    assert taken[4] == "the sidecar already has 3 connections"
-    places.leave("a")
-    assert not places.take("b")
-    for one in ("a", "b", "b"):
-        places.leave(one)
-    assert places.taken == 0
-    assert [not places.take("c") for _ in range(3)] == [True, True, False]

@@ -173,15 +173,6 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_start(authority: Any) -> Non
         certificate_of(str(authority.certificate), str(authority.key_file))
 
 
-async def test_a_handshake_takes_a_place(authority: Any) -> None:
-    async with served(authority, max_connections=2, head_timeout_ms=60_000) as port:
-        async with connected(port) as (one, _), connected(port) as (other, _):
-            async with connected(port) as (third, _):
-                assert await ended(third) == b""
-            assert not one.at_eof()
-            assert not other.at_eof()
-
-
 async def test_handshakes_take_places_and_end(authority: Any) -> None:
     before = counted("refused", reason="TLS_HANDSHAKE")
     async with served(authority, max_connections=2, head_timeout_ms=500) as port:

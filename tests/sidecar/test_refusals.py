@@ -14,7 +14,6 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
 from rollmesh.sidecar import SidecarConfig, protocol_of
 from tests.lazily import anthropic
 from tests.sidecar.reading import counted
@@ -23,11 +22,12 @@ from tests.sidecar.scripted_gateway import (
     ScriptedGateway,
     answering,
     done,
+    hanging,
     serving,
     sidecar_of,
     text,
-    waiting,
 )
+from tests.sidecar.wires import held_bytes, wired
 from tests.waiting import until
 
 TIMEOUT_S = 60
@@ -90,21 +90,6 @@ async def served(
                 yield url, clients
 
 
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-
-
-def held_bytes() -> float:
-    (family,) = BYTES_IN_FLIGHT.collect()
-    return family.samples[0].value
-
-
 def full() -> float:
     return counted("refused", reason="TOO_MANY_CONNECTIONS")
 
@@ -143,27 +128,16 @@ async def test_headers_that_are_too_large(ask: Ask, sdk: Any) -> None:
 @every_protocol
 async def test_too_much_in_memory(ask: Ask, sdk: Any) -> None:
     async with served(max_bytes_in_flight=1024 * 1024) as (url, clients):
-        async with connected(url) as (_, writer):
-            writer.write(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 900000\r\n")
-            writer.write(b"x-api-key: %s\r\n\r\n" % KEY.encode())
-            writer.write(b"x" * 700_000)
+        async with wired(url) as wire:
+            wire.writer.write(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 900000\r\n")
+            wire.writer.write(b"x-api-key: %s\r\n\r\n" % KEY.encode())
+            wire.writer.write(b"x" * 700_000)
             await until(lambda: held_bytes() >= 700_000)
             with pytest.raises(sdk.APIStatusError) as caught:
                 await ask(clients, "x" * 700_000)
     kind = openai.RateLimitError if sdk is openai else anthropic.OverloadedError
     assert isinstance(caught.value, kind)
     assert kind_of(caught.value, sdk) == ("overloaded" if sdk is openai else "overloaded_error")
-    assert caught.value.response.headers["retry-after"] == "1"
-
-
-@every_protocol
-async def test_a_connection_too_many(ask: Ask, sdk: Any) -> None:
-    """The path is not known yet, so the body is OpenAI's. Both SDKs go by the status."""
-    async with served(max_connections=1) as (url, clients), httpx2.AsyncClient(timeout=60) as first:
-        assert (await first.get(f"{url}/healthz")).status_code == 200
-        with pytest.raises(sdk.InternalServerError) as caught:
-            await ask(clients)
-    assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"] == "1"
 
 
@@ -243,10 +217,10 @@ async def test_a_request_that_does_not_arrive(
 ) -> None:
     async with served(head_timeout_ms=50, body_idle_timeout_ms=50) as (url, _):
         for path in ("messages?beta=true", "responses", "chat/completions"):
-            async with connected(url) as (reader, writer):
+            async with wired(url) as wire:
                 key = f"Authorization: Bearer {KEY}\r\n"
-                writer.write(f"POST /v1/{path} HTTP/1.1\r\n{key}Host: x\r\n".encode() + rest)
-                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                wire.writer.write(f"POST /v1/{path} HTTP/1.1\r\n{key}Host: x\r\n".encode() + rest)
+                head, _, body = (await wire.reader.read()).partition(b"\r\n\r\n")
             assert int(head.split()[1]) == status
             headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
             error = orjson.loads(body)
@@ -275,13 +249,8 @@ async def test_a_body_that_is_no_json_object() -> None:
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])
 async def test_a_server_that_stops_says_so_to_those_who_wait(name: str, *, stream: bool) -> None:
     ask, sdk = PROTOCOLS[name]
-    reached, gateway = asyncio.Event(), ScriptedGateway()
-
-    async def forever() -> None:
-        reached.set()
-        await asyncio.Event().wait()
-
-    gateway.script = waiting(forever, [text("The a")] if stream else [], [])
+    gateway = ScriptedGateway()
+    gateway.script, reached = hanging(*([text("The a")] if stream else []))
 
     async def take(clients: Clients) -> list[Any]:
         answer: Any = await ask(clients, stream=stream)

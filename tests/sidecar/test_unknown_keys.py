@@ -6,9 +6,8 @@ from contextlib import AsyncExitStack
 import orjson
 import pytest
 
-from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
 from tests.sidecar.scripted_gateway import KEY
-from tests.sidecar.wires import BODY, CHAT, Wire, served, wired
+from tests.sidecar.wires import BODY, CHAT, Wire, held_bytes, served, wired
 from tests.waiting import until
 
 ANONYMOUS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x"
@@ -16,11 +15,6 @@ INVENTED = ANONYMOUS + b"\r\nAuthorization: Bearer rmk-5e551011-invented"
 OTHER = CHAT.replace(KEY.encode(), b"rmk-5e55ffff-secret")
 LARGE = 8 * 1024 * 1024
 MIB = 1024 * 1024
-
-
-def held_bytes() -> float:
-    (family,) = BYTES_IN_FLIGHT.collect()
-    return family.samples[0].value
 
 
 def sized(head: bytes, size: int) -> bytes:

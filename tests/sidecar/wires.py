@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
 from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.reading import counted
 from tests.sidecar.scripted_gateway import (
@@ -94,3 +95,9 @@ def refused(reason: str) -> float:
 
 def repeated(part: bytes) -> list[bytes]:
     return [part * (65536 // len(part))] * (MEGABYTES // 65536)
+
+
+def held_bytes() -> float:
+    """Bytes of requests that the sidecar holds."""
+    (family,) = BYTES_IN_FLIGHT.collect()
+    return family.samples[0].value

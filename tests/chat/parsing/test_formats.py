@@ -64,7 +64,37 @@ def kimi(name: str, index: int, arguments: str) -> str:
     return f"<|tool_call_begin|>{call}<|tool_call_end|>"
 
 
+ODD = '{"n": 6,  "x":7.0, "s": "caf\\u00e9 "}'
+
+
+def hermes(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
 VECTORS: list[Any] = [
+    ("hermes", "  The answer is 42. \n", ("  The answer is 42. \n", [], False)),
+    ("hermes", "", ("", [], False)),
+    ("hermes", hermes(f'{{"name": "f", "arguments": {ODD}}}'), ("", [("f", ODD)], False)),
+    ("hermes", " I will.\n\n" + hermes('{"name": "f", "arguments": {}}') + "\n"
+     + hermes('{"name": "g", "arguments": {}}'), (" I will.", [("f", "{}"), ("g", "{}")], False)),
+    ("hermes", hermes('{"arguments": {"l": [1, {"o": 2}]}, "name": "f"}'),
+     ("", [("f", '{"l": [1, {"o": 2}]}')], False)),
+    ("hermes", hermes('{"name": "f", "arguments": {"s": "}</tool_call>{\\""}}'),
+     ("", [("f", '{"s": "}</tool_call>{\\""}')], False)),
+    ("hermes", hermes('{"name": "f"}'), ("", [("f", "{}")], False)),
+    ("hermes", hermes("not json"), (hermes("not json"), [], True)),
+    ("hermes", hermes('{"name": 5, "arguments": {}}'),
+     (hermes('{"name": 5, "arguments": {}}'), [], True)),
+    ("hermes", hermes('{"name": "f", "arguments": "x"}'),
+     (hermes('{"name": "f", "arguments": "x"}'), [], True)),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"n": 1', ("", [("f", '{"n": 1')], True)),
+    ("hermes", '<tool_call>\n{"na', ('<tool_call>\n{"na', [], True)),
+    ("hermes", hermes('{"name": "f", "arguments": {"n": 1,,}}'),
+     ("", [("f", '{"n": 1,,}')], True)),
+    ("hermes", hermes('{"name": "f", "arguments": {"n": 1') + hermes('{"name": "g"}'),
+     ("", [("f", '{"n": 1\n'), ("g", "{}")], True)),
+    ("hermes", "a < b <tool", ("a < b <tool", [], False)),
+    ("hermes", "</tool_call> x", ("</tool_call> x", [], False)),
     ("hermes", 'Hi <tool_call>{"name": "no", "arguments": {}}</tool_call>',
      ('Hi <tool_call>{"name": "no", "arguments": {}}</tool_call>', [], True)),
     ("hermes", '<tool_call>{"name": "f", "argument": {"n": 1}}</tool_call>',
@@ -309,6 +339,7 @@ values = st.recursive(
     max_leaves=6,
 )
 WRITERS = {
+    "hermes": '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>',
     "llama3_json": '{{"name": "f", "parameters": {}}}',
     "mistral": "[TOOL_CALLS]f[ARGS]{}",
     "deepseek_v3": f"{BEGIN}{B}function{SEP}f\n```json\n{{}}\n```{E}{END}",
@@ -326,10 +357,17 @@ def test_any_arguments_survive_any_cut(name: str, arguments: dict[str, Any], at:
     assert (parser.content, parser.malformed) == ("", False)
 
 
-def test_arguments_leave_while_they_are_sampled() -> None:
-    parser = AnswerFormat("mistral", reasoning=False).parser(CONTEXT)
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"s": "lo'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"s": "lo'),
+    ],
+)
+def test_arguments_leave_while_they_are_sampled(name: str, begun: str) -> None:
+    parser = AnswerFormat(name, reasoning=False).parser(CONTEXT)
     assert parser is not None
-    assert parser.feed('[TOOL_CALLS]f[ARGS]{"s": "lo') == [
+    assert parser.feed(begun) == [
         ToolCallEvent(0, name="f"),
         ToolCallEvent(0, arguments='{"s": "lo'),
     ]

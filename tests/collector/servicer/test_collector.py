@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client.deliveries import Subscription
-from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StoreFullError
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
@@ -92,42 +92,6 @@ async def test_a_bad_session_names_its_field_and_stores_nothing(
     assert (await stats(collector)).sessions == 0
 
 
-async def test_a_group_of_two_sizes_is_refused(collector: ServiceProcess) -> None:
-    await ingest(collector, record("a", "g", 0, 2))
-    with pytest.raises(InvalidFieldError, match="group_size"):
-        await ingest(collector, record("b", "g", 1, 3))
-
-
-async def test_a_repeat_changes_nothing(collector: ServiceProcess) -> None:
-    assert not await ingest(collector, record("a"))
-    assert await ingest(collector, record("a"))
-    counts = await stats(collector)
-    assert (counts.sessions, counts.trajectories, counts.duplicates) == (1, 1, 1)
-
-
-async def test_a_full_store_pushes_back(tmp_path: Path) -> None:
-    async with running(
-        "collector", tmp_path, port=0, data_dir=tmp_path / "d", max_stored_bytes=1
-    ) as one:
-        with pytest.raises(StoreFullError) as caught:
-            await ingest(one, record("a"))
-    assert caught.value.retry_delay_ms
-
-
-async def test_a_group_is_delivered_when_its_last_sample_is_in(collector: ServiceProcess) -> None:
-    async with subscribe(collector, unit="group") as groups:
-        for index in (2, 0):
-            await ingest(collector, record(f"s{index}", "g", index, 3))
-        await ingest(collector, record("alone"))
-        assert await take(groups, 1) == ["alone"]
-        await ingest(collector, record("s1", "g", 1, 3))
-        async with asyncio.timeout(60):
-            delivery = await anext(groups)
-    assert delivery.delivery_id == "g"
-    assert [session.sample_index for session in delivery.sessions] == [0, 1, 2]
-    assert [session.reward for session in delivery.sessions] == [0.0, 1.0, 2.0]
-
-
 async def test_names_get_everything_and_streams_of_a_name_share(collector: ServiceProcess) -> None:
     ids = [f"s{at}" for at in range(8)]
     for id_ in ids:
@@ -144,45 +108,6 @@ async def test_names_get_everything_and_streams_of_a_name_share(collector: Servi
             second = [await right._ready.get() for _ in range(4)]  # noqa: SLF001
     got = {delivery.delivery_id for delivery in (*first, *second)}  # type: ignore[union-attr]
     assert got == set(ids)
-
-
-async def test_a_name_keeps_its_unit(collector: ServiceProcess) -> None:
-    async with subscribe(collector, "t", "session"):
-        pass
-    await ingest(collector, record("a"))
-    async with subscribe(collector, "t", "session") as first:
-        await take(first, 1)
-    with pytest.raises(InvalidFieldError, match="unit"):
-        async with subscribe(collector, "t", "group") as other:
-            await take(other, 1)
-
-
-async def test_deliveries_without_acknowledgement_are_repeated_to_the_successor(
-    collector: ServiceProcess,
-) -> None:
-    for at in range(3):
-        await ingest(collector, record(f"s{at}"))
-    async with subscribe(collector) as first, asyncio.timeout(60):
-        deliveries = [await anext(first) for _ in range(3)]
-        await first.acknowledge(deliveries[1])
-    async with subscribe(collector) as second, asyncio.timeout(60):
-        again = [await anext(second) for _ in range(2)]
-    assert [(d.delivery_id, d.attempt) for d in again] == [("s0", 2), ("s2", 2)]
-
-
-async def test_a_lease_that_runs_out_is_given_to_another_stream(collector: ServiceProcess) -> None:
-    await ingest(collector, record("a"))
-    async with (
-        Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as slow,
-        Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as other,
-    ):
-        async with asyncio.timeout(60):
-            done, pending = await asyncio.wait(
-                [asyncio.ensure_future(anext(one)) for one in (slow, other)]
-            )
-        assert not pending
-        first, again = sorted(task.result().attempt for task in done)
-        assert first == 1 < again
 
 
 async def test_a_collector_killed_before_its_ack_has_the_session_once(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
-    ConsumerUnknownError,
     InvalidFieldError,
     RollmeshError,
     SessionUnknownError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import (
@@ -126,19 +125,6 @@ async def test_a_seek_ends_the_streams_and_redelivers_acknowledged_sessions(stub
         ]
 
 
-async def test_a_subscription_of_the_sdk_goes_on_after_a_seek(tmp_path: Path) -> None:
-    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
-        async with (
-            open_channel(address) as channel,
-            Subscription(address, consumer="c", unit="session") as subscription,
-            Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
-        ):
-            await ingest_all(collector_pb2_grpc.CollectorServiceStub(channel), "a")
-            await subscription.acknowledge(await anext(subscription))
-            assert (await client.seek("c", EARLIEST)).again == 1
-            assert (await anext(subscription)).delivery_id == "a"
-
-
 async def test_what_waited_in_the_sdk_before_a_seek_does_not_come_after_it(tmp_path: Path) -> None:
     async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
         async with (
@@ -245,12 +231,6 @@ async def test_the_sdk_shows_withheld_units_and_their_sessions(tmp_path: Path) -
                 await client.stored_session("x")
 
 
-async def test_open_groups_are_listed(stub: Any) -> None:
-    await ingest(stub, record("a", "g", 1, 2))
-    listed = await stub.ListGroups(pb.ListGroupsRequest(), timeout=TIMEOUT_S)
-    assert [(one.group_id, one.samples, one.group_size) for one in listed.groups] == [("g", 1, 2)]
-
-
 @pytest.mark.parametrize(
     ("method", "request_", "wrong"),
     [
@@ -282,16 +262,3 @@ async def test_ill_formed_calls_are_refused_by_field(
     error = await refused(getattr(stub, method)(request_, timeout=TIMEOUT_S))
     assert isinstance(error, InvalidFieldError)
     assert error.field == wrong
-
-
-@pytest.mark.parametrize(
-    ("method", "request_"),
-    [
-        pytest.param("Seek", pb.SeekRequest(consumer="c", position=EARLIEST), id="seek"),
-        pytest.param("ListFiltered", pb.ListFilteredRequest(consumer="c"), id="filtered"),
-    ],
-)
-async def test_an_unknown_consumer_is_a_typed_error(stub: Any, method: str, request_: Any) -> None:
-    with pytest.raises(ConsumerUnknownError):
-        with typed_errors():
-            await getattr(stub, method)(request_, timeout=TIMEOUT_S)

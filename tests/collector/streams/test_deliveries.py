@@ -63,23 +63,6 @@ async def test_a_session_that_is_a_tree_is_delivered_as_one(stub: Any) -> None:
     assert list(delivery.sessions) == [session]
 
 
-async def test_a_group_waits_for_different_samples(stub: Any) -> None:
-    async with subscribing(stub, unit=GROUP, credits_=4) as stream:
-        await ingest(stub, record("a1", "g", 1, 2))
-        await ingest(stub, record("b1", "g", 1, 2))
-        await ingest(stub, record("alone"))
-        await ingest(stub, record("a0", "g", 0, 2))
-        assert await stream.delivered(2) == ["alone", "g"]
-
-
-async def test_a_late_sample_is_stored_and_does_not_deliver_its_group_again(stub: Any) -> None:
-    async with subscribing(stub, unit=GROUP, credits_=4) as stream:
-        assert not await ingest(stub, record("a", "g", 0, 1))
-        assert not await ingest(stub, record("b", "g", 0, 1))
-        await ingest_all(stub, "after")
-        assert await stream.delivered(2) == ["g", "after"]
-
-
 async def test_a_session_without_a_group_is_delivered_as_a_group_only_on_request(
     stub: Any,
 ) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import AdapterChoice, Client, MeshAddresses, Session
+from rollmesh.client import AdapterChoice, Client
 from tests.engine.engines import CONFIG
-from tests.faults.routers.test_router_restarts import ASK, booked, in_engines
+from tests.faults.routers.test_router_restarts import ask, booked, in_engines
 from tests.meshes import Mesh, delivered
 from tests.waiting import until
 
@@ -51,21 +51,6 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-def client_of(mesh: Mesh, *routers: str) -> Client:
-    return Client(
-        MeshAddresses(
-            router=",".join(mesh.address(name) for name in routers),
-            collector=mesh.address("collector"),
-            sidecar=mesh.address("sidecar"),
-        )
-    )
-
-
-async def ask(mesh: Mesh, session: Session) -> str:
-    answer = await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
-    return answer.choices[0].finish_reason
-
-
 async def push(client: Client, version: int) -> None:
     for name in SHARES:
         await client.push_adapter({"w": np.zeros(4, np.float32)}, name, version, CONFIG)
@@ -74,8 +59,8 @@ async def push(client: Client, version: int) -> None:
 async def test_shares_hold_at_the_other_router_and_sessions_keep_their_revisions(
     mesh: Mesh,
 ) -> None:
-    async with client_of(mesh, *ROUTERS) as client, AsyncExitStack() as stack:
-        routers = {name: await stack.enter_async_context(client_of(mesh, name)) for name in ROUTERS}
+    async with mesh.client_of(*ROUTERS) as client, AsyncExitStack() as stack:
+        routers = {name: await stack.enter_async_context(mesh.client_of(name)) for name in ROUTERS}
         await push(client, 1)
         pinned = [
             AdapterChoice(name=one, pinned=True) for one in ASKING for _ in range(ASKING[one])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router.engines import Engine
 from tests.faults.proxy import proxy_to
@@ -42,24 +42,14 @@ async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-def client_of(mesh: Mesh, *routers: str) -> Client:
-    return Client(
-        MeshAddresses(
-            router=",".join(mesh.address(name) for name in routers),
-            collector=mesh.address("collector"),
-            sidecar=mesh.address("sidecar"),
-        )
-    )
-
-
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_mesh_continues_with_the_other_router_after(
     fleet: Mesh, ending: signal.Signals
 ) -> None:
     async with (
-        client_of(fleet, "router", "other") as client,
-        client_of(fleet, "router") as first,
-        client_of(fleet, "other") as second,
+        fleet.client_of("router", "other") as client,
+        fleet.client_of("router") as first,
+        fleet.client_of("other") as second,
     ):
         routers = {"router": first, "other": second}
         sessions = [await client.open_session(client.session_request()) for _ in range(_SESSIONS)]

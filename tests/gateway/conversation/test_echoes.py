@@ -187,6 +187,16 @@ def test_an_echo_with_dropped_or_inlined_parts_continues_the_sample(
 @pytest.mark.parametrize(
     ("sampled", "other"),
     [
+        pytest.param(said("A"), said("B"), id="text"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "g", CALL.arguments)), id="name"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "f", '{"a": 7}')), id="arguments"),
+        pytest.param(said("", CALL), said("", CALL, CALL), id="one-more-equal-call"),
+        pytest.param(said("A"), Message("assistant", "A", (), "", "other thought"), id="reasoning"),
+        pytest.param(
+            Message("assistant", " A", reasoning="thought"),
+            Message("assistant", "A", reasoning="other thought"),
+            id="stripped-with-other-reasoning",
+        ),
         pytest.param(BESIDE, said("", ToolCall("own", "f", CALL.arguments)), id="the-agents-id"),
         pytest.param(BESIDE, said("", ToolCall("", "f", CALL.arguments)), id="no-id"),
         pytest.param(BESIDE, said("", ToolCall("call_1", "g", CALL.arguments)), id="another-name"),
@@ -287,29 +297,6 @@ def test_another_reasoning_of_the_agents_own_is_another_message() -> None:
     for message in (first, Message("assistant", "A", reasoning="two")):
         world.turn((user("q"), message, user("x")), said("B"))
     assert len(world.export()) == 2
-    world.check()
-
-
-@pytest.mark.parametrize(
-    ("sampled", "other"),
-    [
-        pytest.param(said("A"), said("B"), id="text"),
-        pytest.param(said("", CALL), said("", ToolCall("call_1", "g", CALL.arguments)), id="name"),
-        pytest.param(said("", CALL), said("", ToolCall("call_1", "f", '{"a": 7}')), id="arguments"),
-        pytest.param(said("", CALL), said("", CALL, CALL), id="one-more-call"),
-        pytest.param(said("A"), Message("assistant", "A", (), "", "other thought"), id="reasoning"),
-        pytest.param(
-            Message("assistant", " A", reasoning="thought"),
-            Message("assistant", "A", reasoning="other thought"),
-            id="stripped-with-other-reasoning",
-        ),
-    ],
-)
-def test_a_different_message_is_not_taken_for_an_echo(sampled: Message, other: Message) -> None:
-    world = World()
-    world.turn((user("q"),), sampled)
-    world.turn((user("q"), other, user("more")), said("B"))
-    assert sorted(t.turns for t in world.export()) == [1, 1]
     world.check()
 
 

@@ -27,7 +27,7 @@ from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajec
 from tests.chat.images.pictures import picture
 from tests.gateway.closing import write_record
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import close_of, said
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}])
 TIMEOUT_S = 60
@@ -312,13 +312,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int, *, sees: bool)
                 if dice.random() < 0.3:
                     group.create_task(mesh.start_gateway())
         session = mesh.gateway.session(agent.session_id)
-        await mesh.stub.CloseSession(
-            gateway_pb2.CloseSessionRequest(
-                session_id=agent.session_id,
-                session_key=agent.session_key,
-                outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-            )
-        )
+        await mesh.stub.CloseSession(close_of(agent))
         # Not before: turns of agents that left may be ending, and orphans are known at the close.
         for one in MODES:
             rows_of(mesh, exported(session, one)).check(agent)

@@ -1,8 +1,6 @@
 """Operators list, inspect and end open sessions, without their keys."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -18,13 +16,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_admin_pb2 as pb, gateway_pb2, session_pb2
 from tests.gateway.live import LiveMesh
-from tests.messages import said
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with asyncio.timeout(60), LiveMesh(tmp_path, tokenizer_dir) as running:
-        yield running
+from tests.messages import chat_in, close_of, said
 
 
 async def answered(call: Awaitable[Any]) -> Any:
@@ -38,9 +30,7 @@ async def opened(mesh: LiveMesh, **fields: Any) -> gateway_pb2.CreateSessionResp
 
 
 async def chat(mesh: LiveMesh, session: gateway_pb2.CreateSessionResponse, text: str) -> None:
-    request = gateway_pb2.ChatRequest(
-        session_id=session.session_id, session_key=session.session_key, messages=[said(text)]
-    )
+    request = chat_in(session, said(text))
     await answered(mesh.stub.Chat(request))
 
 
@@ -139,13 +129,7 @@ async def test_a_session_is_ended_and_delivered_with_its_turns(mesh: LiveMesh) -
 
 async def test_a_session_that_its_owner_closed_is_not_ended(mesh: LiveMesh) -> None:
     session = await opened(mesh)
-    await mesh.stub.CloseSession(
-        gateway_pb2.CloseSessionRequest(
-            session_id=session.session_id,
-            session_key=session.session_key,
-            outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-        )
-    )
+    await mesh.stub.CloseSession(close_of(session))
     with pytest.raises(RepeatConflictError):
         await answered(mesh.admin.EndSession(pb.EndSessionRequest(session_id=session.session_id)))
     call: Any

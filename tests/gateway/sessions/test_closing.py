@@ -1,9 +1,7 @@
 """Chats that meet the end of their session, or of their gateway, get an answer or an error."""
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
+from collections.abc import Awaitable
 
 import grpc
 import pytest
@@ -25,12 +23,6 @@ from tests.gateway.live import LiveMesh
 from tests.messages import said
 
 TIMEOUT_S = 60
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
-        yield running
 
 
 def chat_request(session_id: str, key: str = "") -> gateway_pb2.ChatRequest:

@@ -9,8 +9,9 @@ from rollmesh.gateway.registry import GroupSizes
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.runtime.errors import GroupSizeError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, session_pb2
+from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import close_of
 
 
 async def test_a_later_run_may_give_a_group_another_size(
@@ -29,13 +30,7 @@ async def test_a_later_run_may_give_a_group_another_size(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await opened(0, 3)
             assert isinstance(from_rpc_error(refused.value), GroupSizeError)
-            await mesh.stub.CloseSession(
-                gateway_pb2.CloseSessionRequest(
-                    session_id=session.session_id,
-                    session_key=session.session_key,
-                    outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-                )
-            )
+            await mesh.stub.CloseSession(close_of(session))
         assert (await opened(0, 3)).session_id
 
 

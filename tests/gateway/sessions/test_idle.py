@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import chat_in, said
 
 TIMEOUT_S = 60
 
@@ -29,11 +29,7 @@ async def opened(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
 async def answered(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
     """Opens a session and has one turn in it."""
     session = await opened(mesh)
-    request = gateway_pb2.ChatRequest(
-        session_id=session.session_id,
-        session_key=session.session_key,
-        messages=[said("x")],
-    )
+    request = chat_in(session, said("x"))
     await mesh.stub.Chat(request, timeout=TIMEOUT_S)
     return session
 

@@ -1,7 +1,7 @@
 """Session keys: derived and not stored, ended one after the other, the same after a restart."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, session_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 from tests.waiting import until
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with asyncio.timeout(60), LiveMesh(tmp_path, tokenizer_dir) as running:
-        yield running
 
 
 async def answered(call: Awaitable[Any]) -> Any:

@@ -17,7 +17,7 @@ from rollmesh.v1 import gateway_pb2
 from tests.gateway.journals import Opened
 from tests.gateway.live import LiveMesh
 from tests.gateway.worlds import World, said, user
-from tests.messages import said as message
+from tests.messages import chat_in, said as message
 
 
 @pytest.fixture
@@ -79,10 +79,9 @@ async def test_a_restarted_gateway_knows_the_tries_of_its_turns_and_the_sent_ans
 ) -> None:
     async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
         opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-        asked = gateway_pb2.ChatRequest(
-            session_id=opened.session_id,
-            session_key=opened.session_key,
-            messages=[message("q")],
+        asked = chat_in(
+            opened,
+            message("q"),
             retry_count=2,
         )
         await mesh.stub.Chat(asked)

@@ -1,11 +1,9 @@
 """Calls cancelled during a journal write: the gateway knows what was written."""
 
 import asyncio
-import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,9 +13,9 @@ from rollmesh.client import Subscription
 from rollmesh.gateway import journal, outbox
 from rollmesh.gateway.registry import ChatCall
 from rollmesh.gateway.requests import read_choices
-from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import close_of, said
 from tests.waiting import until
 
 ASK = said("Hello")
@@ -37,12 +35,6 @@ class HeldJournal:
         self._loop.call_soon_threadsafe(self.reached.set)
         assert self.may_go.wait(60)
         self._write(*arguments)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
-        yield running
 
 
 async def answered(mesh: LiveMesh, session_id: str, **retry: Any) -> gateway_pb2.ChatAnswer:
@@ -101,11 +93,7 @@ async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same
     held = HeldJournal(monkeypatch, "close_session", outbox)
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     await answered(mesh, opened.session_id)
-    request = gateway_pb2.CloseSessionRequest(
-        session_id=opened.session_id,
-        session_key=opened.session_key,
-        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-    )
+    request = close_of(opened)
     async with asyncio.timeout(60):
         call = mesh.stub.CloseSession(request)
         await held.reached.wait()

@@ -24,7 +24,7 @@ from rollmesh.v1 import (
 )
 from tests.chat.images.pictures import picture
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import close_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOL = chat_pb2.ROLE_TOOL
@@ -76,13 +76,7 @@ class Agent:
 
     async def close(self) -> session_pb2.SessionRecord:
         """The record that a trainer gets."""
-        await self.mesh.stub.CloseSession(
-            gateway_pb2.CloseSessionRequest(
-                session_id=self.opened.session_id,
-                session_key=self.opened.session_key,
-                outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-            )
-        )
+        await self.mesh.stub.CloseSession(close_of(self.opened))
         channel = open_channel(self.mesh.collector)
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         name = f"reader-of-{self.opened.session_id}"

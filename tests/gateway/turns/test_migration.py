@@ -16,10 +16,10 @@ from rollmesh.client import Subscription, Trajectory
 from rollmesh.client.sessions import reason_names
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
-from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.meshes import write_script
-from tests.messages import said
+from tests.messages import chat_in, close_of, said
 from tests.waiting import until
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
@@ -60,10 +60,9 @@ async def ask(
 ) -> tuple[Seen, Trajectory]:
     """One turn in a session of its own whose engines fail at the cuts, one after the other."""
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    request = gateway_pb2.ChatRequest(
-        session_id=opened.session_id,
-        session_key=opened.session_key,
-        messages=[said(text)],
+    request = chat_in(
+        opened,
+        said(text),
         returns=gateway_pb2.ReturnOptions(token_ids=True, logprobs=True),
         **fields,
     )
@@ -74,13 +73,7 @@ async def ask(
         (seen.spans,) = [one.sample.spans for one in tree.nodes.values() if one.sample]
     finally:
         mesh.cuts.clear()
-        await mesh.stub.CloseSession(
-            gateway_pb2.CloseSessionRequest(
-                session_id=opened.session_id,
-                session_key=opened.session_key,
-                outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
-            )
-        )
+        await mesh.stub.CloseSession(close_of(opened))
     async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
         delivery = await anext(deliveries)
         await deliveries.acknowledge(delivery)
@@ -193,13 +186,6 @@ async def test_what_cannot_be_continued_begins_anew_while_nothing_was_sent(mesh:
         assert other.reasons == ("RESTARTED",)
 
 
-async def test_a_generation_that_loses_its_engine_before_its_first_token_is_not_restarted(
-    mesh: LiveMesh,
-) -> None:
-    _, trajectory = await ask(mesh, "plain", [Cut(0, "dies")], sampling=SEEDED, stream=False)
-    assert trajectory.reasons == ("EXACT",)
-
-
 async def test_a_generation_keeps_that_it_was_restarted_when_it_is_continued_later(
     mesh: LiveMesh,
 ) -> None:
@@ -211,10 +197,9 @@ async def test_a_generation_keeps_that_it_was_restarted_when_it_is_continued_lat
 async def seeded_request(mesh: LiveMesh) -> gateway_pb2.ChatRequest:
     """A request in a session of its own that another engine cannot continue."""
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    return gateway_pb2.ChatRequest(
-        session_id=opened.session_id,
-        session_key=opened.session_key,
-        messages=[said("plain")],
+    return chat_in(
+        opened,
+        said("plain"),
         sampling=SEEDED,
     )
 
@@ -309,31 +294,3 @@ async def test_a_turn_that_takes_too_long_marks_its_retry(mesh: LiveMesh) -> Non
 
     assert await until(answered) == [("RESTARTED",)]
     await mesh.start_gateway()
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [("dies", "ENGINE_LOST"), ("ends", "ENGINE_LOST"), ("aborts", "GENERATION_ABORTED")],
-)
-async def test_what_cannot_be_continued_is_a_typed_error_once_a_part_was_sent(
-    mesh: LiveMesh, how: str, reason: str
-) -> None:
-    with pytest.raises(RollmeshError) as caught:
-        await ask(mesh, "plain", [Cut(5, how)], sampling=SEEDED, stream=True)
-    assert caught.value.reason == reason
-
-
-async def test_a_request_that_three_engines_die_of_is_refused_and_so_is_its_retry(
-    mesh: LiveMesh,
-) -> None:
-    before = len(mesh.generations)
-    for stream in (False, True):
-        with pytest.raises(RollmeshError) as caught:
-            await ask(mesh, "plain poison", [Cut(0, "dies")] * 8, stream=stream)
-        assert caught.value.reason == "POISON_REQUEST"
-        assert len(mesh.generations) - before == 3
-    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    request = gateway_pb2.ChatRequest(
-        session_id=opened.session_id, session_key=opened.session_key, messages=[said("plain")]
-    )
-    assert (await whole(mesh, request)).text  # no engine was taken away

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.chat import Tokenizer
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
-from tests.messages import said
+from tests.messages import chat_in, said
 
 PAD = "<|endoftext|>"
 
@@ -27,10 +27,9 @@ def sighted(folder: Path, source: Path, image_token_id: int) -> Path:
 async def ask(mesh: LiveMesh, text: str, **fields: Any) -> gateway_pb2.ChatResponse:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     response: gateway_pb2.ChatResponse = await mesh.stub.Chat(
-        gateway_pb2.ChatRequest(
-            session_id=opened.session_id,
-            session_key=opened.session_key,
-            messages=[said(text)],
+        chat_in(
+            opened,
+            said(text),
             returns=gateway_pb2.ReturnOptions(token_ids=True),
             **fields,
         )

@@ -1,8 +1,6 @@
 """What the stream of an answer contains, to the first request and to its retries."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,26 +8,19 @@ import pytest
 from rollmesh.gateway.session import Session
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import Cut, LiveMesh
-from tests.messages import said
+from tests.messages import chat_in, said
 from tests.waiting import until
 
 TIMEOUT_S = 60
 TOKENS = gateway_pb2.ReturnOptions(token_ids=True, logprobs=True, top_logprobs=1)
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
-    async with LiveMesh(tmp_path, tokenizer_dir) as running:
-        yield running
-
-
 async def asked(mesh: LiveMesh, **fields: object) -> gateway_pb2.ChatRequest:
     """Opens a session. Returns a request in it."""
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    return gateway_pb2.ChatRequest(
-        session_id=opened.session_id,
-        session_key=opened.session_key,
-        messages=[said("q")],
+    return chat_in(
+        opened,
+        said("q"),
         **fields,  # type: ignore[arg-type]
     )
 

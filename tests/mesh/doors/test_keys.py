@@ -74,23 +74,6 @@ async def test_every_call_on_a_session_wants_its_key(tmp_path: Path, tokenizer_d
                 await chat(stub, id_, key)
 
 
-async def test_a_key_is_made_again_for_a_repeat_and_after_a_restart_and_stored_nowhere(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
-        request = client.session_request(request_id="once")
-        first = await client.open_session(request)
-        assert (await client.open_session(request)).api_key == first.api_key
-        await mesh.restart("gateway")
-        again = await client.open_session(request)
-        assert (again.session_id, again.api_key) == (first.session_id, first.api_key)
-        await mesh.openai(first).chat.completions.create(model="policy", messages=ASK)
-        files = list((mesh.folder / "gateway").glob("journal.sqlite*"))
-        assert len(files) >= 2
-        assert not any(first.api_key.encode() in file.read_bytes() for file in files)
-        await client.close_session(first)
-
-
 async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh) -> None:
     async with mesh.client() as client, client.session() as session, client.session() as other:
         path = "/chat/completions"

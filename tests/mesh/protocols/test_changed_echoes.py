@@ -18,8 +18,7 @@ from rollmesh.chat import Tokenizer
 from rollmesh.client import Session, SessionResult
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh, write_script
-from tests.models import make_tokenizer_dir
-from tests.paths import package_folder
+from tests.models import make_thinking_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,9 +54,7 @@ CHAT_TOOLS: list[Any] = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     folder = tmp_path_factory.mktemp("changed")
-    model = make_tokenizer_dir(folder / "model", 8192)
-    template = package_folder("trl") / "chat_templates" / "qwen3.jinja"
-    (model / "chat_template.jinja").write_text(template.read_text())
+    model = make_thinking_dir(folder / "model", 8192)
     async with scripted_mesh(folder, model, RULES) as running:
         yield running
 

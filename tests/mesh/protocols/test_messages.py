@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.chat import Tokenizer
 from rollmesh.client import Session
+from tests.agents.trajectories import check_main
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh
-from tests.models import make_tokenizer_dir
-from tests.paths import package_folder
+from tests.models import make_thinking_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = (
@@ -50,9 +49,7 @@ TOOLS: list[Any] = [
 async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """A mesh whose model thinks."""
     folder = tmp_path_factory.mktemp("thinking")
-    model = make_tokenizer_dir(folder / "model", 8192)
-    template = package_folder("trl") / "chat_templates" / "qwen3.jinja"
-    (model / "chat_template.jinja").write_text(template.read_text())
+    model = make_thinking_dir(folder / "model", 8192)
     async with scripted_mesh(folder, model, RULES) as mesh:
         yield mesh
 
@@ -96,21 +93,6 @@ def said(answer: Any) -> list[Any]:
     return [(block.type, getattr(block, names[block.type])) for block in answer.content]
 
 
-def check(mesh: Mesh, result: Any, replies: list[str], *reasons: str) -> None:
-    """Asserts that a session is one main conversation that holds the replies as sampled."""
-    (trajectory,) = result.trajectories
-    assert (trajectory.lineage, trajectory.turns) == ("MAIN", len(replies))
-    others = tuple(reason for reason in trajectory.reasons if reason != "TEMPLATE_REWRITE")
-    assert (others or ("EXACT",)) == (reasons or ("EXACT",))
-    encode = Tokenizer(mesh.model).encode
-    sampled = [
-        trajectory.token_ids[one.start : one.end] for one in trajectory.segments if one.sampled
-    ]
-    assert [ids.tolist() for ids in sampled] == [
-        encode(f"{reply}<|im_end|>").tolist() for reply in replies
-    ]
-
-
 @pytest.mark.parametrize("form", [ask, streamed])
 async def test_a_tool_loop_with_thinking_is_one_exact_trajectory(thinking: Mesh, form: Any) -> None:
     async with thinking.client() as client:
@@ -141,7 +123,7 @@ async def test_a_tool_loop_with_thinking_is_one_exact_trajectory(thinking: Mesh,
             usage = third.usage
             assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
         result = await delivered(client, session)
-    check(thinking, result, REPLIES)
+    check_main(thinking, result, REPLIES)
 
 
 async def test_a_session_may_mix_protocols_on_one_path(thinking: Mesh) -> None:
@@ -181,7 +163,7 @@ async def test_a_session_may_mix_protocols_on_one_path(thinking: Mesh) -> None:
             openai = thinking.openai(session)
             await openai.chat.completions.create(model="policy", messages=history, tools=tools)
         result = await delivered(client, session)
-    check(thinking, result, REPLIES[:2])
+    check_main(thinking, result, REPLIES[:2])
 
 
 @pytest.mark.parametrize("form", [ask, streamed])
@@ -196,7 +178,7 @@ async def test_arguments_that_are_no_json_come_back_as_they_were_sampled(
             await form(agent, user("broken"), echo, results(first, "6"), tools=TOOLS)
         result = await delivered(client, session)
     reasons = () if form is ask else ("LENIENT_ECHO",)  # the SDK has mended what it streamed
-    check(thinking, result, [BROKEN, "It is 6."], *reasons, "MALFORMED_TOOL_CALL")
+    check_main(thinking, result, [BROKEN, "It is 6."], *reasons, "MALFORMED_TOOL_CALL")
 
 
 @pytest.mark.parametrize("form", [ask, streamed])
@@ -223,7 +205,7 @@ async def test_thinking_that_is_omitted_keeps_its_tokens_by_its_signature(thinki
             echo = {"role": "assistant", "content": first.content}
             await ask(agent, user("compute"), echo, results(first, "42", "100"), **fields)
         result = await delivered(client, session)
-    check(thinking, result, REPLIES[:2], "RETRY_REPLAY")
+    check_main(thinking, result, REPLIES[:2], "RETRY_REPLAY")
 
 
 def once(form: Any) -> dict[str, str]:
