@@ -10,8 +10,8 @@ from rollmesh.client import (
     RolloutSummary,
     SampleOutcome,
     Session,
+    rollout,
 )
-from rollmesh.client.rollouts import rollout
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, Retries, Rewards, Session
-from rollmesh.client.deliveries import Subscription
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import Client, Retries, Rewards, Session, Subscription, rollout
 from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.conftest import addresses_of, length, one_sample

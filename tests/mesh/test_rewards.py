@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -20,9 +19,9 @@ from rollmesh.client import (
     Rewards,
     Session,
     SessionResult,
+    rollout,
     sync,
 )
-from rollmesh.client.rollouts import rollout
 from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.meshes import Mesh, delivered, scripted_mesh
@@ -102,29 +101,6 @@ async def test_rewards_of_turns_and_trajectories_are_where_the_trainer_looks(
     assert found.reward == 1.0
     assert [trajectory.reward for trajectory in found.trajectories] == [0.25, None]
     assert turn_rewards(found) == [0.5, None, 0.5, -1.0]
-
-
-async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajectories(
-    shared: Mesh, client: Client
-) -> None:
-    async with client.session(export="tree") as session:
-        first = await ask(shared, session, "plain")
-        last = await ask(shared, session, "plain", first.choices[0].message.content, "more")
-        session.rewards = Rewards(1.0, trajectories={last.id: 0.25})
-        with pytest.raises(InvalidFieldError, match="reward its turns"):
-            await client.close_session(session)
-        session.rewards = Rewards(1.0, turns={first.id: 0.5})
-    found = await delivered(client, session)
-    tree = found.tree
-    assert tree is not None
-    assert (found.reward, found.trajectories) == (1.0, ())
-    rewards = {
-        node.node_id: reward for node, reward in zip(tree.nodes, tree.turn_rewards, strict=True)
-    }
-    first_node = int(first.id.rpartition("-")[2])
-    assert rewards.pop(first_node) == 0.5
-    assert len(rewards) == 3
-    assert np.isnan(list(rewards.values())).all()
 
 
 @pytest.mark.parametrize(
@@ -261,16 +237,6 @@ async def test_a_session_waits_for_rewards_that_come_later(
     found = await delivered(only, session)
     assert (found.reward, turn_rewards(found)) == ((1.0, [0.5]) if in_time else (None, [None]))
     assert (await only.stats()).reward_timeouts == (0 if in_time else 1)
-
-
-async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_open(
-    shared: Mesh, client: Client
-) -> None:
-    session = await client.open_session(client.session_request())
-    with pytest.raises(InvalidFieldError, match="reward_timeout_ms: is 0"):
-        await client.close_session(session, reward_timeout_ms=0)
-    await ask(shared, session, "plain")
-    await client.close_session(session)
 
 
 async def streamed_ids(agent: Any, *, n: int = 1, **fields: Any) -> list[str]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from rollmesh.client import Client, Delivery, Session, rollout
-from rollmesh.client.deliveries import Subscription
+from rollmesh.client import Client, Delivery, Session, Subscription, rollout
 from tests.meshes import Mesh, scripted_mesh
 
 PROMPTS = ["prompt-0", "prompt-1"]

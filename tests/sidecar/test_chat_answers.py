@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
 from rollmesh.sidecar import SidecarConfig
 from rollmesh.v1 import gateway_pb2, sampling_pb2
@@ -82,15 +82,6 @@ async def test_length_stays_length_even_after_tool_calls(
     gateway.script = answering(done(calls=TWO_CALLS, finish=sampling_pb2.FINISH_REASON_LENGTH))
     answer = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
     assert answer.choices[0].finish_reason == "length"
-
-
-async def test_the_sync_sdk_is_served_alike(base_url: str) -> None:
-    def ask() -> str | None:
-        with OpenAI(base_url=f"{base_url}/v1", api_key=KEY) as client:
-            answer = client.chat.completions.create(model="m", messages=ASK)
-            return answer.choices[0].message.content
-
-    assert await asyncio.to_thread(ask) == "Hello"
 
 
 async def test_each_delta_leaves_before_the_gateway_sends_the_next(

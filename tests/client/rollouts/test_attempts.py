@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rollmesh.client import Client, Retries, Session, TimeLimits, rollout_groups
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import Client, Retries, Session, TimeLimits, rollout, rollout_groups
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, gateway_pb2, session_pb2

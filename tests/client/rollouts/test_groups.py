@@ -3,8 +3,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.client import GroupOutcome, SampleOutcome
-from rollmesh.client.rollouts import Durations, GroupState, RolloutSummary, needed_of
+from rollmesh.client import GroupOutcome, RolloutSummary, SampleOutcome
+from rollmesh.client.rollouts import Durations, GroupState, needed_of
 from rollmesh.client.sessions import Outcome
 from rollmesh.runtime.errors import InvalidFieldError
 

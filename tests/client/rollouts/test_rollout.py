@@ -4,8 +4,15 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner, rollouts
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import (
+    Client,
+    SampleOutcome,
+    Session,
+    TimeLimits,
+    register_runner,
+    rollout,
+    rollouts,
+)
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length

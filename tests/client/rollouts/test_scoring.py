@@ -5,9 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, Episode, Rewards, SampleOutcome, Session, TimeLimits
-from rollmesh.client.rollouts import RewardCalls, rollout
-from rollmesh.client.sessions import Transcript, read_rewards
+from rollmesh.client import (
+    Client,
+    Episode,
+    Rewards,
+    SampleOutcome,
+    Session,
+    TimeLimits,
+    Transcript,
+    rollout,
+)
+from rollmesh.client.rollouts import RewardCalls
+from rollmesh.client.sessions import read_rewards
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.client.conftest import one_sample

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.client import Client, Session
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import Client, Session, rollout
 from rollmesh.client.runners.commands import CommandError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.client.deliveries import Subscription
+from rollmesh.client import Subscription
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2

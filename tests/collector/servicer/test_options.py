@@ -7,9 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.client.client import Client
-from rollmesh.client.connections import MeshAddresses
-from rollmesh.client.deliveries import SubscribeOptions, Subscription
+from rollmesh.client import Client, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client.deliveries import Subscription
+from rollmesh.client import Subscription
 from rollmesh.collector.log import Arrival
 from rollmesh.runtime.errors import (
     StoreAwayError,

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.client.deliveries import SubscribeOptions, Subscription
-from rollmesh.client.sessions import SessionResult, Trajectory
+from rollmesh.client import SessionResult, SubscribeOptions, Subscription, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc

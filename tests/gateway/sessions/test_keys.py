@@ -54,6 +54,12 @@ async def chat(mesh: LiveMesh, session_id: str, key: str) -> None:
     await answered(mesh.stub.Chat(request, wait_for_ready=True))
 
 
+async def checked(mesh: LiveMesh, session_id: str, key: str) -> None:
+    request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
+    answer = await answered(mesh.stub.GetAnswer(request, wait_for_ready=True))
+    assert answer == gateway_pb2.GetAnswerResponse()
+
+
 async def close(mesh: LiveMesh, session_id: str, key: str) -> None:
     request = gateway_pb2.CloseSessionRequest(
         session_id=session_id, session_key=key, outcome=session_pb2.SESSION_OUTCOME_COMPLETED
@@ -71,12 +77,17 @@ async def test_an_ended_key_opens_nothing_and_the_next_one_opens_its_session(
     third = await revoked(mesh, session_id, second)
     assert len({first, second, third}) == 3
     assert all(key.startswith(f"rmk-{session_id}-") for key in (first, second, third))
-    for key in (first, second, other, ""):
-        for call in (chat, close, revoked):
-            with pytest.raises(SessionKeyWrongError):
+    bare = third.removeprefix("rmk-")
+    near = [third[:-1], f"{third}a", third.upper(), bare, "\u00e9"]
+    for key in (first, second, other, "", "rmk-", session_id, *near):
+        for call in (chat, checked, close, revoked):
+            with pytest.raises(SessionKeyWrongError, match="session_key"):
                 await call(mesh, session_id, key)
+    with pytest.raises(SessionKeyWrongError):
+        await chat(mesh, "0" * 24, third)
     assert await opened(mesh, "r") == (session_id, third)
     await chat(mesh, session_id, third)
+    await checked(mesh, session_id, third)
     await chat(mesh, other_id, other)
     await close(mesh, session_id, third)
     await close(mesh, session_id, third)

@@ -8,15 +8,12 @@ import openai
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError, SessionUnknownError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
+from rollmesh.runtime.errors import SessionUnknownError
 from tests.meshes import Mesh, scripted_mesh
-from tests.messages import said
 from tests.processes import ServiceProcess
 
 if TYPE_CHECKING:
-    from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
+    pass
 
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 RULES = [("plain", "The answer is 42.")]
@@ -27,51 +24,6 @@ async def shown(process: ServiceProcess) -> str:
     """What a service shows at its metrics endpoint."""
     async with httpx2.AsyncClient() as http:
         return (await http.get(f"http://127.0.0.1:{process.metrics_port}/metrics")).text
-
-
-async def chat(stub: "Stub", session_id: str, key: str) -> None:
-    ask = said("plain")
-    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
-    with typed_errors():
-        await stub.Chat(request, timeout=60)
-
-
-async def close(stub: "Stub", session_id: str, key: str) -> None:
-    request = gateway_pb2.CloseSessionRequest(
-        session_id=session_id, session_key=key, outcome=session_pb2.SESSION_OUTCOME_COMPLETED
-    )
-    with typed_errors():
-        await stub.CloseSession(request, timeout=60)
-
-
-async def check(stub: "Stub", session_id: str, key: str) -> None:
-    request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
-    with typed_errors():
-        assert await stub.GetAnswer(request, timeout=60) == gateway_pb2.GetAnswerResponse()
-
-
-async def test_every_call_on_a_session_wants_its_key(tmp_path: Path, tokenizer_dir: Path) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
-        async with (
-            client.session() as other,
-            open_channel(mesh.addresses.gateway) as channel,
-        ):
-            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-            session = await client.open_session(client.session_request())
-            id_, key = session.session_id, session.api_key
-            wrong = ["", "rmk-", id_, other.api_key, key[:-1], f"{key}a", key.upper(), "\u00e9"]
-            for call in (chat, check, close):
-                for given in wrong:
-                    with pytest.raises(SessionKeyWrongError, match="session_key"):
-                        await call(stub, id_, given)
-                with pytest.raises(SessionKeyWrongError):
-                    await call(stub, "0" * 24, key)
-            for call in (chat, check, close, close):  # a close may be repeated
-                await call(stub, id_, key)
-            with pytest.raises(SessionKeyWrongError):
-                await close(stub, id_, "")
-            with pytest.raises(RollmeshError, match="closed"):
-                await chat(stub, id_, key)
 
 
 async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.runtime.errors import ContextLengthExceededError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,22 +68,6 @@ async def test_a_prompt_that_exceeds_the_context_is_counted_and_exceeds_it(
     assert counted.is_lower_bound == is_lower_bound
 
 
-async def test_the_first_delta_of_a_stream_has_the_prompts_size_also_in_a_replay(
-    shared: Mesh,
-) -> None:
-    async with shared.client() as client, client.session() as session, gateway(shared) as stub:
-        for retries in (0, 1):
-            request = chat(session, user("plain"), retry_count=retries)
-            events = [
-                event
-                async for event in stub.StreamChat(gateway_pb2.StreamChatRequest(chat=request))
-            ]
-            sizes = [event.delta.prompt_tokens for event in events if event.HasField("delta")]
-            size = events[-1].done.prompt_tokens
-            assert sizes == [size] + [0] * (len(sizes) - 1)
-            assert size > 0
-
-
 async def test_an_answer_names_the_stop_string_that_ended_it_also_in_a_replay(
     shared: Mesh,
 ) -> None:
@@ -95,20 +78,3 @@ async def test_an_answer_names_the_stop_string_that_ended_it_also_in_a_replay(
             assert answer.stop == " three"
         (answer,) = (await stub.Chat(chat(session, user("plain"), stop=["none"]))).answers
         assert not answer.stop
-
-
-async def test_an_answer_that_must_fit_is_refused_with_the_numbers_that_say_why(
-    shared: Mesh,
-) -> None:
-    sampling = sampling_pb2.SamplingParams(max_tokens=1_000_000)
-    async with shared.client() as client, client.session() as session, gateway(shared) as stub:
-        most = (await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest())).max_context_tokens
-        fields: dict[str, Any] = {"sampling": sampling, "max_tokens_must_fit": True}
-        with pytest.raises(ContextLengthExceededError) as refused:
-            with typed_errors():
-                await stub.Chat(chat(session, user("plain"), **fields))
-        metadata = refused.value.metadata
-        assert (metadata["max_tokens"], metadata["wanted_tokens"]) == (str(most), "1000000")
-        sampling.max_tokens = most - int(metadata["prompt_tokens"])
-        (answer,) = (await stub.Chat(chat(session, user("plain"), **fields))).answers
-        assert answer.prompt_tokens == int(metadata["prompt_tokens"])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import Client, MeshAddresses, Subscription
-from rollmesh.client.deliveries import SubscribeOptions
+from rollmesh.client import Client, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import ConsumerUnknownError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, router_pb2, router_pb2_grpc

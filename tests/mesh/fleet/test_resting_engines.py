@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.client import Client, Session, Transfer, WeightsPushError
+from rollmesh.client import Client, Session, WeightsPushError
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
 from tests.waiting import until
@@ -70,18 +70,6 @@ async def until_known(client: Client, **load: bool) -> None:
     await until(look)
 
 
-async def test_turns_wait_while_all_engines_sleep(tmp_path: Path, tokenizer_dir: Path) -> None:
-    async with resting_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
-        async with client.session() as one, client.session() as other:
-            await client.sleep_engines()
-            await until_known(client, sleeping=True)
-            turns = asking(mesh, one, other)
-            await until_prolonged(mesh, 4)
-            assert not any(turn.done() for turn in turns)
-            await client.wake_up_engines()
-            assert await asyncio.gather(*turns) == [REPLY, REPLY]
-
-
 @pytest.mark.parametrize("pushed", [False, True])
 async def test_turns_wait_for_weights_that_a_sleep_dropped(
     tmp_path: Path, tokenizer_dir: Path, *, pushed: bool
@@ -109,43 +97,6 @@ async def test_turns_wait_for_weights_that_a_sleep_dropped(
             await client.push_weights(TENSORS, 3)
         assert await asyncio.gather(*turns) == [REPLY, REPLY]
         await until_known(client, weights_dropped=False)
-
-
-async def test_turns_wait_while_all_engines_are_paused_even_if_they_are_full(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with (
-        resting_mesh(tmp_path, tokenizer_dir, lease_capacity=1) as mesh,
-        mesh.client() as client,
-        client.session() as one,
-        client.session() as other,
-    ):
-        await client.pause_engines()
-        await until_known(client, paused=True)
-        turns = asking(mesh, one, other)
-        await until_prolonged(mesh)
-        assert not any(turn.done() for turn in turns)
-        await client.resume_engines()
-        assert await asyncio.gather(*turns) == [REPLY, REPLY]
-
-
-async def test_turns_wait_for_an_engine_that_is_to_be_updated(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with (
-        resting_mesh(tmp_path, tokenizer_dir, weight_transfer="nccl") as mesh,
-        mesh.client() as client,
-        client.session() as one,
-        client.session() as other,
-    ):
-        await client.init_weight_transfer("nccl", {"rank_offset": 1})
-        await client.push_weights(Transfer("nccl", [{"names": []}]), 1)
-        await mesh.restart("engine")  # a transfer cannot be repeated: the next push updates it
-        turns = asking(mesh, one, other)
-        await until_prolonged(mesh, 4)
-        assert not any(turn.done() for turn in turns)
-        await client.push_weights(TENSORS, 2)
-        assert await asyncio.gather(*turns) == [REPLY, REPLY]
 
 
 async def until_they_have_tokens(client: Client, turns: int) -> None:

@@ -1,6 +1,5 @@
 """The published openai package against a whole mesh of real processes."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.chat import Tokenizer
-from rollmesh.v1 import server_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,17 +43,6 @@ async def ask(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> Any:
 async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[Any]:
     stream = await ask(agent, *messages, stream=True, **fields)
     return [chunk async for chunk in stream]
-
-
-async def test_the_sdk_reads_the_servers_descriptions(shared: Mesh) -> None:
-    async with shared.client() as client:
-        infos = await client.server_infos()
-    assert {name: info.service for name, info in infos.items()} == {
-        "router": "rollmesh.v1.RouterService",
-        "gateway": "rollmesh.v1.GatewayService",
-        "collector": "rollmesh.v1.CollectorService",
-    }
-    assert server_pb2.CAPABILITY_TOOL_CALLS in infos["gateway"].capabilities
 
 
 async def test_a_tool_loop_is_one_trajectory_of_sampled_tokens(shared: Mesh) -> None:
@@ -105,34 +92,6 @@ async def test_a_tool_loop_is_one_trajectory_of_sampled_tokens(shared: Mesh) -> 
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
 
 
-async def test_a_tool_loop_is_one_exact_trajectory(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            messages: list[Any] = [user("as printed")]
-            said = (await ask(agent, *messages, tools=TOOLS)).choices[0].message
-            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
-            await ask(agent, *messages, said, result, tools=TOOLS)
-        (trajectory,) = (await delivered(client, session)).trajectories
-    assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
-
-
-async def test_parallel_calls_and_their_results_stay_one_path(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            first = (await ask(agent, user("twice"), tools=TOOLS)).choices[0].message
-            assert len({call.id for call in first.tool_calls}) == 2
-            results = [
-                {"role": "tool", "tool_call_id": call.id, "content": str(at)}
-                for at, call in enumerate(first.tool_calls)
-            ]
-            last = await ask(agent, user("twice"), first, *results, tools=TOOLS)
-            assert last.choices[0].message.content == "It is 42."
-        result = await delivered(client, session)
-    assert [trajectory.turns for trajectory in result.trajectories] == [2]
-
-
 @pytest.mark.parametrize("question", ["plain", "compute", "twice", "broken", "garbage"])
 async def test_a_stream_joined_is_the_whole_answer(shared: Mesh, question: str) -> None:
     async with shared.client() as client, client.session() as one, client.session() as other:
@@ -164,16 +123,6 @@ async def test_tokens_leave_as_they_are_sampled(slow: Mesh) -> None:
         replicas = (await client.replicas()).replicas
         assert sum(replica.leases for replica in replicas) == 1  # the answer is still being sampled
         await stream.close()
-
-
-async def test_n_choices_are_n_samples_of_one_prompt(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            answer = await ask(shared.openai(session), user("plain"), n=3)
-            assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        result = await delivered(client, session)
-    assert [t.lineage for t in result.trajectories] == ["MAIN", "SIBLING", "SIBLING"]
-    assert all(trajectory.turns == 1 for trajectory in result.trajectories)
 
 
 async def test_a_stop_string_cuts_text_and_tokens(shared: Mesh) -> None:
@@ -281,21 +230,6 @@ async def test_a_close_ends_running_generations(slow: Mesh) -> None:
         result = await delivered(client, session)
         await until_free(client)
     assert (result.turns, result.trajectories) == (0, ())
-
-
-async def test_equal_requests_in_flight_share_one_sample(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            first, second = await asyncio.gather(
-                ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
-                ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
-            )
-            assert first.id == second.id
-            third = await ask(agent, user("plain"), extra_headers={"idempotency-key": "other"})
-            assert third.id != first.id
-        result = await delivered(client, session)
-    assert len(result.trajectories) == 2
 
 
 async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(shared: Mesh) -> None:
