@@ -227,12 +227,20 @@ class _Weights:
             version = await client.policy_version(self._model, self._adapter) + 1
             if not self._adapter:
                 named = {name: tensor.detach() for name, tensor in model.named_parameters()}
-                await client.push_weights(named, version, model=self._model, delta=self._delta)
+                tensors = _as_saved(model, named)
+                await client.push_weights(tensors, version, model=self._model, delta=self._delta)
                 return
             peft: Any = importlib.import_module("peft")  # it is there if the model is one
             matrices = peft.get_peft_model_state_dict(model)
             config = model.peft_config[model.active_adapter].to_dict()
             await client.push_adapter(matrices, self._adapter, version, config, model=self._model)
+
+
+def _as_saved(model: Any, named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns parameters by the names of the model's checkpoints. Its own fuse experts."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    tensors: Mapping[str, Any] = loading.revert_weight_conversion(model, named)
+    return tensors
 
 
 def _is_adapter(trainer: Any) -> bool:

@@ -1,7 +1,8 @@
 """Weights that are prepared beside those in use, of modules that vLLM's layerwise reload knows."""
 
 import gc
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -45,8 +46,12 @@ async def prepared(model: Any, tensors: dict[str, Any]) -> Any:
     from rollmesh.engine.vllm.prepared import PreparedWeights
 
     found = PreparedWeights(model, iter(tensors.items()), lambda _: None)
-    await until(lambda: not found.running)
+    await ended(found)
     return found
+
+
+async def ended(weights: Any) -> None:
+    await until(lambda: not weights.running)
 
 
 async def test_an_exchange_changes_the_model_and_leaves_nothing_behind() -> None:
@@ -92,3 +97,34 @@ async def test_weights_that_cannot_be_prepared_leave_the_model_as_it_is() -> Non
         assert not weights.ready
         assert all((one == 0).all() for one in model.parameters())
         assert len(layerwise.LAYERWISE_INFO) == known
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["early", "late"])
+async def test_dropped_weights_leave_nothing_behind(*, is_early: bool) -> None:
+    """They were prepared for an update that was given up, or are still being prepared."""
+    import torch
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from rollmesh.engine.vllm.prepared import PreparedWeights
+
+    model = make_model()
+    layerwise.record_metadata_for_reloading(model)
+    gc.collect()  # of the tests before
+    known = len(layerwise.LAYERWISE_INFO)
+    opened = threading.Event()
+
+    def slow() -> Iterator[tuple[str, Any]]:
+        assert opened.wait(60)
+        yield from {"first.weight": torch.ones(4, 3), "second.weight": torch.ones(4, 3)}.items()
+
+    weights = PreparedWeights(model, slow(), lambda _: None)
+    if is_early:
+        weights.drop()
+    opened.set()
+    await ended(weights)
+    weights.drop()
+    assert all((one == 0).all() for one in model.parameters())
+    del weights
+    gc.collect()
+    assert len(layerwise.LAYERWISE_INFO) == known
+    assert [one for one in gc.get_objects() if isinstance(one, type(model))] == [model]

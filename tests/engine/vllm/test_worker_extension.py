@@ -42,6 +42,17 @@ def test_a_misfit_is_named(changes: dict[str, Header | None], problem: str) -> N
     assert find_misfit(offered, MODEL) == problem
 
 
+def test_experts_that_transformers_fuses_are_refused_with_the_remedy() -> None:
+    head = "model.layers.0.mlp.experts"
+    model = {**MODEL, f"{head}.0.up_proj.weight": Header("BF16", (8, 4))}
+    offered = {**MODEL, f"{head}.gate_up_proj": Header("BF16", (2, 8, 4))}
+    assert find_misfit(offered, model) == (
+        f"{head}.0.up_proj.weight is missing, and {head}.gate_up_proj is no tensor of the "
+        "checkpoint; push revert_weight_conversion(model, model.state_dict()) of "
+        "transformers.core_model_loading"
+    )
+
+
 def test_headers_come_from_all_files_of_a_folder(tmp_path: Path) -> None:
     save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "model-1.safetensors")
     save_file({"b": np.zeros(4, np.int64)}, tmp_path / "model-2.safetensors")

@@ -8,6 +8,7 @@ import safetensors
 
 _MOST_FILES = 4096
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FUSED = ".experts."
 _CONVERTIBLE = {"F32", "F16", "BF16"}
 
 
@@ -43,7 +44,7 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
     """Returns the misfit of the tensors of a checkpoint. Empty if they fit."""
     for name, header in wanted.items():
         if name not in offered:
-            return f"{name} is missing"
+            return f"{name} is missing{_hint(offered, wanted)}"
         if problem := _difference(offered[name], header):
             return f"{name} {problem}"
     # Trainers often send the tied output layer in addition to the embedding that it equals.
@@ -54,6 +55,17 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
         if problem := _difference(offered[name], embedding):
             return f"{name} {problem}"
     return ""
+
+
+def _hint(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
+    """Returns the remedy if a model of transformers 5 has other names than its checkpoints."""
+    fused = next((name for name in offered if name not in wanted and _FUSED in name), "")
+    if not fused:
+        return ""
+    return (
+        f", and {fused} is no tensor of the checkpoint; push revert_weight_conversion(model, "
+        "model.state_dict()) of transformers.core_model_loading"
+    )
 
 
 def _difference(offered: Header, wanted: Header) -> str:

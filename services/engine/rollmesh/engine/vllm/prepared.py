@@ -42,6 +42,8 @@ class PreparedWeights:
         self._tied = tied
         self._pairs: list[tuple[Any, Any]] = []
         """The modules of the model, each with its copy."""
+        self._lock = threading.Lock()
+        self._ended = self._dropped = False
         self._loaded: _Loaded = set()
         """The copies and names of the tensors that were loaded."""
         self.ready = False
@@ -61,7 +63,17 @@ class PreparedWeights:
             self.ready = True
         except Exception as error:  # loading in the pause then raises it, or succeeds
             _log.info("weights are loaded in the pause: %s: %s", type(error).__name__, error)
-            self._forget()
+        with self._lock:
+            self._ended = True
+            if self._dropped or not self.ready:
+                self._forget()
+
+    def drop(self) -> None:
+        """Lets go of the weights, which are not exchanged. The thread may still prepare them."""
+        with self._lock:
+            self._dropped = True
+            if self._ended:
+                self._forget()
 
     def _prepare(self) -> None:
         from vllm.model_executor.model_loader.reload import layerwise

@@ -13,8 +13,9 @@ import base64
 import io
 import pickle  # noqa: TID251 - a subclass that knows one class
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +146,7 @@ class WeightReceiver:
 
     def check_weights(self, source: str) -> str:
         """Returns the fault of new weights. Empty if they fit the running model."""
-        self._prepared = None
+        self._drop_prepared()
         try:
             offered = read_headers(Path(source))
         except (safetensors.SafetensorError, OSError) as error:
@@ -168,16 +169,24 @@ class WeightReceiver:
 
     def load_checked_weights(self, source: str) -> None:
         """Loads weights that `check_weights` has accepted, or exchanges prepared ones."""
-        runner, prepared, self._prepared = self.model_runner, self._prepared, None
+        runner, prepared = self.model_runner, self._prepared
         if prepared is not None and prepared[0] == source and prepared[1].ready:
+            self._prepared = None
             prepared[1].exchange(self.vllm_config.model_config.dtype)
             runner.reset_encoder_cache()
             runner.reset_mm_cache()
             return
-        runner.reload_weights(weights_iterator=self._wanted(source))
-        _pack_experts(runner.get_model())
+        self._drop_prepared()
+        with _packed_experts(runner.get_model()):
+            runner.reload_weights(weights_iterator=self._wanted(source))
         if self._is_tied:
             _tie_again(runner.get_model())
+
+    def _drop_prepared(self) -> None:
+        """Lets go of weights that were prepared, and whose update was given up or took too long."""
+        if self._prepared is not None:
+            self._prepared[1].drop()
+            self._prepared = None
 
     def _wanted(self, source: str) -> Iterator[tuple[str, Any]]:
         wanted = self._own_headers().keys()
@@ -241,7 +250,7 @@ class WeightReceiver:
         worker: Any = self
         updates = with_handles(updates)  # checked before
         model = self.model_runner.get_model()
-        with _watched(model) as loads:
+        with _watched(model) as loads, _packed_experts(model):
             worker.start_weight_update()
             try:
                 for update in updates:
@@ -252,7 +261,6 @@ class WeightReceiver:
                 _put_back(self.weight_transfer_engine)
                 return f"{type(error).__name__}: {error}"
             worker.finish_weight_update()
-        _pack_experts(model)
         if self._is_tied:
             _tie_again(model)
         return ""
@@ -313,15 +321,32 @@ def _watched(model: Any) -> Iterator[list[bool]]:
         del model.load_weights
 
 
-def _pack_experts(model: Any) -> None:
-    """Packs new experts for the CPU. `reload_weights` packs them only when a model is loaded."""
+@contextmanager
+def _packed_experts(model: Any) -> Iterator[None]:
+    """Has new experts packed for the CPU, and padded. vLLM does so only when it loads a model.
+
+    A layer has its experts packed when it has been loaded, because packed ones have another shape.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    methods = []
     for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts: Any = getattr(kernel, "fused_experts", None)
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
-            experts.process_weights_after_loading(layer)
+            process = partial(_process_experts, method.process_weights_after_loading, experts)
+            method.process_weights_after_loading = process
+            methods.append(method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del method.process_weights_after_loading
+
+
+def _process_experts(process: Callable[[Any], None], experts: Any, layer: Any) -> None:
+    process(layer)
+    experts.process_weights_after_loading(layer)
 
 
 def _tie_again(model: Any) -> None:
