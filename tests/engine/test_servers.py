@@ -22,10 +22,13 @@ from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.controls import RESUME, abort, pause
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
+from tests.engine.gated_weights import LOAD
 from tests.engine.servers import SglangServer, VllmServer, server_of
+from tests.engine.vllm.test_transfer import install_plugin
 from tests.mesh.protocols.test_openai import ask, streamed, user
 from tests.meshes import delivered, scripted_mesh
 from tests.processes import running
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -147,6 +150,36 @@ async def test_a_stop_in_a_pause_lets_the_server_go_on(server: VllmServer, tmp_p
         assert json.loads(await server.call("/generate", json.dumps(body).encode()))["output_ids"]
     else:
         assert json.loads(await server.call("/is_paused")) == {"is_paused": False}
+
+
+@pytest.mark.long
+async def test_a_stop_while_the_server_loads_weights_leaves_it_with_the_weights(
+    exact_model: Path, other_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load takes longer than the grace period of the engine."""
+    gate = tmp_path / LOAD
+    monkeypatch.setenv("GATES", str(tmp_path))
+    install_plugin(tmp_path / "plugin", monkeypatch, "tests.engine.gated_weights")
+    async with server_of(VllmServer, tmp_path) as server:
+        await server.start(exact_model)
+        await server.until_healthy()
+        async with engine_of(tmp_path, attach=server.url, grace_ms=500) as engine:
+            gate.touch()
+            data = (other_model_dir / "model.safetensors").read_bytes()
+            update = asyncio.create_task(engine.update(7, data, keep_file=True, push_id="p"))
+            await until(gate.with_suffix(".waits").exists)
+            ended = asyncio.create_task(engine.process.terminate())
+            await asyncio.sleep(2)
+            assert not ended.done()
+            gate.unlink()
+            assert await ended == 0
+            await asyncio.gather(update, return_exceptions=True)
+        assert json.loads(await server.call("/is_paused")) == {"is_paused": False}
+        async with engine_of(tmp_path, attach=server.url) as engine:
+            result = await engine.generate(engine.request(20, 0))
+            assert result.spans == [(7, 0, 20)]
+            exact = torch_logprobs(other_model_dir, result.ids)
+            assert np.abs(exact - result.logprobs).max() < 1e-4
 
 
 async def test_a_pause_by_another_process_shows_as_silence(

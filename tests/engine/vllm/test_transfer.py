@@ -33,14 +33,14 @@ def free_port() -> int:
         return port
 
 
-def install_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the store's engine known to vLLM's processes the way that vLLM offers."""
+def install_plugin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str = "tests.engine.store_transfer"
+) -> None:
+    """Has vLLM's processes call a module's `register`, by default that of the store's engine."""
     entry = folder / "store_transfer-0.dist-info"
     entry.mkdir(parents=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: store-transfer\nVersion: 0\n")
-    (entry / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nstore = tests.engine.store_transfer:register\n"
-    )
+    (entry / "entry_points.txt").write_text(f"[vllm.general_plugins]\nstore = {module}:register\n")
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 

@@ -57,12 +57,12 @@ class EngineService:
     async def running(self, address: str) -> AsyncIterator[None]:
         """Starts the backend and registers with the router. Undoes both on exit."""
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._servicer.weights.close)  # a server may read its file
             stack.push_async_callback(self._backend.stop)
             await self._backend.start()
             self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
             stack.push_async_callback(self._servicer.generations.images.close)
             stack.push_async_callback(self._servicer.adapters.close)
-            stack.push_async_callback(self._servicer.weights.close)
             if self._config.router:
                 where = self._tunnelled(address) if self._config.dial_out else address
                 self._membership = Membership(self._config.router, self._hello(where), self._load)

@@ -58,6 +58,8 @@ _LOOK_S = 0.5
 _LAST_WORDS_S = 0.3
 _RESUME_S = 5.0
 """Longest wait for a server that is left."""
+_LOADED_S = 60.0
+"""Longest wait for weights that a server loads when it is left, seconds."""
 _WAIT_MS = 30 * 60_000
 """Longest wait for a server that is starting."""
 _RETRY_MS = 5_000
@@ -114,7 +116,8 @@ class AttachedBackend:
         self._look_now = asyncio.Event()
         self._held = False
         self._is_fenced = False
-        self._busy = False
+        self._free = asyncio.Event()  # cleared while the model may stand still for a call
+        self._free.set()
         self._asked_ms = 0  # when the call was made that is not answered yet
         self.name = ""
         self.weight_transfer = ""
@@ -147,8 +150,13 @@ class AttachedBackend:
     async def stop(self) -> None:
         """Leaves the server, which goes on. Its requests from here end.
 
-        A pause ends, unless the server sleeps, or nobody knows its weights.
+        Weights that it loads are waited for. A pause ends, unless the server sleeps, or nobody
+        knows its weights.
         """
+        if not self._open.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOADED_S):
+                    await self._free.wait()
         if not (self._open.is_set() or self._is_fenced or self._busy or self._sleep_level):
             with suppress(RollmeshError, RefusedError, TimeoutError):
                 async with asyncio.timeout(_RESUME_S):
@@ -328,6 +336,10 @@ class AttachedBackend:
         held = len(self._requests)
         running = min(held, self._dialect.slots, self._config.lease_capacity)
         return Load(self._policy_version, running, held - running, self._silent_ms)
+
+    @property
+    def _busy(self) -> bool:
+        return not self._free.is_set()
 
     @property
     def _silent_ms(self) -> int:
@@ -579,7 +591,7 @@ class AttachedBackend:
         Args:
             by_trainer: Whether they wait for the trainer. The engine dies if the wait times out.
         """
-        self._busy = True
+        self._free.clear()
         try:
             yield
         except RefusedError as error:
@@ -589,7 +601,8 @@ class AttachedBackend:
                 self._die(f"a transfer failed: {error.message}; restart the attached server")
             raise
         finally:
-            self._busy, self._asked_ms = False, 0
+            self._asked_ms = 0
+            self._free.set()
 
     async def _rename(self, version: int | str) -> None:
         """Names the server's weights."""
