@@ -540,6 +540,7 @@ class VllmBackend:
 
     async def stop(self) -> None:
         """Stops vLLM's processes."""
+        self.died.set()  # an update that stands still asks nothing more of them
         self._grammars.stop()
         if self._images is not None:
             await self._images.close()
