@@ -329,9 +329,9 @@ def _packed_experts(model: Any) -> Iterator[None]:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    methods = []
+    methods = list[Any]()
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if isinstance(experts, CPUUnquantizedExperts):
             process = partial(_process_experts, method.process_weights_after_loading, experts)
