@@ -312,7 +312,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int, *, sees: bool)
                 if dice.random() < 0.3:
                     group.create_task(mesh.start_gateway())
         session = mesh.gateway.session(agent.session_id)
-        await mesh.stub.CloseSession(close_of(agent))
+        await mesh.stub.CloseSession(close_of(opened))
         # Not before: turns of agents that left may be ending, and orphans are known at the close.
         for one in MODES:
             rows_of(mesh, exported(session, one)).check(agent)

@@ -11,6 +11,7 @@ from rollmesh.gateway.registry import ChatCall, Registry
 from rollmesh.gateway.requests import read_choices
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    InvalidFieldError,
     RepeatConflictError,
     RollmeshError,
     SessionClosedError,
@@ -139,6 +140,19 @@ async def test_a_repeat_of_a_close_gets_its_ids_and_another_close_is_refused(
         assert list(again.trajectory_ids) == list(ids) != []
         with pytest.raises(RepeatConflictError, match="SetRewards"), typed_errors():
             await mesh.stub.CloseSession(other)
+
+
+async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_open(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    key = mesh.gateway.keys.key(session_id)
+    request = close_request(session_id, key)
+    request.reward_timeout_ms = 0
+    with pytest.raises(InvalidFieldError, match="reward_timeout_ms: is 0"), typed_errors():
+        await mesh.stub.CloseSession(request)
+    await mesh.stub.Chat(chat_request(session_id, key))
+    await mesh.stub.CloseSession(close_request(session_id, key))
 
 
 async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:

@@ -20,11 +20,11 @@ CHANGED = "SAMPLING_CHANGED"
 CHANGED_NUMBER = trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED
 ENFORCE = sampling_pb2.SAMPLING_POLICY_ENFORCE
 REFUSE = sampling_pb2.SAMPLING_POLICY_REFUSE
-EXPORTS = [
-    gateway_pb2.EXPORT_MODE_LEAVES,
-    gateway_pb2.EXPORT_MODE_TURNS,
-    gateway_pb2.EXPORT_MODE_TREE,
-]
+EXPORTS = {  # and the turns of each trajectory of two turns on one path
+    gateway_pb2.EXPORT_MODE_LEAVES: [2],
+    gateway_pb2.EXPORT_MODE_TURNS: [1, 2],
+    gateway_pb2.EXPORT_MODE_TREE: [],
+}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -105,7 +105,7 @@ def turns_of(result: SessionResult) -> list[Any]:
 @pytest.mark.parametrize("export", EXPORTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_turn_of_another_temperature_says_so_in_every_export(
-    mesh: LiveMesh, export: int, *, stream: bool
+    mesh: LiveMesh, export: gateway_pb2.ExportMode.ValueType, *, stream: bool
 ) -> None:
     talk = await Talk.open(mesh, export_mode=export)
     first = await talk.ask(stream=stream)
@@ -119,10 +119,16 @@ async def test_a_turn_of_another_temperature_says_so_in_every_export(
     assert (CHANGED_NUMBER in plain.reasons, CHANGED_NUMBER in other.reasons) == (False, True)
     assert (other.sampling.temperature, other.sampling.top_p) == (0.0, 0.5)
     assert other.sampling.max_tokens > 0
+    assert [one.turns for one in result.trajectories] == EXPORTS[export]
     for one in result.trajectories:
         assert (CHANGED in one.reasons) == (one.turns == 2)
         assert one.loss_mask.any()  # it informs. Nothing is left out
     assert result.tree is None or result.tree.reasons == (CHANGED,)
+
+
+async def test_an_unknown_form_of_an_export_is_refused(mesh: LiveMesh) -> None:
+    with pytest.raises(InvalidFieldError, match="export_mode"), typed_errors():
+        await Talk.open(mesh, export_mode=9)
 
 
 async def test_the_distribution_is_compared_with_the_sessions(mesh: LiveMesh) -> None:
@@ -245,7 +251,9 @@ async def test_an_unknown_policy_is_refused(mesh: LiveMesh) -> None:
 
 
 @pytest.mark.parametrize("export", EXPORTS)
-async def test_parameters_count_in_the_size_of_a_record(mesh: LiveMesh, export: int) -> None:
+async def test_parameters_count_in_the_size_of_a_record(
+    mesh: LiveMesh, export: gateway_pb2.ExportMode.ValueType
+) -> None:
     """A record that only its parameters make too large is refused before it is sampled."""
     biases = dict.fromkeys(range(300), 1.0)
     one_turn = sampling_pb2.SamplingParams(logit_bias=biases).ByteSize()

@@ -1,6 +1,7 @@
 """What the stream of an answer contains, to the first request and to its retries."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,10 @@ TIMEOUT_S = 60
 TOKENS = gateway_pb2.ReturnOptions(token_ids=True, logprobs=True, top_logprobs=1)
 
 
-async def asked(mesh: LiveMesh, **fields: object) -> gateway_pb2.ChatRequest:
+async def asked(mesh: LiveMesh, **fields: Any) -> gateway_pb2.ChatRequest:
     """Opens a session. Returns a request in it."""
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-    return chat_in(
-        opened,
-        said("q"),
-        **fields,  # type: ignore[arg-type]
-    )
+    return chat_in(opened, said("q"), **fields)
 
 
 async def streamed(

@@ -41,7 +41,6 @@ TOOLS = [
     {"name": name, "description": name, "input_schema": {"type": "object"}}
     for name in ("Bash", "Agent")
 ]
-REMINDER = {"role": "system", "content": [{"type": "text", "text": "Skills: none."}]}
 SUMMARY = "This session is being continued from a previous conversation. They did two tasks. Go on."
 
 

@@ -120,7 +120,6 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 PARTS = 20_000
-GIF_HEAD = 13 + 3 * 4
 
 
 def hostile() -> dict[str, bytes]:
