@@ -473,7 +473,7 @@ async def test_a_sequence_is_scored_anew_if_new_weights_came_in_the_middle(
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_hold_that_was_left_half_done_is_completed_or_undone(*, paused: bool) -> None:
+async def test_a_hold_that_was_left_half_done_is_completed_or_undone(*, paused: bool) -> None:
     state = ControlState(paused=paused, held=Held.PARTLY)
     action = Action.HOLD if paused else Action.RELEASE
     assert state.next() is action
