@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from rollmesh.client.weights import file_of
-from rollmesh.runtime.errors import InvalidWeightsError
+from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import engine_pb2_grpc
 from tests import models
 from tests.engine.engines import PROMPT, Engine, engine_with
 from tests.processes import running
@@ -32,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {},  # its checkpoints have fused layers
     "Glm4": {},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 LONG = {"Mixtral", "Phi3", "Glm4"}
 FUSED = {"Qwen3Moe", "Mixtral"}
@@ -79,6 +82,7 @@ async def check(engine: Engine, model: Any) -> None:
     [
         pytest.param(one, id=one, marks=[pytest.mark.long] if one in LONG else [])
         for one in FAMILIES
+        if one != "GptOss"
     ],
 )
 async def test_a_push_samples_as_torch_does(family: str, tmp_path: Path) -> None:
@@ -103,3 +107,21 @@ async def test_a_push_samples_as_torch_does(family: str, tmp_path: Path) -> None
             saved = revert_weight_conversion(made[2], made[2].state_dict())
             await engine.update(version + 1, file(saved), keep_file=True, push_id="saved")
             await check(engine, made[2])
+
+
+@pytest.mark.long
+async def test_weights_that_vllm_does_not_reload_end_the_engine(tmp_path: Path) -> None:
+    """They would be sampled with under the new version otherwise."""
+    made = [make("GptOss", tmp_path / str(seed), seed) for seed in range(2)]
+    flags = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
+    flags |= {"model_path": tmp_path / "0", "max_context_tokens": 512}
+    async with (
+        running("engine", tmp_path / "engine", **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), Path())
+        await check(engine, made[0])
+        with pytest.raises(EngineDeadError, match="loaded in part"):
+            await engine.update(1, tmp_path / "1")
+        assert await process.exit_code() != 0
+    assert "keeps its former weights" in (tmp_path / "engine" / "engine.log").read_text()

@@ -703,6 +703,7 @@ class VllmBackend:
             raise
         except Exception as error:
             # Some of the new weights may be loaded, so no version would be correct: restart.
+            _log.error("weights loaded in part: %s", error)
             self.died.set()
             raise EngineDeadError(
                 "the weights were loaded in part; the engine is about to restart",

@@ -13,7 +13,7 @@ import base64
 import io
 import pickle  # noqa: TID251 - a subclass that knows one class
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -177,7 +177,7 @@ class WeightReceiver:
             runner.reset_mm_cache()
             return
         self._drop_prepared()
-        with _packed_experts(runner.get_model()):
+        with _watched(runner.get_model()), _packed_experts(runner.get_model()):
             runner.reload_weights(weights_iterator=self._wanted(source))
         if self._is_tied:
             _tie_again(runner.get_model())
@@ -307,18 +307,44 @@ def _announced(infos: Sequence[Any]) -> "dict[str, Header]":
 
 @contextmanager
 def _watched(model: Any) -> Iterator[list[bool]]:
-    """Yields a list that is empty until the model's loader is called."""
+    """Yields a list that is empty until the model's loader is called, and checks what it does."""
     load_weights, loads = model.load_weights, list[bool]()
 
     def watched(weights: Any) -> Any:
         loads.append(True)
-        return load_weights(weights)
+        loaded = load_weights(weights)
+        _check_loaded(model, loaded or ())
+        return loaded
 
     model.load_weights = watched
     try:
         yield loads
     finally:
         del model.load_weights
+
+
+def _check_loaded(model: Any, loaded: Collection[str]) -> None:
+    """Checks that a reload has what the model says it has loaded.
+
+    Some models of vLLM (GPT-OSS) write into parameters without their loaders. A reload does not
+    see it, and keeps the former weights.
+
+    Raises:
+        RuntimeError: It has not.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    for prefix, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load():  # it has been loaded as a whole
+            continue
+        noted = meta.SKIP_TENSORS | {name for name, _ in info.loaded_weights}
+        for name, _ in layer.named_parameters(recurse=False):
+            if name not in noted and f"{prefix}.{name}" in loaded:
+                raise RuntimeError(
+                    f"{prefix}.{name} keeps its former weights: vLLM's {type(model).__name__} "
+                    "does not reload them; use a model whose weights can be pushed"
+                )
 
 
 @contextmanager
