@@ -93,6 +93,17 @@ $(FAST)/.ready: requirements/test-fast.txt pyproject.toml
 	.venv-gpu/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Harbor needs Python 3.12. Without one its tests are skipped. A name on PATH may lead nowhere, so each is tried.
+HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[23]*/bin/python3; do \
+  $$p -c '' 2>/dev/null && echo $$p && break; done)
+
+.venv-harbor/.ready: requirements/harbor.txt
+	@echo "setup: .venv-harbor from requirements/harbor.txt: Harbor, on Python 3.12 or newer ($(or $(HARBOR_PYTHON),none found; name one by HARBOR_PYTHON)) (0.5 GB, 1 minute)"
+	mkdir -p .venv-harbor
+	if [ -n "$(HARBOR_PYTHON)" ]; then $(HARBOR_PYTHON) -m venv .venv-harbor && \
+	  .venv-harbor/bin/python $(PIP) --no-deps --require-hashes -r requirements/harbor.txt; fi
+	@touch $@
+
 .venv-peer/.ready: requirements/bench-peer.txt
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
@@ -110,7 +121,7 @@ $(FAST)/.ready: requirements/test-fast.txt pyproject.toml
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO))
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-check/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-harbor/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -320,6 +331,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group build -c requirements/test.txt -o requirements/build.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
+	$(LOCK:3.11=3.12) --group harbor -o requirements/harbor.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \

@@ -147,6 +147,8 @@ def check_rollmesh(where: str, words: list[str]) -> None:
             check_flags(rest, helps("rollmesh.cli.config", tool))
         case ["ray", tool, *rest]:
             check_flags(rest, helps("rollmesh.cli.ray", tool))
+        case ["harbor", tool, *rest]:
+            check_flags(rest, helps("rollmesh.cli.harbor", tool))
         case ["template", "check", *rest]:
             check_flags(rest, helps("rollmesh.chat.check"))
         case [service, tool, *rest] if tool in _TOOLS.get(service, ()):

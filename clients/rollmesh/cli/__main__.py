@@ -14,6 +14,7 @@ from importlib.util import find_spec
 _COMMANDS = {
     "up": ("rollmesh.cli.up", "mesh"),
     "ray": ("rollmesh.cli.ray", "ray"),
+    "harbor": ("rollmesh.cli.harbor", "harbor"),
     "router": ("rollmesh.router", "router"),
     "engine": ("rollmesh.engine", "engine"),
     "collector": ("rollmesh.collector", "collector"),
@@ -32,6 +33,7 @@ _FORMS = {
     "up [--config mesh.toml]": "runs a mesh on this machine",
     "ray up --config mesh.toml": "runs a mesh on a Ray cluster",
     "ray status|scale|targets|down": "shows, scales and stops it",
+    "harbor connect --server URL --session NAME": "answers the agents of a Harbor server",
     "SERVICE [flags]": "starts a router, engine, collector, gateway or sidecar",
     "SERVICE --help": "lists the flags of the service",
     "scorer module:function [flags]": "serves a reward function to collectors",

@@ -1,0 +1,466 @@
+"""Answers the model calls of a Harbor server's agents with the sessions of a mesh.
+
+    async with Client(addresses) as client:
+        await Connector(client, "https://harbor.example:8390", "training-1", key).run()
+
+Harbor runs agents in sandboxes that cannot reach the mesh. The connector dials the inference relay
+of the server, which passes the requests of the agents on. Each rollout has a session, which the
+connector opens at the first request and closes with the reward once the rollout has ended. The
+attempts at one task are a group. The connector keeps nothing that is not in the mesh or in Harbor:
+one that is started again finds the same sessions by the ids of the rollouts.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeAlias
+
+import aiohttp
+
+from rollmesh.client import Client, Session
+from rollmesh.client.sessions import Outcome
+from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.errors import RollmeshError, SessionClosedError
+from rollmesh.runtime.telemetry.logs import fields
+
+_log = logging.getLogger(__name__)
+Headers: TypeAlias = list[tuple[str, str]]
+
+# Harbor's limits, as its relay of release 0.26 has them.
+
+MOST_FRAME_BYTES = 24 * 1024 * 1024
+"""Longest frame of the relay: 16 MiB of a body in base64, and its headers."""
+_PIECE_BYTES = 512 * 1024
+"""Longest part of an answer in a frame. The relay closes the connection at 16 MiB."""
+_QUICK_FRAMES, _QUICK_S, _SLOW_S = 64, 0.02, 0.1
+"""Shortest time between two frames of an answer, for its first frames and afterwards. The relay
+cuts an answer of which 256 frames wait for the agent."""
+_NOT_PASSED = {"accept-encoding", "host", "content-length", "connection", "transfer-encoding"}
+_NOT_RETURNED = {"date", "server", "content-length", "content-encoding", "connection"} | {
+    "transfer-encoding",
+    "keep-alive",
+    "set-cookie",
+}
+_GIVEN_UP = {"agent_disconnected", "rollout_closed"}
+"""Reasons of a cancellation after which no agent waits for the answer or repeats its request."""
+
+# The end of a rollout.
+
+_OF_THE_POLICY = {
+    "AgentTimeoutError",
+    "NonZeroAgentExitCodeError",
+    "ContextWindowExceededError",
+    "OutputTokenExceededError",
+}
+"""Errors of Harbor that are results of the policy: the verifier's reward counts."""
+_ENDED = {"finished", "cancelled"}
+
+
+class Ending(NamedTuple):
+    """How the session of an ended rollout is closed."""
+
+    outcome: Outcome
+    reward: float | None
+    metadata: dict[str, str]
+    superseded: bool
+    """Whether Harbor runs the rollout again under another id."""
+
+
+def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -> Ending | None:
+    """Returns how the session of a rollout is closed. None while the rollout runs.
+
+    A rollout that failed by its infrastructure has no reward, whatever Harbor's verifier says of
+    it: a time-out of a sandbox is not the policy's 0.
+
+    Args:
+        row: The rollout, from Harbor's view `rollout`.
+        rewards: Its rewards by name. Those that Harbor holds invalid are None.
+        reward: Name of the reward of the session.
+    """
+    if row["state"] not in _ENDED:
+        return None
+    error = row["error_type"] or ""
+    others = {f"harbor_reward.{name}": repr(value) for name, value in rewards.items()}
+    metadata = others | ({"harbor_error": error} if error else {})
+    superseded = not row["is_latest_attempt"]
+    value = rewards.get(reward)
+    if row["state"] == "cancelled" or error == "CancelledError":
+        return Ending("ABORTED", None, metadata, superseded)
+    if (error and error not in _OF_THE_POLICY) or not isinstance(value, int | float):
+        return Ending("FAILED", None, metadata, superseded)
+    return Ending("COMPLETED", float(value), metadata, superseded)
+
+
+# Rollouts as Harbor's SQL views have them.
+
+_ROWS = (
+    "SELECT id, job_id, name, state, error_type, is_latest_attempt, retry_ids, task_name, "
+    "task_digest, agent_name FROM rollout WHERE id IN (?)"
+)
+_REWARDS = "SELECT * FROM rollout_reward WHERE rollout_id IN (?)"
+_SEATS = (
+    "SELECT id FROM rollout WHERE job_id = ? AND task_name = ? AND task_digest = ? "
+    "AND agent_name IS ? AND retry_index = 0 ORDER BY created_at, id"
+)
+_MOST_ASKED = 500
+"""Rollouts of one question."""
+_POLL_S = 1.0
+_ANSWER = aiohttp.ClientTimeout(total=1800.0)  # the relay waits as long
+_QUERY = aiohttp.ClientTimeout(total=30.0)
+
+
+class HarborError(Exception):
+    """The server refuses the connector, or does not answer."""
+
+
+@dataclass(eq=False)
+class _Rollout:
+    """A rollout that has called the model."""
+
+    id: str
+    opening: asyncio.Task[Session]
+    answers: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Connector:
+    """Answers the requests of the rollouts that use one session of a Harbor server's relay."""
+
+    def __init__(
+        self,
+        client: Client,
+        server: str,
+        name: str,
+        key: str,
+        *,
+        reward: str = "reward",
+        run_id: str = "",
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            client: Of the mesh.
+            server: URL of the Harbor server.
+            name: The `session_id` with which jobs are submitted. One connector at a time has it.
+            key: The server's API key.
+            reward: Name of the verifier's reward that is the session's. The others are metadata.
+            run_id: The run of the sessions.
+        """
+        self._client = client
+        self._server = server.rstrip("/")
+        self._name = name
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._reward = reward
+        self._run_id = run_id
+        self._rollouts: dict[str, _Rollout] = {}
+        self._openings: set[asyncio.Task[Session]] = set()
+        self.connected = asyncio.Event()
+        """Set while the relay is connected."""
+
+    async def run(self) -> None:
+        """Answers until it is cancelled. A connection that is lost is made again.
+
+        Raises:
+            HarborError: The server does not know the key, or has no relay.
+        """
+        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._close_ended(http))
+            tasks.create_task(self._cancel_openings())
+            backoff = Backoff(0.2, 5.0)
+            while True:
+                try:
+                    async with http.ws_connect(
+                        f"{self._server}/connect",
+                        params={"session_id": self._name},
+                        headers=self._headers,
+                        compress=0,  # frames are base64 of tokens: deflate costs more than it saves
+                        max_msg_size=MOST_FRAME_BYTES,
+                        heartbeat=20.0,
+                    ) as relay:
+                        _log.info("connected to Harbor's relay", extra=self._what())
+                        backoff.reset()
+                        self.connected.set()
+                        await self._answer_all(http, relay, tasks)
+                    reason = f"closed with {relay.close_code}"
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in {400, 401, 403, 404}:
+                        raise HarborError(_refusal(error.status)) from error
+                    reason = "another connector is connected" if error.status == 409 else str(error)
+                except (aiohttp.ClientError, OSError) as error:
+                    reason = str(error) or type(error).__name__
+                finally:
+                    self.connected.clear()
+                _log.warning("Harbor's relay is not connected", extra=self._what(reason=reason))
+                await asyncio.sleep(backoff.next_s())
+
+    async def _answer_all(
+        self,
+        http: aiohttp.ClientSession,
+        relay: aiohttp.ClientWebSocketResponse,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Answers the requests of one connection.
+
+        Answers that run when it is lost are read to their end: the mesh records them whole, and the
+        agent that repeats its request gets them again.
+        """
+        running: dict[str, asyncio.Task[None]] = {}
+
+        def forget(answer: asyncio.Task[None]) -> None:
+            running.pop(answer.get_name(), None)
+
+        async for message in relay:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                continue
+            frame = json.loads(message.data)
+            number = frame.get("request_id", "")
+            if frame.get("type") == "request":
+                work = self._answer(http, _Reply(relay, number), frame)
+                running[number] = tasks.create_task(work, name=number)
+                running[number].add_done_callback(forget)
+            elif frame.get("reason") in _GIVEN_UP and number in running:
+                running[number].cancel()
+
+    async def _answer(
+        self, http: aiohttp.ClientSession, reply: "_Reply", frame: Mapping[str, Any]
+    ) -> None:
+        """Answers a request through the session of its rollout."""
+        rollout = self._rollout(http, frame["rollout_id"])
+        this = asyncio.current_task()
+        assert this is not None
+        rollout.answers.add(this)
+        try:
+            for is_last in (False, True):
+                try:
+                    session = await asyncio.shield(rollout.opening)
+                    await self._forward(http, session.base_url, reply, frame)
+                except aiohttp.ClientConnectorError as error:  # the sidecar is gone
+                    if is_last:
+                        await reply.fail(503, "unavailable", str(error))
+                        return
+                    rollout.opening = self._open(http, rollout.id)
+                else:
+                    return
+        except (RollmeshError, HarborError) as error:
+            status = 410 if isinstance(error, SessionClosedError) else 503
+            await reply.fail(status, getattr(error, "reason", "unavailable").lower(), str(error))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            await reply.fail(503, "unavailable", str(error) or type(error).__name__)
+        finally:
+            rollout.answers.discard(this)
+
+    async def _forward(
+        self, http: aiohttp.ClientSession, base_url: str, reply: "_Reply", frame: Mapping[str, Any]
+    ) -> None:
+        target = frame["target"]  # of some clients without the version
+        url = base_url.removesuffix("/v1") + (
+            target if target.startswith("/v1/") else f"/v1{target}"
+        )
+        passed = [(name, text) for name, text in frame["headers"] if name not in _NOT_PASSED]
+        body = base64.b64decode(frame["body_b64"])
+        async with http.request(
+            frame["method"], url, headers=passed, data=body, timeout=_ANSWER
+        ) as response:
+            headers = [
+                (name.lower(), text)
+                for name, text in response.headers.items()
+                if name.lower() not in _NOT_RETURNED
+            ]
+            await reply.begin(response.status, headers)
+            await reply.relay(response.content)
+
+    def _rollout(self, http: aiohttp.ClientSession, rollout_id: str) -> _Rollout:
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            rollout = _Rollout(rollout_id, self._open(http, rollout_id))
+            self._rollouts[rollout_id] = rollout
+        elif rollout.opening.done() and (
+            rollout.opening.cancelled() or rollout.opening.exception() is not None
+        ):
+            rollout.opening = self._open(http, rollout_id)
+        return rollout
+
+    def _open(self, http: aiohttp.ClientSession, rollout_id: str) -> asyncio.Task[Session]:
+        opening = asyncio.get_running_loop().create_task(self._session(http, rollout_id))
+        self._openings.add(opening)
+        opening.add_done_callback(self._opened)
+        return opening
+
+    def _opened(self, opening: asyncio.Task[Session]) -> None:
+        self._openings.discard(opening)
+        if not opening.cancelled():
+            opening.exception()  # each waiting request has it
+
+    async def _cancel_openings(self) -> None:
+        """Cancels the openings when the connector ends."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for opening in self._openings:
+                opening.cancel()
+
+    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+        """Opens the session of a rollout, or finds it.
+
+        Raises:
+            HarborError: The server does not have the rollout, or does not answer.
+            RollmeshError: The mesh cannot open it.
+        """
+        (found,) = await self._query(http, [[_ROWS, rollout_id]])
+        if not found:
+            raise HarborError(f"the Harbor server does not have rollout {rollout_id}")
+        (row,) = found
+        policy = [row[name] for name in ("job_id", "task_name", "task_digest", "agent_name")]
+        (seats,) = await self._query(http, [[_SEATS, *policy]])
+        first = json.loads(row["retry_ids"])[-1]
+        request = self._client.session_request(
+            request_id=f"harbor-{rollout_id}",
+            group_id=f"{row['job_id']}/{sha256(json.dumps(policy).encode()).hexdigest()[:16]}",
+            sample_index=[one["id"] for one in seats].index(first),
+            group_size=len(seats),
+            run_id=self._run_id,
+            metadata={
+                "harbor_rollout": rollout_id,
+                "harbor_job": row["job_id"],
+                "harbor_trial": row["name"],
+                "harbor_task": row["task_name"],
+                "harbor_agent": row["agent_name"] or "",
+            },
+        )
+        return await self._client.open_session(request)
+
+    async def _query(
+        self, http: aiohttp.ClientSession, statements: Sequence[Sequence[Any]]
+    ) -> list[list[dict[str, Any]]]:
+        """Returns the rows of each statement.
+
+        Raises:
+            HarborError: The server does not answer, or refuses.
+        """
+        try:
+            async with http.post(
+                f"{self._server}/query",
+                json=statements,
+                headers=self._headers,
+                timeout=_QUERY,
+            ) as response:
+                found = await response.json(content_type=None)
+                results = found["results"] if response.status == 200 else []
+                return [one["rows"] for one in results] or _refused(found)
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            raise HarborError(f"{self._server}/query: {error or 'no answer in time'}") from error
+
+    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+        """Closes the sessions of rollouts that have ended, as long as the connector runs."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            ids = list(self._rollouts)[:_MOST_ASKED]
+            if not ids:
+                continue
+            marks = ", ".join("?" * len(ids))
+            asked = [[one.replace("?", marks), *ids] for one in (_ROWS, _REWARDS)]
+            try:
+                rows, rewards = await self._query(http, asked)
+            except HarborError as error:
+                _log.warning("rollouts were not read", extra=self._what(error=str(error)))
+                continue
+            for row in rows:
+                named = {
+                    one["reward_key"]: one["value"]
+                    for one in rewards
+                    if one["rollout_id"] == row["id"]
+                }
+                if (ending := ending_of(row, named, self._reward)) is not None:
+                    await self._close(self._rollouts[row["id"]], ending)
+
+    async def _close(self, rollout: _Rollout, ending: Ending) -> None:
+        """Closes a session. If the mesh is away, the next round tries again."""
+        for answer in rollout.answers:  # no agent waits for them
+            answer.cancel()
+        try:
+            session = await asyncio.shield(rollout.opening)
+            session.reward = ending.reward
+            with suppress(SessionClosedError):
+                await self._client.close_session(
+                    session,
+                    outcome=ending.outcome,
+                    metadata=ending.metadata,
+                    superseded=ending.superseded,
+                )
+        except (RollmeshError, HarborError) as error:
+            if not isinstance(error, SessionClosedError):
+                what = self._what(rollout=rollout.id, error=str(error))
+                _log.warning("session was not closed, will retry", extra=what)
+                return
+        del self._rollouts[rollout.id]
+
+    def _what(self, **more: object) -> dict[str, dict[str, object]]:
+        return fields(server=self._server, session=self._name, **more)
+
+
+class _Reply:
+    """The answer to one request, in frames."""
+
+    def __init__(self, relay: aiohttp.ClientWebSocketResponse, number: str) -> None:
+        self._relay = relay
+        self._number = number
+        self._frames = 0
+        self._begun = False
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Sends the status and the headers."""
+        self._begun = True
+        await self._send("response_start", status=status, headers=headers[:128])
+
+    async def relay(self, content: aiohttp.StreamReader) -> None:
+        """Sends the body as it arrives, in few frames."""
+        loop = asyncio.get_running_loop()
+        next_s = 0.0
+        while data := await content.readany():
+            if (wait_s := next_s - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+                data += content.read_nowait()
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
+                await self._send("response_chunk", body_b64=piece)
+                self._frames += 1
+            next_s = loop.time() + (_QUICK_S if self._frames < _QUICK_FRAMES else _SLOW_S)
+        await self._send("response_end")
+
+    async def fail(self, status: int, code: str, message: str) -> None:
+        """Answers with an error, or cuts an answer that has begun."""
+        if self._begun:
+            await self._send("error", code=code[:200], message=message[:4096])
+            return
+        body = json.dumps({"error": {"code": code, "message": message}}).encode()
+        await self.begin(status, [("content-type", "application/json"), ("retry-after", "1")])
+        await self._send("response_chunk", body_b64=base64.b64encode(body).decode())
+        await self._send("response_end")
+
+    async def _send(self, kind: str, **values: Any) -> None:
+        """Sends a frame. An answer whose connection is lost is only read."""
+        if self._relay.closed:
+            return
+        with suppress(ConnectionError, aiohttp.ClientError):
+            await self._relay.send_json({"type": kind, "request_id": self._number, **values})
+
+
+def _refusal(status: int) -> str:
+    match status:
+        case 401:
+            return "the Harbor server does not know the API key; give that of HARBOR_API_KEY there"
+        case 404:
+            return "the Harbor server has no relay; start it with --relay-url"
+        case _:
+            return (
+                f"the Harbor server refuses the connection ({status}); a session has 1 to 200 "
+                "letters, digits, - and _"
+            )
+
+
+def _refused(found: Any) -> list[list[dict[str, Any]]]:
+    raise HarborError(f"the Harbor server refuses a question: {json.dumps(found)[:500]}")

@@ -1,0 +1,88 @@
+"""A Harbor environment without a container: a folder of this machine, for trusted tasks.
+
+Harbor's server imports it. Paths of the environment lie in the folder. Commands run with them
+replaced, and with the folder in ROOT.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+
+_PATHS = re.compile(r"(?<![\w/.])/(?=(?:app|logs|tests|solution)(?:[/\s'\";)]|$))")
+
+
+class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
+    """A folder with /app, /logs, /tests and /solution."""
+
+    root: Path
+
+    @staticmethod
+    def type() -> str:
+        return "folder"
+
+    @property
+    def capabilities(self) -> Any:
+        return EnvironmentCapabilities()
+
+    @classmethod
+    def resource_capabilities(cls) -> None:
+        return None
+
+    def _validate_definition(self) -> None:
+        pass
+
+    def _there(self, path: str | Path) -> Path:
+        return self.root / str(path).lstrip("/")
+
+    async def start(self, force_build: bool) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="harbor-"))
+        for name in ("app", "logs/agent", "logs/verifier", "logs/artifacts", "tests", "solution"):
+            self._there(name).mkdir(parents=True)
+
+    async def stop(self, delete: bool) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        self._there(target_path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source_path, self._there(target_path))
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        shutil.copytree(source_dir, self._there(target_dir), dirs_exist_ok=True)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(self._there(source_path), target_path)
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        shutil.copytree(self._there(source_dir), target_dir, dirs_exist_ok=True)
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> Any:
+        process = await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            _PATHS.sub(f"{self.root}/", command),
+            cwd=self._there(cwd or "/app"),
+            env={**os.environ, **self._persistent_env, **(env or {}), "ROOT": str(self.root)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(timeout_sec):
+            out, errors = await process.communicate()
+        return ExecResult(
+            stdout=out.decode(), stderr=errors.decode(), return_code=process.returncode or 0
+        )

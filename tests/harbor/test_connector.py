@@ -1,0 +1,214 @@
+"""Harbor's agents train through the inference relay of a real Harbor server."""
+
+import asyncio
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.client import Client, SessionResult, SubscribeOptions
+from rollmesh.integrations.harbor import Connector, HarborError, ending_of
+from tests.faults.proxy import proxy_to
+from tests.harbor.serving import KEY, Harbor, answers_of, harbor_server
+from tests.meshes import Mesh, scripted_mesh
+from tests.waiting import until
+
+ASKED = "What is 6 times 7?"
+RULES = [(ASKED, "The answer is 42.")]
+pytestmark = pytest.mark.timeout(300)
+
+
+@asynccontextmanager
+async def connected(client: Client, server: str, name: str) -> AsyncIterator[Connector]:
+    connector = Connector(client, server, name, KEY)
+    running = asyncio.create_task(connector.run())
+    waiting = asyncio.create_task(connector.connected.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    try:
+        yield connector
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def trained(client: Client, count: int) -> list[SessionResult]:
+    """Returns the next sessions that a trainer receives."""
+    found: list[SessionResult] = []
+    options = SubscribeOptions()
+    async with (
+        asyncio.timeout(120),
+        client.subscribe("trainer", unit="group", options=options) as deliveries,
+    ):
+        async for delivery in deliveries:
+            await deliveries.acknowledge(delivery)
+            found += delivery.sessions
+            if len(found) >= count:
+                return found
+    raise AssertionError("the deliveries ended")
+
+
+@asynccontextmanager
+async def both(folder: Path, model: Path, **engine: Any) -> AsyncIterator[tuple[Mesh, Harbor]]:
+    async with (
+        scripted_mesh(folder / "mesh", model, RULES, **engine) as mesh,
+        harbor_server(folder / "harbor") as harbor,
+    ):
+        yield mesh, harbor
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(
+    tmp_path: Path, tokenizer_dir: Path, stream: bool
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        async with connected(client, harbor.url, "training-1"):
+            tasks = [harbor.task(name, ASKED) for name in ("one", "two")]
+            job = await harbor.submit("training-1", tasks, attempts=3, turns=2, stream=stream)
+            rollouts = await harbor.ended(job)
+            sessions = await trained(client, 6)
+        assert Counter(one.group_id for one in sessions).most_common() == [
+            (group, 3) for group in dict.fromkeys(one.group_id for one in sessions)
+        ]
+        assert len({(one.group_id, one.sample_index) for one in sessions}) == 6
+        assert {one.metadata["harbor_rollout"] for one in sessions} == {
+            one["id"] for one in rollouts
+        }
+        for session in sessions:
+            assert (session.reward, session.outcome) == (0.75, "COMPLETED")
+            assert session.metadata["harbor_reward.speed"] == "2"
+            (trajectory,) = session.trajectories
+            assert trajectory.reasons == ("EXACT",)
+
+
+async def test_cut_connections_double_and_lose_no_turn(tmp_path: Path, tokenizer_dir: Path) -> None:
+    turns = 6
+    async with (
+        both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
+        mesh.client() as client,
+        proxy_to(harbor.url.removeprefix("http://")) as proxy,
+        connected(client, f"http://{proxy.address}", "training-1"),
+    ):
+        tasks = [harbor.task("one", ASKED)]
+        whole = await harbor.submit("training-1", tasks, attempts=2, turns=turns)
+        streamed = await harbor.submit("training-1", tasks, attempts=2, turns=turns, stream=True)
+
+        async def cutting() -> None:
+            while True:
+                await asyncio.sleep(0.7)
+                with proxy.cut():
+                    await asyncio.sleep(0.05)
+
+        cuts = asyncio.create_task(cutting())
+        rollouts = [*await harbor.ended(whole), *await harbor.ended(streamed)]
+        cuts.cancel()
+        assert [one["error_type"] for one in rollouts] == [None] * 4
+        sessions = await trained(client, 4)
+        ids = answers_of(harbor.folder)
+    assert [len(set(one)) for one in ids] == [turns] * 4
+    assert [one.turns for one in sessions] == [turns] * 4
+
+
+@asynccontextmanager
+async def command(mesh: Mesh, harbor: Harbor) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs `rollmesh harbor connect`."""
+    key = harbor.folder / "key"
+    key.write_text(KEY)
+    flags = (f"--server={harbor.url}", "--session=training-1", f"--key-file={key}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmesh.cli", "harbor", "connect", *flags),
+        f"--router={mesh.address('router')}",
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            assert await process.wait() == 0
+
+
+def answered(mesh: Mesh) -> int:
+    """Number of answers in the gateway's journal."""
+    counts = "SELECT count(*) FROM nodes WHERE sample IS NOT NULL"
+    with closing(sqlite3.connect(mesh.folder / "gateway" / "journal.sqlite")) as journal:
+        return int(journal.execute(counts).fetchone()[0])
+
+
+async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_doubles_no_turn(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
+        mesh.client() as client,
+    ):
+        await mesh.run("sidecar", "sidecar-2", port=0, router=mesh.address("router"))
+        async with command(mesh, harbor) as first:
+            job = await harbor.submit(
+                "training-1", [harbor.task("one", ASKED)], attempts=2, turns=6, stream=True
+            )
+            await until(lambda: answered(mesh) >= 2)
+            first.kill()
+            await first.wait()
+        async with command(mesh, harbor):
+            await harbor.ended(job)
+            sessions = await trained(client, 2)
+    assert [(one.turns, one.reward) for one in sessions] == [(6, 0.75)] * 2
+
+
+async def test_a_failed_sandbox_is_not_the_policys_zero(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        async with connected(client, harbor.url, "training-1"):
+            task = [harbor.task("one", ASKED)]
+            job = await harbor.submit("training-1", task, turns=1, fails="SandboxError")
+            (rollout,) = await harbor.ended(job)
+            (session,) = await trained(client, 1)
+    assert rollout["error_type"] == session.metadata["harbor_error"] == "SandboxError"
+    assert (session.reward, session.outcome) == (None, "FAILED")
+
+
+async def test_a_wrong_key_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    async with harbor_server(tmp_path) as harbor:
+        client: Client = object()  # type: ignore[assignment]
+        with pytest.raises(ExceptionGroup) as refused:
+            await Connector(client, harbor.url, "training-1", "wrong").run()
+        assert refused.group_contains(HarborError, match="HARBOR_API_KEY")
+
+
+@pytest.mark.parametrize(
+    ("row", "rewards", "outcome", "reward"),
+    [
+        ({"state": "running"}, {}, None, None),
+        ({}, {"reward": 1}, "COMPLETED", 1.0),
+        ({"error_type": "AgentTimeoutError"}, {"reward": 0.0}, "COMPLETED", 0.0),
+        ({"error_type": "RuntimeError"}, {"reward": 0.0}, "FAILED", None),
+        ({}, {"reward": None}, "FAILED", None),
+        ({}, {"other": 1.0}, "FAILED", None),
+        ({"state": "cancelled"}, {"reward": 1.0}, "ABORTED", None),
+        ({"error_type": "CancelledError"}, {}, "ABORTED", None),
+    ],
+)
+def test_the_end_of_a_rollout_is_the_outcome_of_its_session(
+    row: dict[str, object], rewards: dict[str, object], outcome: str | None, reward: float | None
+) -> None:
+    base = {"state": "finished", "error_type": None, "is_latest_attempt": 1}
+    ending = ending_of({**base, **row}, rewards, "reward")
+    if outcome is None:
+        assert ending is None
+    else:
+        assert ending is not None
+        assert (ending.outcome, ending.reward) == (outcome, reward)
+
+
+def test_an_attempt_that_harbor_repeats_is_superseded() -> None:
+    ended = {"state": "finished", "error_type": "RuntimeError", "is_latest_attempt": 0}
+    ending = ending_of(ended, {}, "reward")
+    assert ending is not None
+    assert ending.superseded
