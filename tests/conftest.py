@@ -34,7 +34,6 @@ _WITH_TORCH = (
     "batches/test_image_layouts.py",
     "batches/test_images.py",
     "batches/test_tensors.py",
-    "batches/test_tree_batches.py",
     "engine/requests/test_constraint.py",
     "engine/conformance",
     "engine/vllm",

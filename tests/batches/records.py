@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
+from rollmesh.client import SessionResult, Trajectory
 from rollmesh.v1 import chat_pb2, trajectory_pb2
-from tests.token_arrays import pack_tokens
 
 
 def trajectory(
@@ -69,26 +68,3 @@ def session(
 def linear(name: str, prompt: int, answer: int, **settings: object) -> Trajectory:
     """One turn: a prompt and an answer."""
     return trajectory(name, [(prompt, False, False), (answer, True, True)], **settings)  # type: ignore[arg-type]
-
-
-def tree_session(name: str, *, reward: float | None = 1.0) -> SessionResult:
-    """A session that is a tree: a prompt of 2 tokens, and two answers to it, of 3 and 1."""
-    nodes = [
-        trajectory_pb2.TrajectoryNode(node_id=1, end=2),
-        trajectory_pb2.TrajectoryNode(
-            node_id=2, start=2, end=5, parent_index=0, sampled=True, trained=True
-        ),
-        trajectory_pb2.TrajectoryNode(
-            node_id=3, start=5, end=6, parent_index=0, sampled=True, trained=True
-        ),
-    ]
-    proto = trajectory_pb2.TrajectoryTree(
-        nodes=nodes,
-        tokens=pack_tokens(
-            np.arange(6, dtype=np.uint32),
-            np.zeros(6, np.float32),
-            np.array([0, 0, 1, 1, 1, 1], np.bool_),
-        ),
-    )
-    tree = TrajectoryTree.from_proto(proto)
-    return SessionResult(name, "", 0, "COMPLETED", reward, 2, {}, (), tree)

@@ -1,4 +1,4 @@
-"""Layouts of rows and trees with images: positions of three dimensions, and what the model needs.
+"""Layouts of rows with images: positions of three dimensions, and what the model needs.
 
 The proof is the model's own forward pass over a batch, which equals that over each row alone.
 """
@@ -19,16 +19,14 @@ from rollmesh.batches import (
     Rows,
     image_tensors,
     pack,
-    pack_trees,
     pad,
     ragged,
     rows_of,
-    split,
     to_torch,
 )
 from rollmesh.client import SessionResult
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.batches.pictured import pictured, pictured_tree
+from tests.batches.pictured import pictured
 from tests.vision.models import make_vision_model
 
 ORDERS: tuple[list[int], ...] = ([0, 1, 0], [1], [])
@@ -37,7 +35,6 @@ LAYOUTS: list[Any] = [
     pytest.param(lambda rows, **more: pad(rows, side="left", **more), id="left"),
     pytest.param(lambda rows, **more: pack(rows, 80, **more), id="packed"),
     pytest.param(ragged, id="ragged"),
-    pytest.param(split, id="split"),
 ]
 
 
@@ -65,11 +62,8 @@ def positions_of(batch: Any, row: int, tokens: int) -> Any:
     """Returns int64 [3, N]: those of a trajectory, wherever the layout has them."""
     if hasattr(batch, "offsets"):
         return batch.position_ids[:, batch.offsets[row] : batch.offsets[row + 1]]
-    if isinstance(batch, Batch):
-        at, start = batch.row_index[row], batch.start[row]
-        return batch.position_ids[at, :, start : start + tokens]
-    start = batch.prompt_ids.shape[1] - batch.trajectories.prompt_tokens[row]
-    return batch.position_ids[row, :, start : start + tokens]
+    at, start = batch.row_index[row], batch.start[row]
+    return batch.position_ids[at, :, start : start + tokens]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -131,24 +125,6 @@ def test_a_forward_pass_over_a_batch_is_that_over_each_row(
     found = together(network, batch, np.tril(same), batch.token_ids)
     for row, one in zip(rows, batch.unpack(found.numpy()), strict=True):
         assert np.allclose(one, alone(network, processor, row), atol=1e-4)
-
-
-def test_a_forward_pass_over_a_tree_is_that_over_each_path(
-    model: Path, processor: ImageProcessor, network: Any
-) -> None:
-    tree, leaves = pictured_tree(model)
-    batch = pack_trees([tree], processor=processor)
-    found = together(network, batch, batch.attention_mask()[None], batch.token_ids[None])[0]
-    for path, row in zip(batch.paths(), rows_of([leaves]), strict=True):
-        wanted = processor.inputs(row).position_ids
-        assert np.array_equal(batch.position_ids[:, path], wanted)
-        assert np.allclose(found[path], alone(network, processor, row), atol=1e-4)
-
-
-def test_a_tree_with_images_needs_a_processor(model: Path) -> None:
-    tree, _ = pictured_tree(model)
-    with pytest.raises(InvalidFieldError, match="tree of session s has images; give ImageProc"):
-        pack_trees([tree])
 
 
 def test_a_packed_batch_has_its_images_in_the_order_of_their_tokens(

@@ -12,8 +12,6 @@ from rollmesh.batches import (
     pad,
     ragged,
     rows_of,
-    split,
-    to_tensordict,
     to_torch,
 )
 from tests.batches.records import linear, session
@@ -28,7 +26,6 @@ _ROWS = rows_of(
     [
         pytest.param(pad(_ROWS), id="padded"),
         pytest.param(pack(_ROWS, 20), id="packed"),
-        pytest.param(split(_ROWS), id="split"),
     ],
 )
 def test_tensors_are_the_arrays_without_a_copy(batch: Any) -> None:
@@ -67,12 +64,6 @@ def test_without_torch_the_arrays_are_there_and_tensors_are_refused(
     assert batch.token_ids.shape == (2, 7)
     with pytest.raises(PackageMissingError, match="needs the package torch; install it"):
         to_torch(batch)
-
-
-def test_without_tensordict_a_tensordict_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensordict", None)
-    with pytest.raises(PackageMissingError, match="needs the package tensordict; install it"):
-        to_tensordict(pad(_ROWS))
 
 
 def test_the_arrays_alone_import_neither_torch_nor_tensordict() -> None:

@@ -86,21 +86,8 @@ async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> 
     assert refusals["runner"].startswith("rollmesh.runners.mine: 'no.such.module:run' is no")
 
 
-async def test_batches_become_tensordicts_of_as_many_rows(ran: Any) -> None:
-    found = ran["tensordicts"]
-    assert (found["padded"], found["nothing"]) == ([4], [0])
-    assert found["padded_ids"] == ["main0", "sub0", "main1", "sub1"]
-    assert [len(row) for row in found["ragged"]] == [10, 7, 10, 7]
-    assert (found["packed_rows"], found["packed_trajectories"]) == ([2], [4])
-
-
-async def test_a_batch_of_trees_is_a_tensordict_with_all_of_it_side_by_side(ran: Any) -> None:
-    assert ran["tensordicts"]["trees"] == [[], [-1, 0, 0, -1, 3, 3], ["a", "b"]]
-    assert {"token_ids", "node_offsets", "advantages"} <= set(ran["tensordicts"]["no_trees"])
-
-
 async def test_extra_fields_are_columns_too_where_that_is_asked_for(ran: Any) -> None:
-    assert ran["tensordicts"]["flat"] == [["SUB_AGENT", "MAIN"], [6, 4]]
+    assert ran["flat"] == [["SUB_AGENT", "MAIN"], [6, 4]]
 
 
 async def test_the_pages_snippet_writes_a_prompt_and_its_row(ran: Any) -> None:

@@ -1,9 +1,8 @@
-"""From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
+"""From delivered sessions to batches: NumPy arrays and torch tensors.
 
-`rows_of` reads sessions. `pad`, `pack`, `ragged` and `split` lay them out. `pack_trees` lays out
-complete trees. `to_torch` and `to_tensordict` convert batches, `image_tensors` has the tensors
-that the model needs for their images. Nothing is truncated: a trajectory that does not fit is
-refused, or left out and counted.
+`rows_of` reads sessions. `pad`, `pack` and `ragged` lay them out. `to_torch` converts batches,
+`image_tensors` has the tensors that the model needs for their images. Nothing is truncated: a
+trajectory that does not fit is refused, or left out and counted.
 
 May import `client` and `runtime`.
 """
@@ -18,20 +17,15 @@ from rollmesh.batches.rows import (
     Rows,
     TrajectoryColumns,
     TrajectoryTooLongError,
-    TreeColumns,
     group_advantages,
     rows_of,
 )
 from rollmesh.batches.tensors import (
     RaggedBatch,
-    SplitBatch,
     image_tensors,
     ragged,
-    split,
-    to_tensordict,
     to_torch,
 )
-from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [
     "Batch",
@@ -43,19 +37,13 @@ __all__ = [
     "RaggedBatch",
     "Row",
     "Rows",
-    "SplitBatch",
     "TrajectoryColumns",
     "TrajectoryTooLongError",
-    "TreeBatch",
-    "TreeColumns",
     "group_advantages",
     "image_tensors",
     "pack",
-    "pack_trees",
     "pad",
     "ragged",
     "rows_of",
-    "split",
-    "to_tensordict",
     "to_torch",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.batches.rows import PackageMissingError, Row
-from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
+from rollmesh.client import SessionResult, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
 
@@ -20,7 +20,7 @@ _GRID = "image_grid_thw"
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """The inputs of a model for one row or tree of N tokens, beside its token ids."""
+    """The inputs of a model for one row of N tokens, beside its token ids."""
 
     tensors: dict[str, Any]
     """The output of the model's image processor for the images, in order: torch tensors by the
@@ -80,16 +80,6 @@ class ImageProcessor:
             positions = grid_positions(count, images, grids)
         return ImageInputs(tensors, positions, _token_types(count, images))
 
-    def inputs_of_tree(self, session: SessionResult, tree: TrajectoryTree) -> ImageInputs:
-        """Returns the inputs of a session's tree, each image once. Raises as `inputs` does.
-
-        Positions count along each token's own path.
-        """
-        tensors = self._processed(session, tree.images)
-        grids = self._grids(tensors, tree.images, f"the tree of session {session.session_id}")
-        positions = _tree_positions(tree, grids) if self.has_grid_positions else tree.position_ids
-        return ImageInputs(tensors, positions, _token_types(len(tree.token_ids), tree.images))
-
     def _processed(
         self, session: SessionResult, images: Sequence[trajectory_pb2.TrajectoryImage]
     ) -> dict[str, Any]:
@@ -131,25 +121,16 @@ def row_inputs(rows: Sequence[Row], processor: ImageProcessor | None) -> tuple[I
     Raises:
         InvalidFieldError: A row has images and there is no processor, or as `inputs`.
     """
+    if processor is not None:
+        return tuple(map(processor.inputs, rows))
     for row in rows:
-        refuse_images(
-            row.trajectory.images, processor, f"trajectory {row.trajectory.trajectory_id}"
-        )
-    return () if processor is None else tuple(map(processor.inputs, rows))
-
-
-def refuse_images(
-    images: Sequence[trajectory_pb2.TrajectoryImage], processor: ImageProcessor | None, name: str
-) -> None:
-    """Refuses images without a processor: positions may depend on their sizes.
-
-    Raises:
-        InvalidFieldError: There are images and no processor. Names the trajectory.
-    """
-    if images and processor is None:
-        raise InvalidFieldError(
-            "processor", f"{name} has images; give ImageProcessor(model_path) of the model"
-        )
+        if row.trajectory.images:  # positions may depend on their sizes
+            raise InvalidFieldError(
+                "processor",
+                f"trajectory {row.trajectory.trajectory_id} has images; "
+                "give ImageProcessor(model_path) of the model",
+            )
+    return ()
 
 
 def grid_positions(
@@ -181,22 +162,6 @@ def grid_positions(
         positions[:, image.start : at] = np.stack([np.zeros_like(rows), rows, columns]) + position
         position += max(height, width)
     positions[:, at:] = np.arange(position, position + count - at)
-    return positions
-
-
-def _tree_positions(tree: TrajectoryTree, grids: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Returns int64 [3, N]: the positions of each token on any path that it is part of."""
-    positions = np.empty((3, len(tree.token_ids)), np.int64)
-    starts = np.array([image.start for image in tree.images], np.int64)
-    for path in tree.paths():
-        shown = np.flatnonzero(np.isin(starts, path))
-        images = [
-            trajectory_pb2.TrajectoryImage(
-                start=int(tree.position_ids[starts[at]]), tokens=tree.images[at].tokens
-            )
-            for at in shown
-        ]
-        positions[:, path] = grid_positions(len(path), images, [grids[at] for at in shown])
     return positions
 
 

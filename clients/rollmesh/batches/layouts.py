@@ -147,8 +147,7 @@ def fit(
         if length is None or len(row) <= length:
             fitting.append(row)
             continue
-        name = row.trajectory.trajectory_id
-        error = TrajectoryTooLongError(name, "sequence", len(row), length)
+        error = TrajectoryTooLongError(row.trajectory.trajectory_id, len(row), length)
         left_out.append(refuse_or_leave(row.trajectory, error, too_long))
     return fitting, tuple(left_out)
 

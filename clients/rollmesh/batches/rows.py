@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.client import Delivery, SessionResult, Trajectory, TrajectoryTree
+from rollmesh.client import Delivery, SessionResult, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 
 # Why a trajectory cannot be a row of a batch.
@@ -23,10 +23,10 @@ class TrajectoryTooLongError(RollmeshError):
     code = "OUT_OF_RANGE"
     reason = "TRAJECTORY_TOO_LONG"
 
-    def __init__(self, trajectory_id: str, part: str, tokens: int, most: int) -> None:
-        """Names the trajectory, the part that is too long, and the limit."""
+    def __init__(self, trajectory_id: str, tokens: int, most: int) -> None:
+        """Names the trajectory and the limit."""
         super().__init__(
-            f"trajectory {trajectory_id}: its {part} has {tokens} tokens and {most} fit; "
+            f"trajectory {trajectory_id}: its sequence has {tokens} tokens and {most} fit; "
             'give more room, or too_long="leave_out" to go on without it',
             trajectory_id=trajectory_id,
             tokens=tokens,
@@ -44,10 +44,10 @@ class MissingRewardError(RollmeshError):
     code = "FAILED_PRECONDITION"
     reason = "MISSING_REWARD"
 
-    def __init__(self, trajectory_id: str, session_id: str, *, kind: str = "trajectory") -> None:
-        """Names the trajectory, or what else `kind` says, and its session."""
+    def __init__(self, trajectory_id: str, session_id: str) -> None:
+        """Names the trajectory and its session."""
         super().__init__(
-            f"{kind} {trajectory_id}: session {session_id} was closed without a reward; "
+            f"trajectory {trajectory_id}: session {session_id} was closed without a reward; "
             'set one before the close, or missing_reward="leave_out" to go on without it',
             trajectory_id=trajectory_id,
             session_id=session_id,
@@ -157,7 +157,7 @@ def rows_of(
             raise InvalidFieldError(
                 "trajectories",
                 f"session {session.session_id} has turns and no trajectories; "
-                'open sessions with export="leaves" or "turns", or take pack_trees',
+                'open sessions with export="leaves" or "turns", or read session.tree',
             )
         for index, trajectory in enumerate(session.trajectories):
             if session.superseded:
@@ -259,52 +259,8 @@ def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TreeColumns:
-    """One value per tree. B trees, each from a different session."""
-
-    session_ids: tuple[str, ...]
-    group_ids: tuple[str, ...]
-    reasons: tuple[tuple[str, ...], ...]
-    """Fidelity reasons of each. ("EXACT",) if there are none."""
-    group_index: NDArray[np.int64]
-    """int64 [B]: number of the group, from 0 in order of appearance."""
-    session_index: NDArray[np.int64]
-    """int64 [B]: 0 to B - 1."""
-    sample_index: NDArray[np.int64]
-    """int64 [B]: index of the session in its group."""
-    num_tokens: NDArray[np.int64]
-    """int64 [B]: tokens of the tree, each counted once."""
-    num_turns: NDArray[np.int64]
-    """int64 [B]: sampled turns of the tree."""
-    reward: NDArray[np.float32]
-    """float32 [B]: the session's reward and those of its trained turns, each once."""
-
-    def __len__(self) -> int:
-        """Number of trees B."""
-        return len(self.session_ids)
-
-
-def tree_columns(
-    kept: Sequence[tuple[SessionResult, TrajectoryTree]], rewards: Sequence[float]
-) -> TreeColumns:
-    """Returns the columns of trees, in their order, with the total reward of each."""
-    sessions = [session for session, _ in kept]
-    return TreeColumns(
-        session_ids=tuple(session.session_id for session in sessions),
-        group_ids=tuple(session.group[1] for session in sessions),
-        reasons=tuple(tree.reasons for _, tree in kept),
-        group_index=_indexes([session.group for session in sessions]),
-        session_index=np.arange(len(kept)),
-        sample_index=_integers([session.sample_index for session in sessions]),
-        num_tokens=_integers([len(tree.token_ids) for _, tree in kept]),
-        num_turns=_integers([session.turns for session in sessions]),
-        reward=np.array(rewards, np.float32),
-    )
-
-
 def group_advantages(
-    columns: TrajectoryColumns | TreeColumns, *, by_deviation: bool = False, epsilon: float = 1e-6
+    columns: TrajectoryColumns, *, by_deviation: bool = False, epsilon: float = 1e-6
 ) -> NDArray[np.float32]:
     """Returns each reward minus its group's mean, float32 [B], as in GRPO.
 

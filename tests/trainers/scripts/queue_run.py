@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import transfer_queue as tq
 
-from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
+from rollmesh.batches import rows_of
 from rollmesh.client import Scores, SessionResult
 from rollmesh.integrations.verl.manager import Settings, load_runner
 from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
 from rollmesh.runtime.codec.columns import Columns, experts_column
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.batches.records import linear, session, trajectory, tree_session
+from tests.batches.records import linear, session, trajectory
 from tests.trainers.queues import buffer, described
 from tests.trainers.transfer_queue_server import running_queue
 
@@ -164,23 +164,10 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def tensordicts() -> dict[str, Any]:
-    """The shapes of batches as TensorDicts: this environment has the package."""
-    rows = rows_of([branched(0, 1.0), branched(1, 0.0)])
-    packed = to_tensordict(pack(rows, 20))
-    trees = to_tensordict(pack_trees([tree_session("a"), tree_session("b")]))
-    flat = queue_rows(rows_of([branched(0, 1.0)]), prompt("u"), flat_extra_fields=True)
-    return {
-        "padded": list(to_tensordict(pad(rows)).batch_size),
-        "padded_ids": list(to_tensordict(pad(rows))["trajectory_ids"]),
-        "ragged": [row.tolist() for row in to_tensordict(ragged(rows))["token_ids"].unbind()],
-        "packed_rows": list(packed["rows"].batch_size),
-        "packed_trajectories": list(packed["trajectories"].batch_size),
-        "trees": [list(trees.batch_size), trees["parents"].tolist(), list(trees["session_ids"])],
-        "no_trees": sorted(to_tensordict(pack_trees([])).keys()),
-        "nothing": list(to_tensordict(pad(rows_of([]))).batch_size),
-        "flat": [list(flat.fields["lineage"]), list(flat.fields["max_global_steps"])],
-    }
+def flat() -> list[Any]:
+    """Two columns of the extra fields."""
+    made = queue_rows(rows_of([branched(0, 1.0)]), prompt("u"), flat_extra_fields=True)
+    return [list(made.fields["lineage"]), list(made.fields["max_global_steps"])]
 
 
 def taught() -> dict[str, Any]:
@@ -221,7 +208,7 @@ def main() -> None:
         result: dict[str, Any] = {"groups": groups(), "statuses": statuses()}
         result["experts"] = experts()
         result["snippet"] = snippet(json.loads(sys.argv[1])["snippet"])
-    result |= {"refusals": refusals(), "tensordicts": tensordicts(), "taught": taught()}
+    result |= {"refusals": refusals(), "flat": flat(), "taught": taught()}
     print(json.dumps(result))  # noqa: T201
 
 

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker  # noqa: E402
 from verl.utils import hf_processor, hf_tokenizer  # noqa: E402
 
-from rollmesh.batches import ImageProcessor, pad, ragged, rows_of, to_tensordict  # noqa: E402
+from rollmesh.batches import ImageProcessor, pad, ragged, rows_of, to_torch  # noqa: E402
 from rollmesh.integrations.verl.queue import queue_rows  # noqa: E402
 from rollmesh.runtime.codec.images import decode_image  # noqa: E402
 from tests.batches.pictured import pictured  # noqa: E402
@@ -51,7 +51,7 @@ def main() -> None:
                 "positions": [list(our_positions.shape), list(positions[0].shape)],
                 "positions_equal": torch.equal(our_positions, positions[0]),
                 "layouts_equal": [
-                    torch.equal(to_tensordict(batch)["position_ids"][0], positions[0][1:])
+                    torch.equal(to_torch(batch)["position_ids"][0], positions[0][1:])
                     for batch in (pad(row, processor=processor), ragged(row, processor=processor))
                 ],
             }
