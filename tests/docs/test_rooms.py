@@ -16,9 +16,9 @@ CEILINGS = {
     "clients/rollmesh/sidecar": (4_514, 13),
     "clients/rollmesh/client": (4_957, 15),
     "clients/rollmesh/batches": (897, 5),
-    "clients/rollmesh/integrations": (2_741, 13),
+    "clients/rollmesh/integrations": (2_785, 13),
     "clients/rollmesh/launch": (576, 4),
-    "clients/rollmesh/cli": (1_544, 8),
+    "clients/rollmesh/cli": (1_529, 8),
     "clients/rollmesh/conformance": (3_656, 36),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

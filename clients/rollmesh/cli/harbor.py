@@ -11,7 +11,6 @@ from rollmesh.client import Client, MeshAddresses
 from rollmesh.integrations.harbor import Connector, HarborError
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER
-from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process.main import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
 
@@ -54,27 +53,13 @@ async def _connect(options: argparse.Namespace) -> list[str]:
             running = asyncio.create_task(connector.run())
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                stopped.cancel()
-                return _problems(running.exception())
+            stopped.cancel()
             running.cancel()
             await asyncio.wait({running})
-    return []
-
-
-def _problems(error: BaseException | None) -> list[str]:
-    """Returns why a connector ended.
-
-    Raises:
-        BaseException: The error, if it is none of the server or of the mesh.
-    """
-    if isinstance(error, BaseExceptionGroup):
-        known, others = error.split((HarborError, RollmeshError))
-        if known is not None and others is None:
-            return [str(one) for one in known.exceptions]
-    if error is not None:
-        raise error
-    return ["the connector ended"]
+    failure = None if running.cancelled() else running.exception()
+    if failure is not None and not isinstance(failure, HarborError):
+        raise failure
+    return [str(failure)] if failure is not None else []
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 import aiohttp
+from yarl import URL
 
 from rollmesh.client import Client, Session
 from rollmesh.client.sessions import Outcome
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.errors import RollmeshError, SessionClosedError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
 from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -94,6 +96,17 @@ def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -
     if (error and error not in _OF_THE_POLICY) or not isinstance(value, int | float):
         return Ending("FAILED", None, metadata, superseded)
     return Ending("COMPLETED", float(value), metadata, superseded)
+
+
+def path_of(target: str) -> str:
+    """Returns the path of a request within its session. Empty if it would leave the session.
+
+    The version is missing in the requests of clients whose base URL lacks it.
+    """
+    path, *_ = target.partition("?")
+    if any(part in {".", ".."} for part in unquote(path).replace("\\", "/").split("/")):
+        return ""
+    return target if target.startswith("/v1/") else f"/v1{target}"
 
 
 # Rollouts as Harbor's SQL views have them.
@@ -167,35 +180,48 @@ class Connector:
         Raises:
             HarborError: The server does not know the key, or has no relay.
         """
-        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._close_ended(http))
-            tasks.create_task(self._cancel_openings())
-            backoff = Backoff(0.2, 5.0)
-            while True:
-                try:
-                    async with http.ws_connect(
-                        f"{self._server}/connect",
-                        params={"session_id": self._name},
-                        headers=self._headers,
-                        compress=0,  # frames are base64 of tokens: deflate costs more than it saves
-                        max_msg_size=MOST_FRAME_BYTES,
-                        heartbeat=20.0,
-                    ) as relay:
-                        _log.info("connected to Harbor's relay", extra=self._what())
-                        backoff.reset()
-                        self.connected.set()
-                        await self._answer_all(http, relay, tasks)
-                    reason = f"closed with {relay.close_code}"
-                except aiohttp.WSServerHandshakeError as error:
-                    if error.status in {400, 401, 403, 404}:
-                        raise HarborError(_refusal(error.status)) from error
-                    reason = "another connector is connected" if error.status == 409 else str(error)
-                except (aiohttp.ClientError, OSError) as error:
-                    reason = str(error) or type(error).__name__
-                finally:
-                    self.connected.clear()
-                _log.warning("Harbor's relay is not connected", extra=self._what(reason=reason))
-                await asyncio.sleep(backoff.next_s())
+        refusal: HarborError | None = None
+        try:
+            # The relay has a bound on requests of its own.
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+                asyncio.TaskGroup() as tasks,
+            ):
+                tasks.create_task(self._close_ended(http))
+                tasks.create_task(self._cancel_openings())
+                await self._stay_connected(http, tasks)
+        except* HarborError as errors:
+            refusal = next(one for one in errors.exceptions if isinstance(one, HarborError))
+        if refusal is not None:
+            raise refusal
+
+    async def _stay_connected(self, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
+        backoff = Backoff(0.2, 5.0)
+        while True:
+            try:
+                async with http.ws_connect(
+                    f"{self._server}/connect",
+                    params={"session_id": self._name},
+                    headers=self._headers,
+                    compress=0,  # frames are base64 of tokens: deflate costs more than it saves
+                    max_msg_size=MOST_FRAME_BYTES,
+                    heartbeat=20.0,
+                ) as relay:
+                    _log.info("connected to Harbor's relay", extra=self._what())
+                    backoff.reset()
+                    self.connected.set()
+                    await self._answer_all(http, relay, tasks)
+                reason = f"closed with {relay.close_code}"
+            except aiohttp.WSServerHandshakeError as error:
+                if error.status in {400, 401, 403, 404}:
+                    raise HarborError(_refusal(error.status)) from error
+                reason = "another connector is connected" if error.status == 409 else str(error)
+            except (aiohttp.ClientError, OSError) as error:
+                reason = str(error) or type(error).__name__
+            finally:
+                self.connected.clear()
+            _log.warning("Harbor's relay is not connected", extra=self._what(reason=reason))
+            await asyncio.sleep(backoff.next_s())
 
     async def _answer_all(
         self,
@@ -246,8 +272,9 @@ class Connector:
                 else:
                     return
         except (RollmeshError, HarborError) as error:
-            status = 410 if isinstance(error, SessionClosedError) else 503
-            await reply.fail(status, getattr(error, "reason", "unavailable").lower(), str(error))
+            await reply.fail(
+                _status_of(error), getattr(error, "reason", "unavailable").lower(), str(error)
+            )
         except (aiohttp.ClientError, TimeoutError) as error:
             await reply.fail(503, "unavailable", str(error) or type(error).__name__)
         finally:
@@ -256,14 +283,20 @@ class Connector:
     async def _forward(
         self, http: aiohttp.ClientSession, base_url: str, reply: "_Reply", frame: Mapping[str, Any]
     ) -> None:
-        target = frame["target"]  # of some clients without the version
-        url = base_url.removesuffix("/v1") + (
-            target if target.startswith("/v1/") else f"/v1{target}"
-        )
+        path = path_of(frame["target"])
+        if not path:
+            await reply.fail(404, "invalid_target", f"there is no {frame['target'][:200]}")
+            return
+        url = URL(base_url.removesuffix("/v1") + path, encoded=True)
         passed = [(name, text) for name, text in frame["headers"] if name not in _NOT_PASSED]
         body = base64.b64decode(frame["body_b64"])
         async with http.request(
-            frame["method"], url, headers=passed, data=body, timeout=_ANSWER
+            frame["method"],
+            url,
+            headers=passed,
+            data=body,
+            timeout=_ANSWER,
+            allow_redirects=False,
         ) as response:
             headers = [
                 (name.lower(), text)
@@ -358,24 +391,25 @@ class Connector:
         """Closes the sessions of rollouts that have ended, as long as the connector runs."""
         while True:
             await asyncio.sleep(_POLL_S)
-            ids = list(self._rollouts)[:_MOST_ASKED]
-            if not ids:
-                continue
-            marks = ", ".join("?" * len(ids))
-            asked = [[one.replace("?", marks), *ids] for one in (_ROWS, _REWARDS)]
-            try:
-                rows, rewards = await self._query(http, asked)
-            except HarborError as error:
-                _log.warning("rollouts were not read", extra=self._what(error=str(error)))
-                continue
-            for row in rows:
-                named = {
-                    one["reward_key"]: one["value"]
-                    for one in rewards
-                    if one["rollout_id"] == row["id"]
-                }
-                if (ending := ending_of(row, named, self._reward)) is not None:
-                    await self._close(self._rollouts[row["id"]], ending)
+            known = list(self._rollouts)
+            for start in range(0, len(known), _MOST_ASKED):
+                await self._close_those_of(http, known[start : start + _MOST_ASKED])
+
+    async def _close_those_of(self, http: aiohttp.ClientSession, ids: Sequence[str]) -> None:
+        """Closes the sessions of those rollouts that have ended."""
+        marks = ", ".join("?" * len(ids))
+        asked = [[one.replace("?", marks), *ids] for one in (_ROWS, _REWARDS)]
+        try:
+            rows, rewards = await self._query(http, asked)
+        except HarborError as error:
+            _log.warning("rollouts were not read", extra=self._what(error=str(error)))
+            return
+        for row in rows:
+            named = {
+                one["reward_key"]: one["value"] for one in rewards if one["rollout_id"] == row["id"]
+            }
+            if (ending := ending_of(row, named, self._reward)) is not None:
+                await self._close(self._rollouts[row["id"]], ending)
 
     async def _close(self, rollout: _Rollout, ending: Ending) -> None:
         """Closes a session. If the mesh is away, the next round tries again."""
@@ -447,6 +481,16 @@ class _Reply:
             return
         with suppress(ConnectionError, aiohttp.ClientError):
             await self._relay.send_json({"type": kind, "request_id": self._number, **values})
+
+
+def _status_of(error: Exception) -> int:
+    """Returns the HTTP status of an error of a session that cannot be opened."""
+    match error:
+        case SessionClosedError():
+            return 410
+        case InvalidFieldError():
+            return 400
+    return 503
 
 
 def _refusal(status: int) -> str:

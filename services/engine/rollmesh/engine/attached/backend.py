@@ -58,7 +58,7 @@ _LOOK_S = 0.5
 _LAST_WORDS_S = 0.3
 _RESUME_S = 5.0
 """Longest wait for a server that is left."""
-_LOADED_S = 60.0
+_LOADED_S = 30.0
 """Longest wait for weights that a server loads when it is left, seconds."""
 _WAIT_MS = 30 * 60_000
 """Longest wait for a server that is starting."""
