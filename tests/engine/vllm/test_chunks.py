@@ -1,6 +1,5 @@
 """Log-probabilities as vLLM's outputs have them: merged ones, and those of given tokens."""
 
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,14 @@ import pytest
 
 from rollmesh.engine.backend import GenerateInput
 from rollmesh.engine.scores import NO_ID, ScoreInput
-from rollmesh.engine.vllm.chunks import VersionStart, keep_tensors, messages, scores_of
+from rollmesh.engine.vllm.chunks import (
+    Row,
+    VersionStart,
+    keep_rows,
+    keep_tensors,
+    messages,
+    scores_of,
+)
 from rollmesh.runtime.codec.columns import SUPPORT, joined, ragged_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
@@ -21,24 +27,29 @@ LOGPROBS = [-0.5, -1.0, -2.0]
 OTHER = 5
 
 
-def output(sampled: int) -> Any:
-    """The log-probabilities of one token, as vLLM makes them for `logprobs=3`."""
-    from vllm.logprobs import FlatLogprobs
+def output(sampled: int, *, beside: int = 0) -> list[Row]:
+    """The log-probabilities of one token for `logprobs=3`, as vLLM's processor keeps them.
+
+    In the same step another request asks for `beside` more.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
 
     at = MOST_LIKELY.index(sampled) if sampled in MOST_LIKELY else None
     own, rank = (-4.0, 40) if at is None else (LOGPROBS[at], at + 1)
-    made = FlatLogprobs()
-    ids, logprobs = [sampled, *MOST_LIKELY], [own, *LOGPROBS]
-    made.append_fast(ids, logprobs, chain((rank,), range(1, 4)), [None] * 4)
-    return made
+    ids, logprobs = [sampled, *MOST_LIKELY, *[1] * beside], [own, *LOGPROBS, *[-9.0] * beside]
+    processor = LogprobsProcessor(None, [], None, 0.0, 3, None)
+    found = LogprobsLists(np.array([ids]), np.array([logprobs], np.float32), np.array([rank]))
+    keep_rows(processor, found)
+    kept: list[Row] = processor.logprobs
+    return kept
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM imports it
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_merged_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: int) -> None:
     sampled = [7, 9, OTHER, 8, 9]
-    merged = output(sampled[0])
-    for token in sampled[1:]:
-        merged.extend(output(token))
+    merged = [row for token in sampled for row in output(token, beside=token % 3)]
     asked = engine_pb2.GenerateRequest(top_logprobs=3, columns=[SUPPORT])
     request = GenerateInput(asked, np.ones(1, np.uint32), chunk)
     mask = SimpleNamespace(token_ids=[[token, *range(at)] for at, token in enumerate(sampled)])

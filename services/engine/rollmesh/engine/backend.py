@@ -89,8 +89,8 @@ def message(
     return engine_pb2.TokenChunk(
         token_ids_u32le=pack_ids(token_ids),
         logprobs_f32le=pack_logprobs(logprobs),
-        top_ids_u32le=pack_ids(top_ids),
-        top_logprobs_f32le=pack_logprobs(top_logprobs),
+        top_ids_u32le=pack_ids(top_ids) if top_ids.size else b"",
+        top_logprobs_f32le=pack_logprobs(top_logprobs) if top_ids.size else b"",
         policy_version=policy_version if len(token_ids) else None,
     )
 

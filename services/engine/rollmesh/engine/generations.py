@@ -87,19 +87,20 @@ class Generations:
             was_aborted = self._running[generate.request_id]  # the backend did not know of it
             messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
             async with aclosing(messages):
-                async for message in _parts(messages):
-                    if message.HasField("finish"):
-                        await faults.reach("engine-after-last-token")
-                        message.finish.prompt_tokens = len(checked.token_ids)
-                        message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
-                        metrics.finished(message.finish)
-                    if adapter is not None:
-                        adapter.sign(message)
-                    if crc32 is not None:
-                        message.prompt_crc32, crc32 = crc32, None
-                    yield message
-                    if message.HasField("finish"):
-                        return
+                async for whole in messages:
+                    for message in parted(whole):
+                        if message.HasField("finish"):
+                            await faults.reach("engine-after-last-token")
+                            message.finish.prompt_tokens = len(checked.token_ids)
+                            message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
+                            metrics.finished(message.finish)
+                        if adapter is not None:
+                            adapter.sign(message)
+                        if crc32 is not None:
+                            message.prompt_crc32, crc32 = crc32, None
+                        yield message
+                        if message.HasField("finish"):
+                            return
             raise EngineDeadError("the backend ended a generation without a finish reason")
 
     async def score(
@@ -308,14 +309,6 @@ class GenerationStream:
                         self._add(number, column_bytes).answer.CopyFrom(message)
         except Exception as error:  # the edge: everything becomes a status
             self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
-
-
-async def _parts(
-    messages: AsyncIterator[engine_pb2.TokenChunk],
-) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
-    async for message in messages:
-        for part in parted(message):
-            yield part
 
 
 async def _only(

@@ -55,6 +55,7 @@ from rollmesh.engine.vllm.adapters import AdapterChecks
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
     RunningRequest,
+    keep_rows,
     keep_tensors,
     messages,
     scores_of,
@@ -216,7 +217,6 @@ def sampling_params(
             generate.routed_experts_start if EXPERTS in generate.columns else len(request.token_ids)
         ),
         logprobs=generate.top_logprobs,
-        flat_logprobs=True,
         detokenize=False,
         structured_outputs=(
             None
@@ -462,8 +462,9 @@ _FINISHES = {
 _HEALTH_CHECK_S = 0.5
 _PREPARED_S = 300.0
 """Time that weights have to be prepared while the model samples, seconds."""
-_READS_PROMPT = "_update_prompt_logprobs"  # vLLM 0.32
+_READS_PROMPT, _READS_SAMPLE = "_update_prompt_logprobs", "_update_sample_logprobs"  # vLLM 0.32
 setattr(LogprobsProcessor, _READS_PROMPT, keep_tensors)
+setattr(LogprobsProcessor, _READS_SAMPLE, keep_rows)
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollmesh.engine.backend import GenerateInput, message
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
 from rollmesh.runtime.codec.columns import SUPPORT, support_column
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
@@ -27,6 +28,15 @@ class VersionStart(NamedTuple):
     policy_version: int
     start: int
     """Index in the generation."""
+
+
+class Row(NamedTuple):
+    """The log-probabilities at one position: of the sampled token, then of the most likely ones."""
+
+    ids: bytes
+    """uint32 [1 + T]."""
+    logprobs: bytes
+    """float32 [1 + T]."""
 
 
 class RunningRequest:
@@ -84,7 +94,7 @@ def messages(
     """Yields the tokens of a completion, of one version and at most the requested size each.
 
     Args:
-        completion: vLLM's `CompletionOutput` with flat log-probabilities.
+        completion: vLLM's `CompletionOutput`, whose log-probabilities are kept by `keep_rows`.
         request: The request that it belongs to.
         first: Index of its first token in the generation.
         starts: Where each version begins in the generation, ascending.
@@ -92,10 +102,7 @@ def messages(
     ids = np.asarray(completion.token_ids, np.uint32)
     if not len(ids):
         return
-    row = 1 + request.generate.top_logprobs
-    flat_ids, flat_logprobs = _rows(completion.logprobs, len(ids), row)
-    ranked = np.asarray(flat_ids, np.uint32).reshape(len(ids), row)
-    logprobs = np.asarray(flat_logprobs, np.float32).reshape(len(ids), row)
+    ranked, logprobs = _rows(completion.logprobs, 1 + request.generate.top_logprobs)
     size = request.max_chunk_tokens or len(ids)
     ends = [min(one.start - first, len(ids)) for one in starts[1:]]
     for version, end in zip(starts, [*ends, len(ids)], strict=True):
@@ -115,26 +122,29 @@ def messages(
             yield made
 
 
-def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
-    """Returns ids and log-probabilities, one row per token.
+def _rows(kept: Sequence[Row], width: int) -> tuple[TokenIds, Logprobs]:
+    """Returns the ids and the log-probabilities of N rows, uint32 and float32 [N, width]."""
+    ids = np.frombuffer(b"".join([one.ids for one in kept]), np.uint32)
+    logprobs = np.frombuffer(b"".join([one.logprobs for one in kept]), np.float32)
+    return ids.reshape(len(kept), width), logprobs.reshape(len(kept), width)
 
-    A row holds the sampled token, then the most likely tokens, which may include it. When vLLM
-    merges outputs that have not been read yet, it keeps each id of a row once, so the sampled
-    token appears only at the front. Its second entry is restored at the rank of the token.
+
+# Log-probabilities as they come from the scheduler's process, in place of vLLM's containers.
+
+
+def keep_rows(processor: Any, found: Any) -> None:
+    """Keeps the log-probabilities of sampled tokens as bytes.
+
+    It replaces `LogprobsProcessor._update_sample_logprobs` of vLLM, which makes a Python object of
+    each number. That takes half of what vLLM does for a token outside the model's process. Arrays
+    would keep the whole message of a step, with those of all other requests.
     """
-    if len(flat.token_ids) == count * row:
-        return flat.token_ids, flat.logprobs
-    ids: list[int] = []
-    logprobs: list[float] = []
-    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        row_ids, row_logprobs = flat.token_ids[start:end], flat.logprobs[start:end]
-        if end - start < row:
-            rank = flat.ranks[start]
-            row_ids.insert(rank, row_ids[0])
-            row_logprobs.insert(rank, row_logprobs[0])
-        ids += row_ids
-        logprobs += row_logprobs
-    return ids, logprobs
+    if not isinstance(processor.logprobs, list):
+        processor.logprobs = []
+    end = 1 + processor.num_logprobs  # a request of the same step may have asked for more
+    for ids, logprobs in zip(found.logprob_token_ids, found.logprobs, strict=True):
+        row = Row(pack_ids(ids[:end]), pack_logprobs(logprobs[:end]))
+        processor.logprobs.append(row)
 
 
 def keep_tensors(processor: Any, found: Any) -> None:
@@ -159,8 +169,7 @@ def scores_of(output: Any, request: ScoreInput) -> Scores:
         logprobs = np.asarray(output.prompt_token_id_logprobs, np.float32)
     else:
         found = output.prompt_logprobs
-        last = completion.logprobs
-        last_ids, last_logprobs = _rows(last, 1, width) if last else ((), ())
+        last_ids, last_logprobs = _rows(completion.logprobs or (), width)
         is_flat = hasattr(found, "token_ids")  # nothing came, or not by way of `keep_tensors`
         prompt_ids, prompt_logprobs = (found.token_ids, found.logprobs) if is_flat else found[:2]
         ids = _joined((prompt_ids, last_ids), width, np.uint32)[-count:]
