@@ -38,8 +38,8 @@ _SERVICE = "/rollmesh.v1.GatewayService"
 class LocalGateway:
     """Calls a servicer of this process as a stub calls a server.
 
-    A unary method returns a task, a streaming method an async generator. Both raise the servicer's
-    typed errors, end with the timeout of the call, and are counted among the RPCs.
+    A unary method returns a task, which ends with the timeout of the call, and a streaming method
+    an async generator. Both raise the servicer's typed errors and are counted among the RPCs.
     """
 
     def __init__(self, servicer: Any) -> None:
@@ -96,11 +96,15 @@ def _unary(
     metadata: Sequence[tuple[str, str]] = (),
 ) -> asyncio.Task[Any]:
     async def call() -> Any:
-        context = _Context(metadata)
+        context, limit = _Context(metadata), asyncio.timeout(timeout)
         with context.counted(name):
-            return await _within(
-                method(request, context), asyncio.get_running_loop().time() + timeout
-            )
+            try:
+                async with limit:
+                    return await method(request, context)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlineError("the turn took longer than its timeout; try again") from None
 
     return asyncio.get_running_loop().create_task(call())
 
@@ -110,36 +114,14 @@ async def _stream(
     name: str,
     request: Any,
     *,
-    timeout: float,  # noqa: ASYNC109 - gRPC's argument
+    timeout: float,  # noqa: ARG001, ASYNC109 - gRPC's argument. The caller bounds its stream
     metadata: Sequence[tuple[str, str]] = (),
 ) -> AsyncGenerator[Any, None]:
-    deadline = asyncio.get_running_loop().time() + timeout
     context = _Context(metadata)
     with context.counted(name):
         async with aclosing(method(request, context)) as responses:
-            while True:
-                try:
-                    # The time of the reader is not the servicer's, and must not be cut here.
-                    response = await _within(anext(responses), deadline)
-                except StopAsyncIteration:
-                    return
+            async for response in responses:
                 yield response
-
-
-async def _within(work: Any, deadline: float) -> Any:
-    """Awaits the work of a servicer until a time of the loop.
-
-    Raises:
-        DeadlineError: The time is over.
-    """
-    limit = asyncio.timeout_at(deadline)
-    try:
-        async with limit:
-            return await work
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineError("the turn took longer than its timeout; try again") from None
 
 
 class ServingGateway(GatewayService):

@@ -22,7 +22,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from rollmesh.runtime.codec.enums import name_of, text_of
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionKeyWrongError
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    RollmeshError,
+    SessionKeyWrongError,
+)
 from rollmesh.runtime.fairness import FairSlots
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import FreedMemory
@@ -451,7 +456,12 @@ class TurnEndpoint:
                 try:
                     async with asyncio.TaskGroup() as group:
                         filling = group.create_task(exchange.fill_silence(self._keep_alive_ms))
-                        await self._relay(turn, exchange)
+                        try:
+                            async with asyncio.timeout(self._turn_timeout_s):
+                                await self._relay(turn, exchange)
+                        except TimeoutError as error:
+                            text = "the turn took longer than its timeout; try again"
+                            raise DeadlineError(text) from error
                         filling.cancel()
                     await exchange.write(turn.end(), more=False)
                 except ExceptionGroup as error:

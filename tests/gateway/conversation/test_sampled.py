@@ -5,7 +5,7 @@ import pytest
 
 from rollmesh.chat import Tokenizer
 from rollmesh.gateway.responses import write_tokens
-from rollmesh.mesh.generation import Sampled, Tops, joined, no_tops
+from rollmesh.mesh.generation import Sampled, Tops, joined
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import gateway_pb2
 
@@ -21,8 +21,7 @@ def assert_equal(one: Sampled, other: Sampled) -> None:
     for ours, theirs in (
         (one.token_ids, other.token_ids),
         (one.logprobs, other.logprobs),
-        (one.tops.ids, other.tops.ids),
-        (one.tops.logprobs, other.tops.logprobs),
+        *zip(one.tops or (), other.tops or (), strict=True),
     ):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
@@ -36,11 +35,13 @@ def test_runs_are_cut_and_joined_with_the_data_of_their_tokens(end: int) -> None
     assert len(run(*ids).until(end)) == len(ids[:end])
 
 
-def test_tokens_without_alternatives_have_none_at_each_position() -> None:
-    tops = no_tops(3)
-    assert (tops.ids.shape, tops.logprobs.shape) == ((3, 0), (3, 0))
-    assert tops.ids.dtype == np.dtype(np.uint32)
-    assert tops.logprobs.dtype == np.dtype(np.float32)
+def test_tokens_without_alternatives_are_cut_and_joined_without_any(tokenizer: Tokenizer) -> None:
+    plain = Sampled(run(11, 21).token_ids, run(11, 21).logprobs)
+    assert plain.until(1).tops is None
+    both = joined([plain.until(1), plain])
+    assert (both.token_ids.tolist(), both.tops) == ([11, 11, 21], None)
+    asked = gateway_pb2.ReturnOptions(logprobs=True)
+    assert write_tokens(plain, asked, tokenizer).top_ids_u32le == b""
 
 
 def test_texts_are_written_for_requests_of_log_probabilities(tokenizer: Tokenizer) -> None:
@@ -51,4 +52,5 @@ def test_texts_are_written_for_requests_of_log_probabilities(tokenizer: Tokenize
     assert list(told.texts) == [*map(tokenizer.token_bytes, (5, 7))]
     assert list(told.top_texts) == [*map(tokenizer.token_bytes, (5, 6, 7, 8))]
     assert told.logprobs_f32le == pack_logprobs(sampled.logprobs)
+    assert sampled.tops is not None
     assert told.top_ids_u32le == pack_ids(sampled.tops.ids)

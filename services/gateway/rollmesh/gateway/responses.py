@@ -104,9 +104,10 @@ def write_tokens(
         text_of = tokenizer.token_bytes
         tokens.logprobs_f32le = pack_logprobs(sampled.logprobs)
         tokens.texts.extend(map(text_of, sampled.token_ids.tolist()))
-        tokens.top_ids_u32le = pack_ids(sampled.tops.ids)
-        tokens.top_logprobs_f32le = pack_logprobs(sampled.tops.logprobs)
-        tokens.top_texts.extend(map(text_of, sampled.tops.ids.ravel().tolist()))
+        if sampled.tops is not None:
+            tokens.top_ids_u32le = pack_ids(sampled.tops.ids)
+            tokens.top_logprobs_f32le = pack_logprobs(sampled.tops.logprobs)
+            tokens.top_texts.extend(map(text_of, sampled.tops.ids.ravel().tolist()))
     return tokens
 
 

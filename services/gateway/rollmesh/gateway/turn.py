@@ -20,7 +20,7 @@ from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest, check_limits, reserve
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
 from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
-from rollmesh.mesh.generation import Generation, Sampled, joined, no_tops
+from rollmesh.mesh.generation import Generation, Sampled, joined
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.codec.images import CheckedImage
@@ -94,9 +94,7 @@ async def tokens_of(
     sample, parent = node.sample, node.parent
     assert sample is not None
     assert parent is not None
-    tops = sample.tops
-    if tops is None or not returns.top_logprobs:
-        tops = no_tops(len(sample.token_ids))
+    tops = sample.tops if returns.top_logprobs else None
     sampled = Sampled(sample.token_ids, sample.logprobs, tops)
 
     def work() -> tuple[bytes, gateway_pb2.SampledTokens]:
@@ -382,7 +380,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
         prompt_tokens=prompt_tokens,
         cached_tokens=min(finish.cached_tokens, prompt_tokens),
         prompt_crc32=prompt_crc32,
-        tops=sampled.tops if generation.request.top_logprobs else None,
+        tops=sampled.tops,
         sampling=params,
         numerics=tuple(
             generation.numerics[id_]

@@ -47,8 +47,9 @@ class Answer:
             abort: Has the engine end the generation with the tokens sampled so far.
         """
         self.request_id = request_id
-        self._messages: asyncio.Queue[engine_pb2.TokenChunk | RollmeshError]
-        self._messages = asyncio.Queue(most)
+        self._messages: deque[engine_pb2.TokenChunk | RollmeshError] = deque()
+        self._most = most
+        self._reader: asyncio.Future[None] | None = None
         self.abort = abort
         self.is_taken = False
         """Whether the engine has the request."""
@@ -63,7 +64,10 @@ class Answer:
             EngineDeadError: The engine is silent and does not answer.
             RollmeshError: The engine refused the request, or its stream broke.
         """
-        message = await self._messages.get()
+        while not self._messages:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        message = self._messages.popleft()
         if isinstance(message, RollmeshError):
             raise message
         return message
@@ -71,12 +75,12 @@ class Answer:
     def put(self, message: engine_pb2.TokenChunk | RollmeshError) -> None:
         """Adds a message, or the error that ends the generation."""
         self.heard_ms = clock.monotonic_ms()
-        try:
-            self._messages.put_nowait(message)
-        except asyncio.QueueFull:
-            self._messages.get_nowait()
-            fault = EngineFaultError("the engine sent more messages than tokens were requested")
-            self._messages.put_nowait(fault)
+        if self._most and len(self._messages) >= self._most:
+            self._messages.popleft()
+            message = EngineFaultError("the engine sent more messages than tokens were requested")
+        self._messages.append(message)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class EngineClient:

@@ -155,8 +155,6 @@ class Suspects:
 
     async def answered(self, attempt: Suspicion) -> None:
         """Clears the request of an attempt, which got a token. Ends its turn in quarantine."""
-        if attempt.is_answered:
-            return
         attempt.is_answered = True
         if self._records:
             self._records.pop(_digest(attempt.request), None)
@@ -492,7 +490,8 @@ class Failover:
                 # The request may be to blame for the silence: the engine is lost, not distrusted.
                 raise EngineDeadError(error.message) from error
             else:
-                await self.suspects.answered(attempt.suspect)
+                if not attempt.suspect.is_answered:
+                    await self.suspects.answered(attempt.suspect)
                 return run
             finally:
                 if answer.is_taken:

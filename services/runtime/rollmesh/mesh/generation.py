@@ -48,7 +48,8 @@ class Sampled:
     """uint32 [N]."""
     logprobs: Logprobs
     """float32 [N]."""
-    tops: Tops
+    tops: Tops | None = None
+    """None if they were not requested."""
 
     def __len__(self) -> int:
         """Returns N."""
@@ -56,25 +57,25 @@ class Sampled:
 
     def until(self, end: int) -> "Sampled":
         """Returns the first `end` tokens."""
-        tops = Tops(self.tops.ids[:end], self.tops.logprobs[:end])
+        tops = self.tops
+        if tops is not None:
+            tops = Tops(tops.ids[:end], tops.logprobs[:end])
         return Sampled(self.token_ids[:end], self.logprobs[:end], tops)
-
-
-def no_tops(tokens: int) -> Tops:
-    """Returns empty `Tops` for tokens whose most likely ids were not requested."""
-    return Tops(np.zeros((tokens, 0), np.uint32), np.zeros((tokens, 0), np.float32))
 
 
 def joined(runs: Iterable[Sampled]) -> Sampled:
     """Concatenates runs of tokens. At least one is required."""
     parts = list(runs)
+    tops = [one.tops for one in parts if one.tops is not None]
     return Sampled(
         np.concatenate([one.token_ids for one in parts]),
         np.concatenate([one.logprobs for one in parts]),
         Tops(
-            np.concatenate([one.tops.ids for one in parts]),
-            np.concatenate([one.tops.logprobs for one in parts]),
-        ),
+            np.concatenate([one.ids for one in tops]),
+            np.concatenate([one.logprobs for one in tops]),
+        )
+        if tops
+        else None,
     )
 
 
@@ -148,46 +149,49 @@ class AnswerCheck:
         if self._ended:
             raise EngineFaultError("the engine sent more after the end of its answer")
         run = self._unpack(response)
-        self._check_tokens(run)
+        ids, finishes = run.token_ids.tolist(), response.HasField("finish")
+        sampled = self._sampled + len(ids)
+        self._check_tokens(run, ids, sampled)
         if response.HasField("prompt_crc32"):
             self._check_prompt(response.prompt_crc32)
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
             self._check_version(version, response.adapter, offered, self._last_version)
-        runs, last_id = _added(self._runs, version, len(run)), self._last_id
-        if len(run):
-            last_id = int(run.token_ids[-1])
-        if response.HasField("finish"):
-            self._check_finish(response.finish, self._sampled + len(run), last_id)
+        runs = _added(self._runs, version, len(ids))
+        last_id = ids[-1] if ids else self._last_id
+        if finishes:
+            self._check_finish(response.finish, sampled, last_id)
             self._check_spans(response.finish, runs, offered)
-        elif not len(run) and not response.columns:
+        elif not ids and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
         if self._expected.columns or response.columns:
-            self._take_columns(response, self._sampled + len(run))
-        self._runs, self._last_id = runs, last_id
-        self._sampled += len(run)
+            self._take_columns(response, sampled)
+        self._runs, self._last_id, self._sampled, self._ended = runs, last_id, sampled, finishes
         self._last_version = self._last_version if version is None else version
-        self._ended = response.HasField("finish")
         return run
 
     def _unpack(self, response: engine_pb2.TokenChunk) -> Sampled:
+        most, tops = self._expected.top_logprobs, None
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
-            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+            if most or response.top_ids_u32le or response.top_logprobs_f32le:
+                top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+                top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+                tops = Tops(top_ids, top_logprobs)
         except InvalidFieldError as error:
             raise EngineFaultError(f"the engine's {error.message}") from error
         if len(ids) != len(logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
-        most = self._expected.top_logprobs
-        if not len(top_ids) == len(top_logprobs) == len(ids) * most:
+        if tops is None:
+            return Sampled(ids, logprobs)
+        if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
             raise EngineFaultError(
-                f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
+                f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
                 f"log-probs for {len(ids)} tokens; {most} for each were asked for"
             )
         shape = len(ids), most
-        return Sampled(ids, logprobs, Tops(top_ids.reshape(shape), top_logprobs.reshape(shape)))
+        return Sampled(ids, logprobs, Tops(tops.ids.reshape(shape), tops.logprobs.reshape(shape)))
 
     def _take_columns(self, response: engine_pb2.TokenChunk, sampled: int) -> None:
         """Checks the columns of a message, after which there are so many sampled tokens."""
@@ -204,7 +208,7 @@ class AnswerCheck:
                 raise EngineFaultError(f"the engine's columns[{at}] is not what comes next")
             ends[one.kind] += one.rows
             if one.kind == SUPPORT:
-                self._check_ids(ragged_of(one).values)
+                self._check_ids(ragged_of(one).values.tolist())
         total = expected.prompt_tokens + sampled
         wanted = {SUPPORT: total}
         if response.HasField("finish") and response.finish.reason != _ABORT:
@@ -216,21 +220,24 @@ class AnswerCheck:
             raise EngineFaultError("the engine's columns have other tokens than its answer")
         self._column_ends, self._column_bytes = ends, size
 
-    def _check_tokens(self, run: Sampled) -> None:
+    def _check_tokens(self, run: Sampled, ids: list[int], sampled: int) -> None:
+        """Checks the tokens of a message, after which there are so many sampled tokens."""
         most = self._expected.max_tokens
-        if self._sampled + len(run) > most:
+        if sampled > most:
             raise EngineFaultError(f"the engine sent more ids than the {most} requested")
-        self._check_ids(run.token_ids)
-        self._check_ids(run.tops.ids)
-        # Lists, because most messages of a stream have one token. Not a number and infinite are
-        # possible: float arithmetic fails now and then.
-        for logprobs in (run.logprobs, run.tops.logprobs.ravel()):
-            if any(MOST_LOGPROB < one < math.inf for one in logprobs.tolist()):
+        # Lists, because most messages of a stream have one token.
+        self._check_ids(ids)
+        logprobs = run.logprobs.tolist()
+        if run.tops is not None:
+            self._check_ids(run.tops.ids.ravel().tolist())
+            logprobs += run.tops.logprobs.ravel().tolist()
+        for one in logprobs:  # not a number and infinite are possible: arithmetic fails at times
+            if MOST_LOGPROB < one < math.inf:
                 raise EngineFaultError("the engine gave a log-prob above 0")
 
-    def _check_ids(self, ids: TokenIds) -> None:
+    def _check_ids(self, ids: list[int]) -> None:
         end = self._expected.vocabulary_tokens
-        if end and ids.size and (largest := max(ids.ravel().tolist())) >= end:
+        if end and ids and (largest := max(ids)) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
     def _check_prompt(self, received: int) -> None:
@@ -543,7 +550,7 @@ class Generation:
         """
         assert self._check is not None
         run = self._check.take(response, offered)
-        if len(run):
+        if size := len(run):
             self.runs.append(run)
         for one in response.columns:
             column = sampling_pb2.TokenColumn()
@@ -551,8 +558,8 @@ class Generation:
             column.engine_id, column.numerics_id = self.engine_id, self._numerics_id
             self.columns.append(column)
         if response.HasField("policy_version") and self.is_known:
-            self._add_span(response.policy_version, len(run))
-        self._taken += len(run)
+            self._add_span(response.policy_version, size)
+        self._taken += size
         if response.HasField("finish"):
             self.end(response.finish)
         return run

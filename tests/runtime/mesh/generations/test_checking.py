@@ -80,6 +80,7 @@ def test_a_log_prob_that_is_not_finite_is_taken_as_it_is(odd: float) -> None:
 
 def test_an_alternative_that_is_masked_may_be_impossible() -> None:
     run = check(top_logprobs=2).take(message(tops=(LIKELY, (-0.5, -INF, -0.5, -1))), Offered())
+    assert run.tops is not None
     assert run.tops.ids.tolist() == [[5, 7], [6, 8]]
 
 
