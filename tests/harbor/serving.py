@@ -84,17 +84,33 @@ class Harbor:
 
         return await until(look)
 
+    async def rows(self, sql: str, *values: str) -> list[dict[str, Any]]:
+        """Asks the server's database."""
+        async with self.http.post(f"{self.url}/query", json=[[sql, *values]]) as response:
+            found: list[dict[str, Any]] = (await response.json())["results"][0]["rows"]
+            return found
+
+    async def post(self, path: str) -> None:
+        """Tells the server to do something."""
+        async with self.http.post(f"{self.url}{path}", json={}) as response:
+            assert response.status == 200, await response.text()
+
+    def sandboxes(self) -> list[Path]:
+        """Returns the sandboxes that exist."""
+        return list((self.folder / "sandboxes").glob("harbor-*"))
+
 
 @asynccontextmanager
-async def harbor_server(folder: Path, relay: str = "") -> AsyncIterator[Harbor]:
+async def harbor_server(folder: Path, *flags: str, relay: str = "") -> AsyncIterator[Harbor]:
     """Runs a server. Skips the test where Harbor is not set up: it needs Python 3.12."""
     if not _HARBOR.exists():
         pytest.skip("Harbor is not set up: it needs Python 3.12 or newer (HARBOR_PYTHON)")
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sandboxes").mkdir(parents=True, exist_ok=True)
     environ = os.environ | {
         "HARBOR_API_KEY": KEY,
         "HARBOR_TELEMETRY": "off",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "TMPDIR": str(folder / "sandboxes"),
         "PYTHONPATH": str(Path(__file__).parent / "server_side"),
     }
     with reserved_port() as holder, (folder / "harbor.log").open("wb") as log:
@@ -102,7 +118,7 @@ async def harbor_server(folder: Path, relay: str = "") -> AsyncIterator[Harbor]:
         url = f"http://127.0.0.1:{port}"
         process = await asyncio.create_subprocess_exec(
             *(str(_HARBOR), "serve", "--port", str(port), "--data-dir", str(folder / "data")),
-            *("--relay-url", relay or url),
+            *("--relay-url", relay or url, *flags),
             env=environ,
             stdout=log,
             stderr=log,

@@ -55,10 +55,12 @@ async def trained(client: Client, count: int) -> list[SessionResult]:
 
 
 @asynccontextmanager
-async def both(folder: Path, model: Path, **engine: Any) -> AsyncIterator[tuple[Mesh, Harbor]]:
+async def both(
+    folder: Path, model: Path, *flags: str, **engine: Any
+) -> AsyncIterator[tuple[Mesh, Harbor]]:
     async with (
         scripted_mesh(folder / "mesh", model, RULES, **engine) as mesh,
-        harbor_server(folder / "harbor") as harbor,
+        harbor_server(folder / "harbor", *flags) as harbor,
     ):
         yield mesh, harbor
 

@@ -172,6 +172,8 @@ class Session:
     """Its policies. A version of 0 is the newest revision at each turn. None: the base model."""
     rewards: Rewards = field(default_factory=Rewards)
     """Set before the session is closed."""
+    metadata: dict[str, str] = field(default_factory=dict, repr=False)
+    """Added to the session's metadata when it is closed."""
     closed: bool = False
     request_id: str = field(default="", repr=False)
     """Request id under which it was opened. A trainer's token and this return its key."""
@@ -439,7 +441,7 @@ class SessionCalls(Connections):
         Args:
             session: The session.
             outcome: How it ended.
-            metadata: Added to the session's metadata.
+            metadata: Added to the session's metadata, after `session.metadata`.
             superseded: Whether another session takes its `sample_index`.
             reward_timeout_ms: Time that the collector holds the session back for `set_rewards`,
                 milliseconds. None: it is delivered at once.
@@ -454,7 +456,7 @@ class SessionCalls(Connections):
             session_id=session.session_id,
             session_key=session.api_key,
             outcome=outcome_of(outcome),
-            metadata=dict(metadata or {}),
+            metadata={**session.metadata, **(metadata or {})},
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
             reward_timeout_ms=reward_timeout_ms,

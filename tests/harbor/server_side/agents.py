@@ -1,6 +1,7 @@
 """An agent that Harbor's server runs in its own process, with OpenAI's SDK."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from harbor.agents.agent_auth_resolution import ModelConnectionSpec
@@ -24,10 +25,18 @@ class Asking(BaseAgent):  # type: ignore[misc]
     )
 
     def __init__(
-        self, *args: Any, turns: int = 3, stream: bool = False, fails: str = "", **kwargs: Any
+        self,
+        *args: Any,
+        turns: int = 3,
+        stream: bool = False,
+        fails: str = "",
+        until: str = "",
+        **kwargs: Any,
     ) -> None:
+        """Fails with an error of the name `fails`, as long as the file `until` is missing."""
         super().__init__(*args, **kwargs)
         self._turns, self._stream, self._fails = turns, stream, fails
+        self._until = Path(until) if until else None
 
     @staticmethod
     def name() -> str:
@@ -55,7 +64,9 @@ class Asking(BaseAgent):  # type: ignore[misc]
                 id_, text = await self._answer(client, messages, key)
                 ids.append(id_)
                 messages.append({"role": "assistant", "content": text})
-        if self._fails:
+        if self._fails and not (self._until and self._until.exists()):
+            if self._until:
+                self._until.touch()
             raise type(self._fails, (Exception,), {})("as the test wants")
         (self.logs_dir / "answers.json").write_text(json.dumps(ids))
         await environment.exec("echo done > /app/done.txt")

@@ -1,11 +1,12 @@
-"""Kills the commands of a runner when the runner's process dies.
+"""Ends the work of a runner when the runner's process dies: kills its commands, by default.
 
 Each process that runs commands starts one small process with its first command. That process reads
 the running process groups from a pipe. The end of the pipe, or a new parent, means that the runner
-died. As a script it needs only the standard library.
+died. As a script it needs only the standard library. Another script may end other work.
 """
 
 import os
+import runpy
 import select
 import signal
 import sys
@@ -17,35 +18,40 @@ _NOBODY = -1
 
 
 class Reaper:
-    """The runner's side: tells the process which groups run."""
+    """The runner's side: tells the process what runs."""
 
-    def __init__(self) -> None:
-        """Starts no process yet."""
+    def __init__(self, script: str = __file__) -> None:
+        """Starts no process yet.
+
+        Args:
+            script: Path of a Python file whose `end` gets the lines of the work that was left.
+        """
+        self._script = script
         self._lock = threading.Lock()
-        self._groups: set[int] = set()
+        self._left: set[int | str] = set()
         self._owner = _NOBODY
         self._pipe = -1
 
-    def watch(self, group: int) -> None:
-        """Has a process group killed when this process dies."""
+    def watch(self, work: int | str) -> None:
+        """Has work ended when this process dies: a process group, or a line for the script."""
         with self._lock:
             self._disown()
-            self._groups.add(group)
-            self._tell(b"+%d\n" % group)
+            self._left.add(work)
+            self._tell(f"+{work}\n".encode())
 
-    def forget(self, group: int) -> None:
-        """Removes a group that has ended. Its number may be reused."""
+    def forget(self, work: int | str) -> None:
+        """Removes work that has ended. The number of a group may be reused."""
         with self._lock:
             self._disown()
-            self._groups.discard(group)
+            self._left.discard(work)
             if self._owner != _NOBODY:
-                self._tell(b"-%d\n" % group)
+                self._tell(f"-{work}\n".encode())
 
     def _disown(self) -> None:
         """Drops the parent's groups and pipe in a forked process."""
         if self._owner not in {_NOBODY, os.getpid()}:
             self._owner = _NOBODY
-            self._groups.clear()
+            self._left.clear()
             os.close(self._pipe)
 
     def _tell(self, line: bytes) -> None:
@@ -65,7 +71,7 @@ class Reaper:
         try:
             os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", __file__, str(self._owner)],
+                [sys.executable, "-I", "-S", __file__, str(self._owner), self._script],
                 {},
                 file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)]
                 + [(os.POSIX_SPAWN_DUP2, null, number) for number in (1, 2)],
@@ -74,12 +80,12 @@ class Reaper:
         finally:
             os.close(reading)
             os.close(null)
-        os.write(self._pipe, b"".join(b"+%d\n" % group for group in self._groups))
+        os.write(self._pipe, "".join(f"+{work}\n" for work in self._left).encode())
 
 
-def serve(runner: int) -> None:
-    """Reads the pipe until the runner is gone. Kills the remaining groups."""
-    groups: set[int] = set()
+def left_by(runner: int) -> set[str]:
+    """Reads the pipe until the runner is gone. Returns the work that it left."""
+    left: set[str] = set()
     text = b""
     while True:
         if not select.select([0], [], [], _LOOK_S)[0]:
@@ -90,11 +96,17 @@ def serve(runner: int) -> None:
             break
         *lines, text = (text + data).split(b"\n")
         for line in lines:
-            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+            (left.add if line[:1] == b"+" else left.discard)(line[1:].decode())
+    return left
+
+
+def end(groups: set[str]) -> None:
+    """Kills process groups."""
     for group in groups:
         with suppress(OSError):  # it has ended
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(int(group), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    work = left_by(int(sys.argv[1]))
+    runpy.run_path(sys.argv[2])["end"](work)

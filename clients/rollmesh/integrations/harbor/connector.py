@@ -58,6 +58,10 @@ _OF_THE_POLICY = {
     "NonZeroAgentExitCodeError",
     "ContextWindowExceededError",
     "OutputTokenExceededError",
+    "ContextLengthExceededError",
+    "OutputLengthExceededError",
+    "AgentSafetyRefusalError",
+    "ContentPolicyViolationError",
 }
 """Errors of Harbor that are results of the policy: the verifier's reward counts."""
 _ENDED = {"finished", "cancelled"}
@@ -140,35 +144,20 @@ class _Rollout:
     answers: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class Connector:
-    """Answers the requests of the rollouts that use one session of a Harbor server's relay."""
+class Relay:
+    """Answers the requests of one session of a Harbor server's relay."""
 
-    def __init__(
-        self,
-        client: Client,
-        server: str,
-        name: str,
-        key: str,
-        *,
-        reward: str = "reward",
-        run_id: str = "",
-    ) -> None:
+    def __init__(self, server: str, name: str, key: str) -> None:
         """Connects nothing yet.
 
         Args:
-            client: Of the mesh.
             server: URL of the Harbor server.
-            name: The `session_id` with which jobs are submitted. One connector at a time has it.
+            name: The `session_id` with which jobs are submitted. One connection at a time has it.
             key: The server's API key.
-            reward: Name of the verifier's reward that is the session's. The others are metadata.
-            run_id: The run of the sessions.
         """
-        self._client = client
         self._server = server.rstrip("/")
         self._name = name
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._reward = reward
-        self._run_id = run_id
         self._rollouts: dict[str, _Rollout] = {}
         self._openings: set[asyncio.Task[Session]] = set()
         self.connected = asyncio.Event()
@@ -214,7 +203,7 @@ class Connector:
                 reason = f"closed with {relay.close_code}"
             except aiohttp.WSServerHandshakeError as error:
                 if error.status in {400, 401, 403, 404}:
-                    raise HarborError(_refusal(error.status)) from error
+                    raise HarborError(refusal(error.status)) from error
                 reason = "another connector is connected" if error.status == 409 else str(error)
             except (aiohttp.ClientError, OSError) as error:
                 reason = str(error) or type(error).__name__
@@ -337,6 +326,50 @@ class Connector:
                 opening.cancel()
 
     async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+        """Returns the session of a rollout.
+
+        Raises:
+            HarborError: There is none, or the server does not answer.
+            RollmeshError: The mesh cannot open it.
+        """
+        raise NotImplementedError
+
+    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+        """Closes the sessions of rollouts that have ended, if the relay opened them."""
+
+    def _what(self, **more: object) -> dict[str, dict[str, object]]:
+        return fields(server=self._server, session=self._name, **more)
+
+
+class Connector(Relay):
+    """Opens a session for each rollout that uses the relay's session, and closes it."""
+
+    def __init__(
+        self,
+        client: Client,
+        server: str,
+        name: str,
+        key: str,
+        *,
+        reward: str = "reward",
+        run_id: str = "",
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            client: Of the mesh.
+            server: URL of the Harbor server.
+            name: The `session_id` with which jobs are submitted. One connector at a time has it.
+            key: The server's API key.
+            reward: Name of the verifier's reward that is the session's. The others are metadata.
+            run_id: The run of the sessions.
+        """
+        super().__init__(server, name, key)
+        self._client = client
+        self._reward = reward
+        self._run_id = run_id
+
+    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
         """Opens the session of a rollout, or finds it.
 
         Raises:
@@ -432,9 +465,6 @@ class Connector:
                 return
         del self._rollouts[rollout.id]
 
-    def _what(self, **more: object) -> dict[str, dict[str, object]]:
-        return fields(server=self._server, session=self._name, **more)
-
 
 class _Reply:
     """The answer to one request, in frames."""
@@ -493,7 +523,8 @@ def _status_of(error: Exception) -> int:
     return 503
 
 
-def _refusal(status: int) -> str:
+def refusal(status: int) -> str:
+    """Returns why the server refuses a connection, and the remedy."""
     match status:
         case 401:
             return "the Harbor server does not know the API key; give that of HARBOR_API_KEY there"

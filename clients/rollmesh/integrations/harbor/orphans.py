@@ -1,0 +1,50 @@
+"""Cancels the jobs of a runner whose process has died. Run by `rollmesh.client.runners.reaper`.
+
+Needs only the standard library.
+"""
+
+import json
+import time
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+_LIMIT_S = 600.0
+_PAUSE_S = 1.0
+_ANSWER_S = 10.0
+_JOBS = "SELECT id FROM job WHERE name = ?"
+
+
+def end(left: set[str]) -> None:
+    """Cancels jobs. A job that the server does not have yet, or cannot cancel now, is tried again.
+
+    Args:
+        left: For each job a JSON object with `server`, `key` and `name`.
+    """
+    deadline = time.monotonic() + _LIMIT_S
+    while left and time.monotonic() < deadline:
+        left = {job for job in left if not _is_cancelled(**json.loads(job))}
+        time.sleep(_PAUSE_S if left else 0)
+
+
+def _is_cancelled(server: str, key: str, name: str) -> bool:
+    try:
+        (found,) = _post(f"{server}/query", key, [[_JOBS, name]])["results"]
+        for job in found["rows"]:
+            _post(f"{server}/jobs/{job['id']}/cancel", key, {})
+        return bool(found["rows"])
+    except (OSError, HTTPException, ValueError, KeyError):
+        return False
+
+
+def _post(address: str, key: str, body: object) -> Any:
+    url = urlsplit(address)
+    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with closing(kind(url.netloc, timeout=_ANSWER_S)) as connection:
+        connection.request("POST", url.path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise HTTPException(response.status)
+        return json.load(response)

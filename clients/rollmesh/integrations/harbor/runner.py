@@ -1,0 +1,390 @@
+"""Runs agents of a Harbor server as the agents of a rollout.
+
+    runner = HarborRunner("https://harbor.example:8390", key, agent={"name": "claude-code"})
+    await rollout(client, ["/tasks/one", "/tasks/two"], runner=runner, n=8)
+
+A sample is a task of Harbor. Each session of its group is a job of one attempt. The session answers
+its agent through the server's relay, and gets the reward of its verifier.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import aiohttp
+
+from rollmesh.client import Session
+from rollmesh.client.rollouts import AgentStoppedError
+from rollmesh.client.runners.reaper import Reaper
+from rollmesh.client.shielding import shielded
+from rollmesh.integrations.harbor.connector import HarborError, Relay, ending_of, refusal
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.telemetry.logs import fields
+
+_log = logging.getLogger(__name__)
+_POLL_S = 1.0
+_ANSWER = aiohttp.ClientTimeout(total=60.0)
+_LEAVE_S = 90.0
+_TEXT_CHARS = 1000
+_REAPER = Reaper(str(Path(__file__).with_name("orphans.py")))
+_PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
+_JOBS = "SELECT id FROM job WHERE name = ?"
+_STATES = "SELECT id, job_id, state FROM rollout WHERE job_id IN (?)"
+_TASK = ("path", "git_url", "git_commit_id", "name", "ref")
+
+
+class HarborRolloutError(Exception):
+    """A rollout failed by its sandbox, its verifier or its model calls, not by the policy."""
+
+
+# Tasks, jobs and results of Harbor.
+
+
+def task_of(sample: Any) -> dict[str, str]:
+    """Returns the task of a sample.
+
+    Args:
+        sample: A path on the server, which begins with "/" or ".", a name of a registry
+            (`org/name` or `org/name@ref`), or a mapping with `path`, `git_url` and
+            `git_commit_id`, or with `name` and `ref`. A mapping may have one of these as `task`.
+
+    Raises:
+        InvalidFieldError: It is none of these.
+    """
+    given = sample.get("task", sample) if isinstance(sample, Mapping) else sample
+    if isinstance(given, str | Path) and str(given):
+        text = str(given)
+        if text.startswith(("/", ".")):
+            return {"path": text}
+        name, _, ref = text.partition("@")
+        return {"name": name, **({"ref": ref} if ref else {})}
+    if isinstance(given, Mapping):
+        task = {name: str(given[name]) for name in _TASK if given.get(name)}
+        if "path" in task or "name" in task:
+            return task
+    raise InvalidFieldError(
+        "sample", f"{sample!r:.200} is no task of Harbor; give a path, a name, or a mapping of them"
+    )
+
+
+def settle(
+    session: Session, result: Mapping[str, Any], reward: str, *, is_cancelled: bool = False
+) -> dict[str, float]:
+    """Returns the rewards of an ended trial. Its end, its error and its times become metadata.
+
+    Args:
+        session: The session that answered its agent.
+        result: Harbor's `TrialResult` as JSON values. Empty if the trial has not begun.
+        reward: Name of the reward of the session.
+        is_cancelled: Whether somebody cancelled the trial.
+
+    Raises:
+        HarborRolloutError: It failed by its infrastructure. There is no reward.
+        AgentStoppedError: It was cancelled.
+    """
+    error = result.get("exception_info") or {}
+    kind, said = error.get("exception_type", ""), str(error.get("exception_message", ""))
+    rewards: dict[str, Any] = (result.get("verifier_result") or {}).get("rewards") or {}
+    if not result.get("reward_valid"):
+        rewards = dict.fromkeys(rewards)
+    is_counted = (error.get("policy_override") or {}).get("has_valid_reward")
+    row = {
+        "state": "cancelled" if is_cancelled else "finished",
+        "error_type": "" if is_counted else kind,
+        "is_latest_attempt": True,
+    }
+    ending = ending_of(row, rewards, reward)
+    assert ending is not None
+    session.metadata.update(ending.metadata)
+    for name, text in (
+        ("harbor_error", kind),
+        ("harbor_error_text", said[:_TEXT_CHARS]),
+        ("harbor_trial", result.get("trial_name")),
+        ("harbor_task", result.get("task_name")),
+        ("harbor_agent", (result.get("agent_info") or {}).get("name")),
+    ):
+        if text:
+            session.metadata[name] = text
+    for phase in _PHASES:
+        if (seconds := _seconds(result.get(phase))) is not None:
+            session.metadata[f"harbor_seconds.{phase}"] = f"{seconds:.3f}"
+    match ending.outcome:
+        case "COMPLETED":
+            others = {f"harbor_reward.{name}": float(value) for name, value in rewards.items()}
+            return {**others, "reward": float(rewards[reward])}
+        case "ABORTED":
+            raise AgentStoppedError("the rollout was cancelled at the Harbor server")
+        case _:
+            missing = f"the verifier gave no valid reward {reward!r}"
+            raise HarborRolloutError(f"{kind}: {said}"[:_TEXT_CHARS] if kind else missing)
+
+
+def _seconds(timing: Mapping[str, str] | None) -> float | None:
+    ends = [(timing or {}).get(name) for name in ("started_at", "finished_at")]
+    begun, ended = (datetime.fromisoformat(end) if end else None for end in ends)
+    return (ended - begun).total_seconds() if begun and ended else None
+
+
+class _OneSession(Relay):
+    """Answers the rollout of one job with a session that is open."""
+
+    def __init__(self, session: Session, server: str, key: str) -> None:
+        super().__init__(server, session.session_id, key)
+        self._open_session = session
+
+    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+        return self._open_session
+
+
+class _Server:
+    """The API of a Harbor server, for the attempts that run in one event loop."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.users = 0
+        self._url = url
+        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"})
+        self._ends: dict[str, asyncio.Future[str]] = {}
+        self._polling = asyncio.get_running_loop().create_task(self._poll())
+
+    async def close(self) -> None:
+        self._polling.cancel()
+        await asyncio.wait({self._polling})
+        await self._http.close()
+
+    async def submit(self, body: Mapping[str, Any]) -> str:
+        """Submits a job. Returns its id.
+
+        Raises:
+            InvalidFieldError: The server refuses the job.
+            HarborError: The server refuses the key, or does not answer.
+        """
+        key = {"Idempotency-Key": body["session_id"]}
+        status, found = await self._call("POST", "/jobs/submit", json=body, headers=key)
+        if status in {400, 413, 422}:
+            raise InvalidFieldError("job", f"is refused by Harbor: {_said(found)}")
+        if status not in {200, 409}:  # a repeat of the request gets a 409 with the id
+            raise HarborError(_refused(status, found))
+        return str(found["job_id"])
+
+    async def ended(self, job_id: str) -> str:
+        """Waits until the rollout of a job has ended. Returns its id.
+
+        Raises:
+            HarborError: The server does not have the job.
+        """
+        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ends[job_id] = end
+        try:
+            ends: set[asyncio.Future[Any]] = {end, self._polling}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not end.done():
+                self._polling.result()
+            return end.result()
+        finally:
+            del self._ends[job_id]
+            end.cancel()
+
+    async def rollout(self, rollout_id: str) -> dict[str, Any]:
+        """Returns a rollout with its result.
+
+        Raises:
+            HarborError: The server does not have it, or does not answer.
+        """
+        status, found = await self._call("GET", f"/rollouts/{rollout_id}")
+        if status != 200:
+            raise HarborError(_refused(status, found))
+        rollout: dict[str, Any] = found["rollout"]
+        return rollout
+
+    async def cancel(self, name: str) -> None:
+        """Cancels the jobs of a name, of which there is at most one.
+
+        Raises:
+            HarborError: The server refuses, or does not answer.
+        """
+        for job in await self._query(_JOBS, name):
+            status, found = await self._call("POST", f"/jobs/{job['id']}/cancel", json={})
+            if status != 200:
+                raise HarborError(_refused(status, found))
+
+    async def _query(self, sql: str, *values: str) -> list[dict[str, Any]]:
+        status, found = await self._call("POST", "/query", json=[[sql, *values]])
+        if status != 200:
+            raise HarborError(_refused(status, found))
+        rows: list[dict[str, Any]] = found["results"][0]["rows"]
+        return rows
+
+    async def _poll(self) -> NoReturn:
+        """Tells the waiting attempts the ends of their rollouts. Asks once for all of them."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if not (jobs := list(self._ends)):
+                continue
+            sql = _STATES.replace("?", ", ".join("?" * len(jobs)))
+            try:
+                rows = {row["job_id"]: row for row in await self._query(sql, *jobs)}
+            except HarborError as error:
+                _log.warning("rollouts were not read", extra=fields(error=str(error)))
+                continue
+            for job in jobs:
+                end, row = self._ends.get(job), rows.get(job)
+                if end is None or end.done():
+                    continue
+                if row is None:
+                    end.set_exception(HarborError(f"the Harbor server does not have job {job}"))
+                elif row["state"] in {"finished", "cancelled"}:
+                    end.set_result(row["id"])
+
+    async def _call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        """Returns the status and the JSON of an answer.
+
+        Raises:
+            HarborError: There is none.
+        """
+        url = f"{self._url}{path}"
+        try:
+            async with self._http.request(method, url, timeout=_ANSWER, **options) as response:
+                return response.status, await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise HarborError(f"{url}: {error or 'no answer in time'}") from error
+
+
+def _said(found: Any) -> str:
+    return str(found.get("detail", found) if isinstance(found, dict) else found)[:_TEXT_CHARS]
+
+
+def _refused(status: int, found: Any) -> str:
+    return (
+        refusal(status) if status == 401 else f"the Harbor server answers {status}: {_said(found)}"
+    )
+
+
+class HarborRunner:
+    """An `AgentRunner` that runs a job of a Harbor server for each session."""
+
+    def __init__(
+        self,
+        server: str,
+        key: str,
+        *,
+        agent: Mapping[str, Any],
+        environment: Mapping[str, Any] | None = None,
+        reward: str = "reward",
+        job: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            server: URL of the Harbor server, which has a relay.
+            key: The server's API key.
+            agent: Harbor's `AgentConfig`: `name` or `import_path`, `model_api_format`,
+                `override_timeout_sec` and others.
+            environment: Harbor's `EnvironmentConfig`. None: its default, Docker.
+            reward: Name of the verifier's reward that is the session's.
+            job: Further values of Harbor's `JobConfig`.
+
+        Raises:
+            InvalidFieldError: `agent` names no agent.
+        """
+        if not (agent.get("name") or agent.get("import_path")):
+            raise InvalidFieldError("agent", "has no name; give a name or an import_path")
+        self._server = server.rstrip("/")
+        self._key = key
+        self._reward = reward
+        self._job = {**(job or {}), "agents": [{"model_name": "openai/policy", **agent}]}
+        if environment is not None:
+            self._job["environment"] = dict(environment)
+        self._servers: dict[asyncio.AbstractEventLoop, _Server] = {}
+
+    async def __call__(self, sample: Any, session: Session) -> dict[str, float]:
+        """Runs a task once. Returns the `reward` and all rewards of the verifier.
+
+        Raises:
+            HarborRolloutError: The rollout failed by its infrastructure.
+            AgentStoppedError: Somebody cancelled it at the server.
+            HarborError: The server refuses the key, has no relay, or does not answer.
+            InvalidFieldError: The sample is no task, or the server refuses the job.
+        """
+        body = self._submission(task_of(sample), session)
+        relay = _OneSession(session, self._server, self._key)
+        name = session.session_id
+        watched = json.dumps({"server": self._server, "key": self._key, "name": name})
+        async with self._used() as server:
+            _REAPER.watch(watched)
+            answering = asyncio.get_running_loop().create_task(relay.run())
+            submitting = asyncio.get_running_loop().create_task(server.submit(body))
+            is_ended = False
+
+            async def leave() -> None:
+                if not is_ended:
+                    await asyncio.wait({submitting})
+                    try:
+                        await server.cancel(name)
+                    except HarborError as error:  # it is tried again when this process ends
+                        _log.warning("job was not cancelled", extra=_where(session, error))
+                        return
+                _REAPER.forget(watched)
+
+            try:
+                rollout = await self._ended(server, await asyncio.shield(submitting), answering)
+                is_ended = True
+                session.metadata |= {
+                    "harbor_rollout": rollout["id"],
+                    "harbor_job": rollout["job_id"],
+                }
+                is_cancelled = rollout["state"] == "cancelled"
+                return settle(
+                    session, rollout["result"] or {}, self._reward, is_cancelled=is_cancelled
+                )
+            finally:
+                await shielded(leave(), _LEAVE_S)
+                answering.cancel()
+                await asyncio.wait({answering})
+
+    def _submission(self, task: Mapping[str, str], session: Session) -> dict[str, Any]:
+        config = {
+            **self._job,
+            "job_name": session.session_id,
+            "n_attempts": 1,
+            "n_concurrent_trials": 1,
+            "quiet": True,
+            "retry": {"max_retries": 0},  # a second attempt has a session of its own
+            "tasks": [task],
+        }
+        return {"config": config, "relay_inference": True, "session_id": session.session_id}
+
+    @staticmethod
+    async def _ended(server: _Server, job_id: str, answering: asyncio.Task[None]) -> dict[str, Any]:
+        ending = asyncio.get_running_loop().create_task(server.ended(job_id))
+        try:
+            await asyncio.wait({ending, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                answering.result()  # the relay refuses
+            return await server.rollout(await ending)
+        finally:
+            ending.cancel()
+
+    @asynccontextmanager
+    async def _used(self) -> AsyncIterator[_Server]:
+        """Holds the server's API, which all attempts of an event loop share."""
+        loop = asyncio.get_running_loop()
+        server = self._servers.get(loop)
+        if server is None:
+            server = self._servers[loop] = _Server(self._server, self._key)
+        server.users += 1
+        try:
+            yield server
+        finally:
+            server.users -= 1
+            if not server.users:
+                del self._servers[loop]
+                await server.close()
+
+
+def _where(session: Session, error: Exception) -> dict[str, dict[str, object]]:
+    return fields(session_id=session.session_id, error=str(error))
