@@ -5,7 +5,7 @@ from importlib.util import LazyLoader, find_spec, module_from_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-__all__ = ["anthropic"]
+__all__ = ["anthropic", "genai"]
 
 
 def _lazily(name: str) -> ModuleType:
@@ -22,5 +22,6 @@ def _lazily(name: str) -> ModuleType:
 
 if TYPE_CHECKING:
     import anthropic
+    import google.genai as genai  # noqa: PLR0402 - pyright takes `google` for stubs alone
 else:
-    anthropic = _lazily("anthropic")
+    anthropic, genai = _lazily("anthropic"), _lazily("google.genai")

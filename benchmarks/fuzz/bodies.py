@@ -112,12 +112,50 @@ RESPONSES: Sequence[dict[str, Any]] = (
         "parallel_tool_calls": False,
     },
 )
+GOOGLE: Sequence[dict[str, Any]] = (
+    {"contents": [{"role": "user", "parts": [{"text": "go on"}]}]},
+    {
+        "system_instruction": {"parts": {"text": "be brief"}},
+        "contents": [
+            {"parts": [{"text": "go"}]},
+            {
+                "role": "model",
+                "parts": [
+                    {"text": "hm", "thought": True},
+                    {"functionCall": {"id": "t1", "name": "f", "args": {"a": 1}}},
+                ],
+            },
+            {"parts": [{"functionResponse": {"name": "f", "response": {"output": "1"}}}]},
+        ],
+        "tools": [
+            {
+                "functionDeclarations": [
+                    {"name": "f", "parameters": {"type": "OBJECT", "nullable": True}},
+                    {"name": "g", "parametersJsonSchema": _SCHEMA},
+                ]
+            }
+        ],
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "generationConfig": {
+            "temperature": 0.5,
+            "topK": 40.0,
+            "maxOutputTokens": 4,
+            "stopSequences": ["x"],
+            "thinkingConfig": {"includeThoughts": True, "thinkingLevel": "LOW"},
+        },
+    },
+)
 SEEDS: dict[str, Sequence[dict[str, Any]]] = {
     "/v1/chat/completions": CHAT,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
     "/v1/responses": RESPONSES,
     "/v1/responses/input_tokens": RESPONSES,
+    **{
+        f"/{version}/models/{{model:path}}:{method}": GOOGLE
+        for version in ("v1beta", "v1")
+        for method in ("generateContent", "streamGenerateContent", "countTokens")
+    },
 }
 """Valid bodies by route."""
 _ODD: Sequence[Any] = (

@@ -108,7 +108,7 @@ class RouteAttack:
         )
 
     def _head(self, route: str, key: str, body: bytes) -> bytes:
-        path = f"/sessions/{key}{route}"
+        path = f"/sessions/{key}{route.replace('{model:path}', 'policy')}"
         lines = [
             f"POST {path} HTTP/1.1",
             "host: sidecar",

@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_570, 17),
     "services/collector/rollmesh/collector": (5_167, 13),
     "services/collector/rollmesh/scorer": (364, 6),
-    "clients/rollmesh/sidecar": (4_524, 13),
+    "clients/rollmesh/sidecar": (5_338, 14),
     "clients/rollmesh/client": (4_971, 15),
     "clients/rollmesh/batches": (897, 5),
     "clients/rollmesh/integrations": (3_287, 16),

@@ -213,6 +213,7 @@ def test_the_end_of_a_rollout_is_the_outcome_of_its_session(
     [
         ("/v1/messages?beta=true", "/v1/messages?beta=true"),
         ("/chat/completions", "/v1/chat/completions"),
+        ("/v1beta/models/m:generateContent", "/v1beta/models/m:generateContent"),
         ("/v1/../../other/v1/models", ""),
         ("/v1/%2e%2E/models", ""),
         ("/v1/..\\models", ""),

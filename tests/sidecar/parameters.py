@@ -40,4 +40,4 @@ def fields_of_vllm(path: str, name: str) -> set[str]:
 def documented(page: Path) -> set[str]:
     """Names in the first column of a page's tables."""
     rows: Iterable[str] = re.findall(r"^\| (`[^|]*`) \|", page.read_text(), re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}

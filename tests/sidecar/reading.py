@@ -13,19 +13,28 @@ from rollmesh.sidecar import PROTOCOLS, Head
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
 
 KEY = "rmk-5e55-secret"
+GOOGLE = "models/{model:path}:generateContent"
 BARE: Mapping[str, Mapping[str, Any]] = {
     "chat/completions": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
     "responses": {"model": "m", "input": "Hi"},
     "messages": {
         "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}],
     },
+    GOOGLE: {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]},
 }  # fmt: skip
 """The shortest body of each path."""
 
 
 def read(path: str, **more: Any) -> gateway_pb2.ChatRequest:
     """Returns the request to the gateway of the shortest body with these members."""
-    return read_bytes(path, orjson.dumps({**BARE[path], **more}))
+    members: dict[str, Any] = {**BARE[path]}
+    for name, value in more.items():
+        outer, _, inner = name.rpartition(".")
+        if outer:
+            members.setdefault(outer, {})[inner] = value
+        else:
+            members[name] = value
+    return read_bytes(path, orjson.dumps(members))
 
 
 def read_bytes(path: str, body: bytes, key: str = KEY) -> gateway_pb2.ChatRequest:

@@ -9,9 +9,14 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import PROTOCOLS
 from tests.paths import ROOT
 from tests.sidecar.parameters import documented, fields_of_vllm
-from tests.sidecar.reading import BARE, ignored, read, table
+from tests.sidecar.reading import BARE, GOOGLE, ignored, read, table
 
-PAGES = {"chat/completions": "openai.md", "responses": "responses.md", "messages": "messages.md"}
+PAGES = {
+    "chat/completions": "openai.md",
+    "responses": "responses.md",
+    "messages": "messages.md",
+    GOOGLE: "google.md",
+}
 VLLM = {
     "chat/completions": ("openai/chat_completion/protocol.py", "ChatCompletionRequest", 60),
     "responses": ("openai/responses/protocol.py", "ResponsesRequest", 40),
@@ -34,7 +39,7 @@ def test_a_parameter_has_one_place(path: str) -> None:
 
 
 @pytest.mark.vllm
-@each
+@pytest.mark.parametrize("path", VLLM)
 def test_every_parameter_of_vllm_is_in_the_table(path: str) -> None:
     module, name, least = VLLM[path]
     fields = fields_of_vllm(f"entrypoints/{module}", name)

@@ -1,10 +1,10 @@
-"""The sidecar: OpenAI's and Anthropic's HTTP APIs in front of the gateways.
+"""The sidecar: OpenAI's, Anthropic's and Google's HTTP APIs in front of the gateways.
 
 Read first: `turn`, `chat`, `gateways`, `app`.
 
 `turn` is one request, from its head to its answer. `chat` is a protocol, `gateways` has the calls
-and `app` the routes. `messages` and `responses` are the other protocols, `body` reads values for
-all three, and `http` bounds connections.
+and `app` the routes. `messages`, `responses` and `google` are the other protocols, `body` reads
+values for all of them, and `http` bounds connections.
 
 May import `mesh`, `runtime` and `v1`. The names below are for other rooms and for tests. They are
 loaded on first use, because settings are read where the sidecar's packages are not installed.

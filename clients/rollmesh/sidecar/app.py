@@ -32,6 +32,7 @@ from rollmesh.sidecar.errors import (
     typed,
 )
 from rollmesh.sidecar.gateways import Gateways
+from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
 from rollmesh.sidecar.http import HttpServer
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
@@ -44,6 +45,15 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/responses": RESPONSES,
     "/v1/responses/input_tokens": COUNT_INPUT,
+    **{
+        f"/{version}/models/{{model:path}}:{method}": protocol
+        for version in ("v1beta", "v1")
+        for method, protocol in (
+            ("generateContent", GENERATE),
+            ("streamGenerateContent", STREAM),
+            ("countTokens", COUNT_CONTENT),
+        )
+    },
 }
 """The protocols that agents POST to, by path."""
 
@@ -66,7 +76,10 @@ ROUTES: Mapping[str, Opens] = {
 """What opens a route, by its method and path. `HEAD` counts as `GET`."""
 _IN_SESSION = "/sessions/{session}"
 """May precede each path. It has the session's id or key."""
-_SPOKEN = re.compile(r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?/v1/(messages|responses)(?:[/?]|$)")
+_SPOKEN = re.compile(
+    r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?"
+    r"(?:/v1/(messages|responses)(?:[/?]|$)|/v1beta/|/v1/models/[^?]*:[a-zA-Z]+(?:\?|$))"
+)
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -80,7 +93,9 @@ def prefixes(path_prefix: str) -> Iterator[str]:
 def protocol_of(path: str, prefix: str = "") -> Protocol:
     """Returns the protocol in which errors of a path are written, perhaps with its query."""
     spoken = _SPOKEN.match(path.removeprefix(prefix))
-    return PROTOCOLS["/v1/chat/completions" if spoken is None else f"/v1/{spoken[1]}"]
+    if spoken is None:
+        return CHAT
+    return PROTOCOLS[f"/v1/{spoken[1]}"] if spoken[1] else GENERATE
 
 
 def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
@@ -138,7 +153,8 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         if not allowed:
             problem = (
                 f"{request.method}: this path is not served; call .../v1/chat/completions, "
-                ".../v1/messages, .../v1/responses or .../v1/models"
+                ".../v1/messages, .../v1/responses, .../v1beta/models/MODEL:generateContent or "
+                ".../v1/models"
             )
             return await refuse(request, PathUnknownError(problem))
         problem = f"{request.method}: this path is served with {', '.join(allowed.values())}"

@@ -168,23 +168,30 @@ _UNUSED = ("cache_salt", "metadata", "mm_payload", "return_mm_kwargs", "service_
 class Parameters:
     """The parameters of a protocol: which are served, refused by name, or ignored.
 
-    The names come from vLLM's request class and from the SDKs. docs/openai.md, docs/responses.md
-    and docs/messages.md have the same tables for users, with the reasons.
+    The names come from vLLM's request class and from the SDKs. docs/openai.md, docs/responses.md,
+    docs/messages.md and docs/google.md have the same tables for users, with the reasons.
     """
 
     def __init__(
-        self, served: str, refused: Mapping[str, str], unused: str, nested: str = "", **neutral: Any
+        self,
+        served: str,
+        refused: Mapping[str, str],
+        unused: str,
+        nested: str = "",
+        *,
+        of_vllm: bool = True,
+        **neutral: Any,
     ) -> None:
-        """Takes the names in words, and adds the parameters that all protocols share."""
+        """Takes the names in words, and adds the parameters of all of vLLM's protocols."""
         self.served = frozenset(served.split())
         """Parameters with the effect that the API or vLLM gives them."""
         self.refused: Mapping[str, str] = {
             name: remedy
-            for names, remedy in {**_REFUSED, **refused}.items()
+            for names, remedy in {**(_REFUSED if of_vllm else {}), **refused}.items()
             for name in names.split()
         }
         """Parameters that would change the answer, and the remedy."""
-        self.unused = frozenset([*unused.split(), *_UNUSED]) - self.served
+        self.unused = frozenset([*unused.split(), *(_UNUSED if of_vllm else ())]) - self.served
         """Parameters that change neither tokens nor text of an answer."""
         self.nested = frozenset(nested.split())
         """Names inside messages, tools and options that are counted where they change nothing."""
@@ -280,6 +287,7 @@ _ID_LISTS = (("stop_token_ids", 0, 64), ("allowed_token_ids", 1, 4096))
 """Lists of token ids, with the fewest and the most of each."""
 _MAX_BIASES, _MOST_BIAS = 1024, 100.0
 _MAX_STOPS = 16
+_MAX_TOP_LOGPROBS = 20
 
 
 def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb2.SamplingParams:
@@ -337,6 +345,22 @@ def read_texts(texts: Any, field: str, alternative: str = "") -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
         raise InvalidFieldError(field, f"must be {alternative}a list of non-empty strings")
     return texts
+
+
+def read_top_logprobs(value: Any, field: str, lacking: str) -> int:
+    """Returns the number of most likely tokens to return. None is 0.
+
+    Args:
+        value: The value of the parameter.
+        field: Its name.
+        lacking: The parameter that it needs and that is not true. Empty if it is.
+    """
+    most = 0 if value is None else integer(value, field, 0)
+    if most > _MAX_TOP_LOGPROBS:
+        raise InvalidFieldError(field, f"is {most}; give 0 to {_MAX_TOP_LOGPROBS}")
+    if most and lacking:
+        raise InvalidFieldError(field, f"needs {lacking}; give {lacking}: true with it")
+    return most
 
 
 # Options of the chat template, besides messages and tools.
@@ -398,15 +422,18 @@ ROLES = {
     "assistant": chat_pb2.ROLE_ASSISTANT,
 }
 _HTTP = re.compile("https?://", re.ASCII | re.IGNORECASE)
+_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_INVALID = "INVALID_JSON"
+"""Member for arguments that are no JSON object, as Anthropic's guide advises."""
 
 
-def list_messages(messages: Any, before: int = 0) -> list[Any]:
-    """Returns the `messages` of a body. As many `before` them count too."""
+def list_messages(messages: Any, before: int = 0, field: str = "messages") -> list[Any]:
+    """Returns the messages of a body. As many `before` them count too."""
     if not isinstance(messages, list) or not messages:
-        raise InvalidFieldError("messages", "must be a non-empty list")
+        raise InvalidFieldError(field, "must be a non-empty list")
     if (count := before + len(messages)) > _MAX_MESSAGES:
         raise InvalidFieldError(
-            "messages", f"has {count} messages; a session holds at most {_MAX_MESSAGES}"
+            field, f"has {count} messages; a session holds at most {_MAX_MESSAGES}"
         )
     return messages
 
@@ -434,13 +461,28 @@ def image_of_url(url: Any, field: str) -> chat_pb2.ContentPart:
     return chat_pb2.ContentPart(image=chat_pb2.Media(media_type=media_type, data=data, field=field))
 
 
-def image_of_base64(encoded: Any, media_type: str, field: str) -> chat_pb2.ContentPart:
-    """Returns the image of a base64 text.
+def image_of_base64(
+    source: Mapping[str, Any], field: str, type_member: str
+) -> chat_pb2.ContentPart:
+    """Returns the image of an object that has its base64 text in `data`.
+
+    Args:
+        source: The object.
+        field: Its name.
+        type_member: The member with the media type.
 
     Raises:
+        InvalidFieldError: The media type is not served.
         InvalidImageError: It is not base64, or empty.
     """
-    data = read_base64(string(encoded, field), field)
+    media_type = string(source.get(type_member), f"{field}.{type_member}")
+    if media_type not in _IMAGES:
+        raise InvalidFieldError(
+            f"{field}.{type_member}", f"is {excerpt(media_type)}; give one of {', '.join(_IMAGES)}"
+        )
+    field = f"{field}.data"
+    encoded = string(source.get("data"), field).replace("-", "+").replace("_", "/")
+    data = read_base64(encoded, field)
     if not data:
         raise InvalidImageError(field, "is empty; send the bytes of the image")
     return chat_pb2.ContentPart(image=chat_pb2.Media(media_type=media_type, data=data, field=field))
@@ -457,3 +499,21 @@ def joined(parts: Iterable[chat_pb2.ContentPart | None]) -> list[chat_pb2.Conten
         text = "".join(part.text for part in neighbours) if is_text else ""
         found += text_parts(text) if is_text else neighbours
     return found
+
+
+def read_arguments(arguments: Any, field: str) -> str:
+    """Returns the arguments of a call, an object, as JSON. None is empty."""
+    given = members(arguments, field, {})
+    text = given.get(_INVALID) if len(given) == 1 else None
+    return text if isinstance(text, str) else to_json(given, field)
+
+
+def write_arguments(arguments: str) -> orjson.Fragment | dict[str, str]:
+    """Returns arguments as an object: the sampled JSON itself, or its text if it is no object."""
+    if not arguments.strip():
+        return {}
+    try:
+        is_object = isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    return orjson.Fragment(arguments) if is_object else {_INVALID: arguments}

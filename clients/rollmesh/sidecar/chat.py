@@ -5,7 +5,6 @@ its session: the messages of the last one are taken from its request, and only t
 """
 
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
 from rollmesh.sidecar.errors import to_http
-from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut
+from rollmesh.sidecar.turn import Head, Protocol, Token, Turn, as_delta, is_cut, unpacked, with_tops
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
 PARAMETERS = body.Parameters(
@@ -72,8 +71,6 @@ PARAMETERS = body.Parameters(
     include_reasoning=True,
     spaces_between_special_tokens=True,
 )
-_MAX_TOP_LOGPROBS = 20
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
 _DONE = b"data: [DONE]\n\n"
 
 # Requests
@@ -251,12 +248,10 @@ def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
 
 
 def _returns(values: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
-    logprobs, top = flag(values, "logprobs"), values.get("top_logprobs")
-    most = 0 if top is None else body.integer(top, "top_logprobs", 0)
-    if most > _MAX_TOP_LOGPROBS:
-        raise InvalidFieldError("top_logprobs", f"is {most}; give 0 to {_MAX_TOP_LOGPROBS}")
-    if most and not logprobs:
-        raise InvalidFieldError("top_logprobs", "needs logprobs; give logprobs: true with it")
+    logprobs = flag(values, "logprobs")
+    most = body.read_top_logprobs(
+        values.get("top_logprobs"), "top_logprobs", "" if logprobs else "logprobs"
+    )
     token_ids = flag(values, "return_token_ids")
     if not (logprobs or token_ids):
         return None
@@ -356,7 +351,7 @@ class ChatTurn(Turn):
                     for at, done in enumerate(answers)
                 ],
                 "usage": _usage(answers),
-                **({"prompt_token_ids": _unpacked(packed)} if packed else {}),
+                **({"prompt_token_ids": unpacked(packed)} if packed else {}),
             }
         )
 
@@ -381,7 +376,7 @@ class ChatTurn(Turn):
     def prompt(self, packed: bytes) -> bytes:
         """Returns the first chunk of the first choice, with the ids of the prompt."""
         self._begun.add(0)
-        ids = {"prompt_token_ids": _unpacked(packed)} if packed else {}
+        ids = {"prompt_token_ids": unpacked(packed)} if packed else {}
         return self._chunk([self._first[0]], **ids)
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
@@ -446,28 +441,20 @@ class ChatTurn(Turn):
         if self.chat.returns.logprobs:
             fields["logprobs"] = self._logprobs_of(tokens)
         if self.chat.returns.token_ids:
-            fields["token_ids"] = _unpacked(tokens.token_ids_u32le)
+            fields["token_ids"] = unpacked(tokens.token_ids_u32le)
         return fields
 
     def _logprobs_of(self, tokens: gateway_pb2.SampledTokens) -> dict[str, Any]:
         """Returns OpenAI's `logprobs` object. `top_logprobs` are in descending order."""
-        rows = self._rows(tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.texts)
-        tops = self._rows(tokens.top_ids_u32le, tokens.top_logprobs_f32le, tokens.top_texts)
-        width = len(tops) // len(rows) if rows else 0
-        for at, row in enumerate(rows):
-            row["top_logprobs"] = tops[at * width : (at + 1) * width]
+        rows = [
+            {**self._row(one), "top_logprobs": [self._row(top) for top in tops]}
+            for one, tops in with_tops(tokens)
+        ]
         return {"content": rows, "refusal": None}
 
-    def _rows(self, ids: bytes, logprobs: bytes, texts: Sequence[bytes]) -> list[dict[str, Any]]:
-        values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
-        return [
-            {
-                "token": f"token_id:{id_}" if self.tokens_as_ids else text.decode(errors="replace"),
-                "bytes": list(text),
-                "logprob": max(_LEAST_LOGPROB, value),
-            }
-            for id_, value, text in zip(_unpacked(ids), values, texts, strict=True)
-        ]
+    def _row(self, token: Token) -> dict[str, Any]:
+        said = f"token_id:{token.id}" if self.tokens_as_ids else token.text.decode(errors="replace")
+        return {"token": said, "bytes": list(token.text), "logprob": token.logprob}
 
 
 def _answer(message: chat_pb2.ChatMessage) -> dict[str, Any]:
@@ -499,11 +486,6 @@ def _usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
     }
-
-
-def _unpacked(packed: bytes) -> list[int]:
-    """Unpacks ids [N] without NumPy, which a sidecar beside an agent does without."""
-    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
 CHAT = Protocol(

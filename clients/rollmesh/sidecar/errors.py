@@ -176,6 +176,19 @@ def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> Ht
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
 
 
+def renamed(error: RollmeshError, names: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the field of an error, empty if it has none, and its message.
+
+    Args:
+        error: The error.
+        names: The protocol's names of fields.
+    """
+    field = error.metadata.get("field", "")
+    plain = field.removeprefix("sampling.")
+    name = names.get(plain, plain)
+    return name, name + error.message.removeprefix(field)
+
+
 def shown_text(message: str) -> str:
     """Returns a message without session keys, cut to 1,500 bytes, because clients log errors."""
     return cut_text(without_keys(message), MAX_MESSAGE_BYTES)

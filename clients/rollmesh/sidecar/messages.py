@@ -12,7 +12,7 @@ from rollmesh.runtime.codec.enums import text_of
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
-from rollmesh.sidecar.errors import HttpError, shown_text, to_http
+from rollmesh.sidecar.errors import HttpError, renamed, shown_text, to_http
 from rollmesh.sidecar.seals import seal, sealed_answer
 from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
@@ -36,8 +36,6 @@ _BILLING = "x-anthropic-billing-header"
 _SUB_AGENT = re.compile(r"\bcc_is_subagent=(?!false|0|;|$)\w")
 _COMPACTION = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools"
 """How Claude Code asks for a summary, in a block after everything else that the user says."""
-_INVALID = "INVALID_JSON"
-"""Member for arguments that are no JSON object, as Anthropic's guide advises."""
 
 # Requests
 
@@ -153,7 +151,6 @@ def _lineage(system: Any, last: Any) -> trajectory_pb2.Lineage.ValueType:
 
 _Part: TypeAlias = chat_pb2.ContentPart | None
 _Reader: TypeAlias = Callable[[dict[str, Any], str], _Part]
-_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def _parts(content: Any, field: str, readers: Mapping[str, _Reader]) -> list[_Part]:
@@ -197,12 +194,7 @@ def _image(block: dict[str, Any], field: str) -> _Part:
         raise InvalidFieldError(field, "is not served; give type base64 with data, or type url")
     if kind == "url":
         return body.image_of_url(source.get("url"), f"{field}.url")
-    media_type = string(source.get("media_type"), f"{field}.media_type")
-    if media_type not in _IMAGES:
-        raise InvalidFieldError(
-            f"{field}.media_type", f"is {excerpt(media_type)}; give one of {', '.join(_IMAGES)}"
-        )
-    return body.image_of_base64(source.get("data"), media_type, f"{field}.data")
+    return body.image_of_base64(source, field, "media_type")
 
 
 _SEEN: Mapping[str, _Reader] = {"text": _text, "image": _image}
@@ -434,12 +426,10 @@ def _assistant(content: Any, field: str, session_key: str) -> chat_pb2.ChatMessa
 
 def _call(block: dict[str, Any], field: str) -> chat_pb2.ToolCall:
     PARAMETERS.ignore(block, ("type", "id", "name", "input"))
-    given = members(block.get("input"), f"{field}.input", {})
-    text = given.get(_INVALID) if len(given) == 1 else None
     return chat_pb2.ToolCall(
         id=string(block.get("id"), f"{field}.id"),
         name=string(block.get("name"), f"{field}.name"),
-        arguments_json=text if isinstance(text, str) else body.to_json(given, f"{field}.input"),
+        arguments_json=body.read_arguments(block.get("input"), f"{field}.input"),
     )
 
 
@@ -477,7 +467,7 @@ class MessageTurn(Turn):
         if text := text_of(done.message):
             content.append({"type": "text", "text": text})
         content += [
-            {**_tool_use(call), "input": _input(call.arguments_json)}
+            {**_tool_use(call), "input": body.write_arguments(call.arguments_json)}
             for call in done.message.tool_calls
         ]
         return orjson.dumps(self._message(done, content, **_stop_fields(done)))
@@ -573,17 +563,6 @@ def _tool_use(call: chat_pb2.ToolCall | gateway_pb2.ToolCallDelta) -> dict[str, 
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 
-def _input(arguments: str) -> orjson.Fragment | dict[str, str]:
-    """Returns the `input` of a call: the sampled JSON itself, or its text if it is no object."""
-    if not arguments.strip():
-        return {}
-    try:
-        is_object = isinstance(orjson.loads(arguments), dict)
-    except orjson.JSONDecodeError:
-        is_object = False
-    return orjson.Fragment(arguments) if is_object else {_INVALID: arguments}
-
-
 def _stop_fields(done: gateway_pb2.ChatAnswer) -> dict[str, str | None]:
     """Returns why an answer ended. Calls that a limit cut short must not run, others must."""
     reason, sequence = "end_turn", None
@@ -656,11 +635,7 @@ def _problem(error: RollmeshError) -> str:
     """Returns the message of an error. Clients know the context's end by Anthropic's words."""
     numbers = error.metadata
     if error.reason != "CONTEXT_LENGTH_EXCEEDED" or "prompt_tokens" not in numbers:
-        name = numbers.get("field", "")
-        text = error.message
-        if name in _NAMES:
-            text = _NAMES[name] + text.removeprefix(name)
-        return shown_text(text.removeprefix("sampling."))
+        return shown_text(renamed(error, _NAMES)[1])
     prompt, most = int(numbers["prompt_tokens"]), int(numbers["max_tokens"])
     if "wanted_tokens" in numbers:
         return (

@@ -7,14 +7,16 @@ answers and deltas, both synchronously. `TurnEndpoint` owns the connection.
 import asyncio
 import logging
 import secrets
+import struct
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 import orjson
 from prometheus_client import Counter, Histogram
@@ -66,6 +68,7 @@ _STREAM: Headers = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this number
 _LAST_WORD_S = 5.0
 """Extra time after the turn's timeout in which a stream may send its error."""
 
@@ -90,6 +93,8 @@ class Head(NamedTuple):
     """Headers by lower-case name."""
     lineage: trajectory_pb2.Lineage.ValueType
     """The lineage that the headers state. UNSPECIFIED if they state none."""
+    model: str = ""
+    """The model that the path names. Empty if it names none."""
 
     def mark(self, chat: gateway_pb2.ChatRequest) -> None:
         """Sets the session, the lineage and the retry marks of a request.
@@ -110,7 +115,7 @@ def read_head(scope: Scope) -> Head:
 
     The path has the session's key, which works with any placeholder as bearer token. The session's
     id, which needs the key as bearer token, or neither, if the bearer token names the session.
-    `x-api-key` is read if there is no bearer token.
+    `x-api-key` is read if there is no bearer token, and then Google's `x-goog-api-key` and `?key=`.
 
     Raises:
         InvalidFieldError: `x-rollmesh-lineage` names an unknown lineage.
@@ -119,10 +124,12 @@ def read_head(scope: Scope) -> Head:
     headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
     scheme, _, token = headers.get(b"authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else ""
-    key = key or headers.get(b"x-api-key", "")
+    key = key or headers.get(b"x-api-key") or headers.get(b"x-goog-api-key", "")
+    if not key and b"key=" in (query := scope.get("query_string", b"")):
+        key = parse_qs(query.decode("latin-1")).get("key", [""])[0]
     if not key.startswith(_KEY_PREFIX):  # a placeholder, which many agents require
         key = ""
-    session = scope["path_params"].get("session", "")
+    session, model = (scope["path_params"].get(name, "") for name in ("session", "model"))
     if session.startswith(_KEY_PREFIX):
         if key and key != session:
             raise SessionKeyWrongError(
@@ -134,7 +141,7 @@ def read_head(scope: Scope) -> Head:
             "send the session's key as bearer token, or call the session's base URL, "
             "which contains it"
         )
-    return Head(session or key.split("-")[1], key, headers, _lineage(headers))
+    return Head(session or key.split("-")[1], key, headers, _lineage(headers), model)
 
 
 def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
@@ -235,6 +242,10 @@ class Protocol:
     """Header of every answer with the request's id."""
     count: Callable[[int], bytes] | None = None
     """Writes the number of a prompt's tokens, for an endpoint that samples nothing."""
+    stream_headers: Headers = _STREAM
+    """Headers of a stream."""
+    without_sse: "Protocol | None" = None
+    """Answers a request without `?alt=sse` in the place of this protocol."""
 
 
 def as_delta(done: gateway_pb2.ChatAnswer) -> gateway_pb2.ChatDelta:
@@ -266,6 +277,35 @@ def is_cut(done: gateway_pb2.ChatAnswer) -> bool:
     raise RollmeshError(f"finish_reason: the gateway sent {name}, which cannot end a turn")
 
 
+class Token(NamedTuple):
+    """A sampled token, or another candidate for its place."""
+
+    id: int
+    logprob: float
+    text: bytes
+
+
+def with_tops(tokens: gateway_pb2.SampledTokens) -> list[tuple[Token, list[Token]]]:
+    """Returns the sampled tokens, each with the most likely ones in its place."""
+    rows = _rows(tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.texts)
+    tops = _rows(tokens.top_ids_u32le, tokens.top_logprobs_f32le, tokens.top_texts)
+    width = len(tops) // len(rows) if rows else 0
+    return [(row, tops[at * width : (at + 1) * width]) for at, row in enumerate(rows)]
+
+
+def _rows(ids: bytes, logprobs: bytes, texts: Sequence[bytes]) -> list[Token]:
+    values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+    return [
+        Token(id_, max(_LEAST_LOGPROB, value), text)
+        for id_, value, text in zip(unpacked(ids), values, texts, strict=True)
+    ]
+
+
+def unpacked(packed: bytes) -> list[int]:
+    """Unpacks ids [N] without NumPy, which a sidecar beside an agent does without."""
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
 # The connection
 
 
@@ -287,7 +327,7 @@ class Exchange:
         """Whether the body is complete."""
         self.size = 0
         """Bytes of the body so far. The server bounds them."""
-        self._protocol = protocol
+        self.protocol = protocol
         self._receive = receive
         self._send = send
         self._body: list[bytes] = []
@@ -322,7 +362,7 @@ class Exchange:
         *,
         more: bool = True,
         status: int = HTTPStatus.OK,
-        headers: Headers = _STREAM,
+        headers: Headers | None = None,
     ) -> None:
         """Sends a part of the answer, after its head: an earlier error gets a status.
 
@@ -330,7 +370,7 @@ class Exchange:
             data: The part. Empty events of a stream are not sent.
             more: Whether further parts follow. A first part without any is the complete answer.
             status: Status of the answer.
-            headers: Headers of the answer.
+            headers: Headers of the answer. Default: a stream's.
         """
         if more and not data:
             return
@@ -338,7 +378,8 @@ class Exchange:
         if self.status == _LEFT:
             self.status = status
             FIRST_BYTE_SECONDS.observe(time.perf_counter() - self._begun)
-            named = [*headers, (self._protocol.request_id_header, self.request_id.encode())]
+            headers = headers or self.protocol.stream_headers
+            named = [*headers, (self.protocol.request_id_header, self.request_id.encode())]
             if not more:
                 named.append((b"content-length", b"%d" % len(data)))
             await self._send({"type": "http.response.start", "status": status, "headers": named})
@@ -353,10 +394,10 @@ class Exchange:
         """
         if self._is_answered:
             return
-        http = self._protocol.error(error, self.request_id)
+        http = self.protocol.error(error, self.request_id)
         if self.status != _LEFT:
             _log.warning("stream failed", extra=fields(reason=error.reason))
-            await self.write(self._protocol.error_event + http.body + b"\n\n")
+            await self.write(self.protocol.error_event + http.body + b"\n\n")
             return
         if http.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             _log.error(
@@ -370,7 +411,7 @@ class Exchange:
         while True:
             await asyncio.sleep(pause_ms / 1000)
             if self._is_silent:
-                await self.write(self._protocol.keep_alive)
+                await self.write(self.protocol.keep_alive)
             self._is_silent = True
 
 
@@ -391,7 +432,10 @@ class TurnEndpoint:
 
         The server cancels the requests that are still running when its grace is over.
         """
-        exchange = Exchange(self._protocol, scope, receive, send)
+        protocol = self._protocol
+        if protocol.without_sse and b"alt=sse" not in scope["query_string"].split(b"&"):
+            protocol = protocol.without_sse
+        exchange = Exchange(protocol, scope, receive, send)
         set_request_id(exchange.request_id)
         try:
             head = read_head(scope)
@@ -414,7 +458,7 @@ class TurnEndpoint:
         except Exception as error:  # the edge: everything becomes an answer
             await exchange.fail(typed(error))
         finally:
-            TURNS.labels(self._protocol.name, str(int(exchange.status))).inc()
+            TURNS.labels(protocol.name, str(int(exchange.status))).inc()
             self._freed_memory.served(exchange.size)
 
     async def _read(self, exchange: Exchange, head: Head) -> Turn:
@@ -434,14 +478,14 @@ class TurnEndpoint:
             held.belongs_to(f"session {head.session_id}")
         body = await exchange.body()
         if len(body) < _LARGE_BODY_BYTES:
-            return self._protocol.read(body, head)
+            return exchange.protocol.read(body, head)
         async with self._large_bodies.slot(head.session_id):
-            return await asyncio.to_thread(self._protocol.read, body, head)
+            return await asyncio.to_thread(exchange.protocol.read, body, head)
 
     async def _answer(self, turn: Turn, exchange: Exchange) -> None:
-        if self._protocol.count is not None:
+        if exchange.protocol.count is not None:
             counted = await self._gateways.count_tokens(turn.chat)
-            body = self._protocol.count(counted.prompt_tokens)
+            body = exchange.protocol.count(counted.prompt_tokens)
         else:
             response = await self._gateways.chat(turn.chat)
             await faults.reach("sidecar-before-answer")

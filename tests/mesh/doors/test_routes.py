@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Session
-from rollmesh.sidecar import ROUTES, Opens
+from rollmesh.sidecar import PROTOCOLS, ROUTES, Opens
 from tests.locks import INTRUDER, Locks
 from tests.meshes import Mesh, scripted_mesh
 
@@ -20,6 +20,7 @@ BODIES: Mapping[str, object] = {
     "/v1/messages/count_tokens": {"model": "policy", "messages": SAID},
     "/v1/responses": {"model": "policy", "input": "hello"},
     "/v1/responses/input_tokens": {"model": "policy", "input": "hello"},
+    **{path: {"contents": {"parts": {"text": "hello"}}} for path in PROTOCOLS if "{model" in path},
 }
 WITH_KEY = [name for name, opens in ROUTES.items() if opens is Opens.SESSION_KEY]
 OPEN = [name for name, opens in ROUTES.items() if opens is Opens.NOTHING]

@@ -13,29 +13,11 @@ import pytest_asyncio
 from rollmesh.client import Session
 from tests.agents.trajectories import check_main
 from tests.lazily import anthropic
+from tests.mesh.protocols.multiplying import BROKEN, REPLIES, RULES
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.models import make_thinking_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-CALL = (
-    '<tool_call>\n{"name": "calculator", "arguments": {"a": 6,  "b":7.0, "s": "/"}}\n</tool_call>'
-)
-OTHER = '<tool_call>\n{"name": "calculator", "arguments": {"a": 1E2, "b": 2}}\n</tool_call>'
-BROKEN = '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": \n</tool_call>'
-REPLIES = [
-    f"<think>\nI take the tool.\n</think>\n\n I will compute.\n\n{CALL}\n{OTHER}",
-    "<think>\nAdd nothing.\n</think>\n\n  It is 42. \n",
-    "You are welcome.",
-]
-RULES = [
-    ("compute", REPLIES[0]),
-    ("100\n</tool_response>", REPLIES[1]),
-    ("thanks", REPLIES[2]),
-    ("broken", BROKEN),
-    ("6\n</tool_response>", "It is 6."),
-    ("stop here", "one two three four"),
-    ("plain", "The answer is 42."),
-]
 TOOLS: list[Any] = [
     {
         "name": "calculator",

@@ -110,7 +110,7 @@ def path_of(target: str) -> str:
     path, *_ = target.partition("?")
     if any(part in {".", ".."} for part in unquote(path).replace("\\", "/").split("/")):
         return ""
-    return target if target.startswith("/v1/") else f"/v1{target}"
+    return target if target.startswith(("/v1/", "/v1beta/")) else f"/v1{target}"
 
 
 # Rollouts as Harbor's SQL views have them.
