@@ -6,11 +6,11 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (7_839, 51),
-    "services/runtime/rollmesh/mesh": (4_349, 11),
+    "services/runtime/rollmesh/mesh": (4_348, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_105, 24),
     "services/engine/rollmesh/engine": (7_889, 32),
-    "services/router/rollmesh/router": (4_570, 17),
+    "services/router/rollmesh/router": (4_357, 16),
     "services/collector/rollmesh/collector": (5_167, 13),
     "services/collector/rollmesh/scorer": (364, 6),
     "clients/rollmesh/sidecar": (5_338, 14),

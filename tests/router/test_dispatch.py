@@ -14,8 +14,7 @@ from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router import dispatch
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine, Target
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.servicer import RouterServicer
+from rollmesh.router.service import RouterService
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
@@ -31,12 +30,11 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.waiting import until
 
 
-class NotingRouter(RouterServicer):
+class NotingRouter(RouterService):
     """A router that notes what arrives on streams of leases."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.table = LeaseTable()
-        super().__init__(RouterConfig(data_dir=data_dir), self.table)
+        super().__init__(RouterConfig(data_dir=data_dir))
         self.messages: list[leases_pb2.DispatchRequest] = []
         self.address = ""
         self.released = asyncio.Event()
@@ -68,7 +66,7 @@ async def noting_router(data_dir: Path) -> AsyncIterator[NotingRouter]:
     router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
     leases_pb2_grpc.add_LeaseServiceServicer_to_server(router, server)
     router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    async with router.running():
+    async with router.running(router.address):
         await server.start()
         try:
             yield router
@@ -264,7 +262,7 @@ async def test_a_gateway_that_does_not_read_loses_its_stream_and_harms_no_other(
 
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "h") as leases:
         async with leases.lease(session_id="other", deadline_ms=60_000):
-            slow = RouterServicer.Dispatch(router, requests(), None)  # type: ignore[arg-type]
+            slow = RouterService.Dispatch(router, requests(), None)  # type: ignore[arg-type]
             responses = aiter(slow)
             assert (await anext(responses)).HasField("welcome")
             await anext(responses)

@@ -48,6 +48,13 @@ def hello(
     )
 
 
+def is_clear(leases: LeaseTable) -> bool:
+    """Whether nothing is kept of any gateway, session or lease."""
+    dicts = [one for one in vars(leases).values() if isinstance(one, dict)]
+    kept = any(one for one in dicts if one is not leases.engines) or leases.fleet.pools
+    return not (kept or leases.sessions or leases.waiting or leases.leases)
+
+
 def ended(leases: LeaseTable, now_ms: int) -> dict[str, str]:
     """Ends the waits that can end: the engine of each lease, or the reason of its refusal."""
     return {

@@ -115,7 +115,7 @@ def test_generations_that_other_routers_leased_take_slots() -> None:
     assert granted(leases, "1", "s") == "a"
     engine.report(3)
     leases.fleet.changed(engine)
-    assert (engine.elsewhere, engine.busy) == (2, 3)
+    assert (engine.elsewhere, engine.leases) == (2, 1)
     assert granted(leases, "2", "s") == "b"
     engine.report(1)
     leases.fleet.changed(engine)

@@ -229,7 +229,7 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         assert exclusion.reason == router_pb2.EXCLUSION_REASON_FENCED
         assert "do not fit" in exclusion.explanation
         log = tmp_path / "router.log"
-        await until_says(log, "weight update failed")
+        await until_says(log, "engine update failed")
         assert "brought up to date" not in log.read_text()
         bad.refuses = False
         await bad.until_taken(1)
@@ -256,7 +256,7 @@ async def test_the_log_records_the_outcome_of_a_push(
             pushing = asyncio.ensure_future(push(router.address, 2, SECOND))
             await until(lambda: late.calls == 2)
             await late.member.leave()
-            await until_says(log, "weight update given up: the engine left")
+            await until_says(log, "engine update given up: the engine left")
         assert (await pushing).policy_version == 2
     lines = log.read_text().splitlines()
     said = [json.loads(line) for line in lines if line.startswith("{")]  # gRPC writes there too

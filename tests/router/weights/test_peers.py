@@ -22,7 +22,7 @@ from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import NotingEngine, noting_engine
 from tests.router.routers import running_router
-from tests.waiting import until
+from tests.waiting import until, until_says
 
 FIRST, SECOND = b"first" * 100, b"second" * 100
 
@@ -163,6 +163,24 @@ async def test_a_router_that_slept_through_pushes_brings_no_engine_back(pair: Pa
         await until(awake)
         assert files(engine) == [(1, FIRST), (2, SECOND)]
         assert engine.load.policy_version == 2
+
+
+async def test_a_router_whose_peer_is_away_leaves_an_engine_with_later_weights_alone(
+    pair: Pair,
+) -> None:
+    await start_both(pair)
+    async with noting_engine(pair.both, "a") as engine:
+        await pair.push(0, 1, FIRST)
+        await pair.processes[0].kill()
+        await pair.push(1, 2, SECOND)
+        await pair.processes[1].kill()
+        await pair.start(0)
+        await until_says(pair.folder / "router-0" / "router.log", "a peer is away")
+        assert files(engine) == [(1, FIRST), (2, SECOND)]
+        await pair.start(1)
+        await until(lambda: pair.target(0))
+        assert await pair.push(0, 3, FIRST) == 3
+        assert files(engine)[2:] == [(3, FIRST)]
 
 
 async def refused(pair: Pair, data: bytes) -> None:

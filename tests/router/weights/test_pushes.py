@@ -10,7 +10,7 @@ from rollmesh.router.engines import Fleet
 from rollmesh.router.kept import KeptWeights
 from rollmesh.router.membership import Members
 from rollmesh.router.models import Models
-from rollmesh.router.weights import Pushes
+from rollmesh.router.pushes import Pushes
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 

@@ -3,10 +3,9 @@
 Modules, each of which imports only those below it:
 
     __main__
-    service | commands    the process. `forget-weights`
-    servicer              RPCs, and control calls to all engines of a model
-    dispatch | weights    streams of leases. Pushes, and updates of late engines
-    adapters              pushes of adapters, and their retained revisions
+    service | commands    RPCs, and control calls to all engines of a model. `forget-weights`
+    dispatch | pushes     streams of leases. Pushes of weights and adapters
+    updates               what engines lack, and how they get it
     peers                 weights held equal between routers
     models                the models, their engines and kept weights
     metrics | kept        kept weights on disk

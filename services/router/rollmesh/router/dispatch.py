@@ -3,14 +3,13 @@
 import asyncio
 import logging
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.internal.v1 import leases_pb2
 from rollmesh.router import metrics
 from rollmesh.router.engines import Engine, Fleet
-from rollmesh.router.leases import EndedWait, LeaseTable
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -39,37 +38,27 @@ class Outbox:
         """Starts empty."""
         self.error: Exception | None = None
         """Why the stream has ended, or None if the gateway ended it."""
-        self._responses: deque[leases_pb2.DispatchResponse] = deque()
-        self._changed = asyncio.Event()
-        self._ended = False
+        self._responses: asyncio.Queue[leases_pb2.DispatchResponse | None] = asyncio.Queue()
+        self.next = self._responses.get
+        """Waits for the next response. None is the end."""
 
     def send(self, response: leases_pb2.DispatchResponse) -> bool:
         """Adds a response, or returns False if the gateway has left too many unread."""
-        if len(self._responses) >= _MAX_UNREAD:
+        if self._responses.qsize() >= _MAX_UNREAD:
             return False
-        self._responses.append(response)
-        self._changed.set()
+        self._responses.put_nowait(response)
         return True
 
     def end(self) -> None:
         """Ends the stream after the responses that are there."""
-        self._ended = True
-        self._changed.set()
+        self._responses.put_nowait(None)
 
     def discard(self, error: Exception) -> None:
         """Ends the stream now, with an error."""
-        self._responses.clear()
+        while not self._responses.empty():
+            self._responses.get_nowait()
         self.error = error
         self.end()
-
-    async def next(self) -> leases_pb2.DispatchResponse | None:
-        """Waits for the next response. Returns None at the end."""
-        while not self._responses:
-            if self._ended:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        return self._responses.popleft()
 
 
 class Dispatch:
@@ -205,20 +194,17 @@ class Dispatch:
                 raise InvalidFieldError("part", "is empty; set one of its fields, or releases")
 
     def _acquire(self, stream_id: str, acquire: leases_pb2.AcquireLease, now_ms: int) -> None:
-        response = leases_pb2.DispatchResponse(lease_id=acquire.lease_id)
+        result: leases_pb2.LeaseGrant | RollmeshError | None
         try:
-            grant = self._table.acquire(stream_id, acquire, now_ms=now_ms)
+            result = self._table.acquire(stream_id, acquire, now_ms=now_ms)
         except RollmeshError as error:
             if acquire.wait_ms and isinstance(error, EnginesBusyError):
                 metrics.QUEUE_REFUSALS.labels("full").inc()
-            self._refuse(stream_id, response, error)
-            return
-        if grant is None:
+            result = error
+        if result is None:
             self._set_timer(self._table.due_ms(now_ms), now_ms)
-            return
-        metrics.GRANTED.inc()
-        response.grant.CopyFrom(grant)
-        self._send(stream_id, response)
+        else:
+            self._answer(stream_id, acquire.lease_id, result)
 
     def _restate(self, stream_id: str, stated: leases_pb2.Restatement, now_ms: int) -> None:
         ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated.engines)
@@ -247,25 +233,22 @@ class Dispatch:
     def _step(self, now_ms: int) -> None:
         """Ends the waits that can end now, and sets the timer for the next."""
         for ended in self._table.end_waits(now_ms):
-            self._answer(ended)
+            metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
+            if isinstance(ended.result, RollmeshError):
+                metrics.QUEUE_REFUSALS.labels("deadline").inc()
+            self._answer(ended.stream_id, ended.lease_id, ended.result)
         self._set_timer(self._table.due_ms(now_ms), now_ms)
 
-    def _answer(self, ended: EndedWait) -> None:
-        metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
-        response = leases_pb2.DispatchResponse(lease_id=ended.lease_id)
-        if isinstance(ended.result, RollmeshError):
-            metrics.QUEUE_REFUSALS.labels("deadline").inc()
-            self._refuse(ended.stream_id, response, ended.result)
+    def _answer(
+        self, stream_id: str, lease_id: str, result: leases_pb2.LeaseGrant | RollmeshError
+    ) -> None:
+        response = leases_pb2.DispatchResponse(lease_id=lease_id)
+        if isinstance(result, RollmeshError):
+            metrics.LEASE_REQUESTS.labels(result.reason.lower()).inc()
+            response.refusal.CopyFrom(to_status(result))
         else:
             metrics.GRANTED.inc()
-            response.grant.CopyFrom(ended.result)
-            self._send(ended.stream_id, response)
-
-    def _refuse(
-        self, stream_id: str, response: leases_pb2.DispatchResponse, error: RollmeshError
-    ) -> None:
-        metrics.LEASE_REQUESTS.labels(error.reason.lower()).inc()
-        response.refusal.CopyFrom(to_status(error))
+            response.grant.CopyFrom(result)
         self._send(stream_id, response)
 
     def _send(self, stream_id: str, response: leases_pb2.DispatchResponse) -> None:

@@ -158,11 +158,6 @@ class Engine:
         return len(self.held)
 
     @property
-    def busy(self) -> int:
-        """Number of leases on it, with those of other routers."""
-        return len(self.held) + self.elsewhere
-
-    @property
     def has_slot(self) -> bool:
         """Whether it can take one more lease."""
         return len(self.held) + self.elsewhere < self.capacity and self.circuit.admits

@@ -18,16 +18,15 @@ import errno
 import hashlib
 import os
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from rollmesh.internal.v1 import peers_pb2
-from rollmesh.router.engines import Revision
+from rollmesh.router.engines import Engine, Revision
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StoreError,
@@ -75,6 +74,12 @@ class KeptWeights:
     def offered(self) -> engine_pb2.UpdateWeightsHeader | None:
         """Header of a push whose outcome is not known yet."""
         return self.state.offered if self.state.HasField("offered") else None
+
+    @property
+    def offers(self) -> list[Header]:
+        """Headers of the pushes whose outcome is not known yet: adapters, and the weights."""
+        adapters: list[Header] = [one.header for one in self.state.adapters if not one.accepted]
+        return adapters if self.offered is None else [*adapters, self.offered]
 
     @property
     def retained(self) -> list[sampling_pb2.AdapterRef]:
@@ -142,10 +147,8 @@ class KeptWeights:
 
     def file_of_push(self, push_id: str) -> Path | None:
         """Returns the file of a kept push, or None if there is none."""
-        for header in _headers(self.state):
-            if push_id and header.push_id == push_id:
-                return self.file_of(header)
-        return None
+        found = (one for one in _headers(self.state) if push_id and one.push_id == push_id)
+        return next(map(self.file_of, found), None)
 
     def open_part(self, header: Header, claimed: int) -> IO[bytes]:
         """Opens the file for a push that is being received.
@@ -168,59 +171,73 @@ class KeptWeights:
         with suppress(OSError):
             self._part(header).unlink()
 
-    def offer(self, header: engine_pb2.UpdateWeightsHeader, request_id: str = "") -> None:
-        """Stores a received push until it is accepted or withdrawn. Replaces an earlier offer.
+    def has(self, header: Header) -> bool:
+        """Returns whether a push is the last one of weights, or one of the kept adapters."""
+        adapters = (one.header.push_id for one in self.state.adapters)
+        weights = self.state.offered.push_id, self.state.current.push_id
+        return header.push_id in {*weights, *adapters}
+
+    def is_offered(self, header: Header) -> bool:
+        """Returns whether a push is offered and not accepted yet."""
+        return any(one.push_id == header.push_id for one in self.offers)
+
+    def stored(self, header: Header, request_id: str) -> Header | None:
+        """Returns the header of the kept push that a request repeats. None if it repeats none."""
+        if not request_id:
+            return None
+        if isinstance(header, engine_pb2.AdapterHeader):
+            kept = [one.header for one in self.adapters_of(header.adapter.name)]
+            same = [one for one in kept if one.adapter.version == header.adapter.version]
+            return next((one for one in same if one.request_id == request_id), None)
+        last = self.offered or self.current
+        if last is None or request_id != self.state.request_id:
+            return None
+        return last if last.policy_version == header.policy_version else None
+
+    def offer(self, header: Header, request_id: str = "") -> None:
+        """Stores a received push until it is accepted or withdrawn.
+
+        Weights replace an earlier offer.
 
         Raises:
             StoreError: The push could not be stored. The earlier offer remains.
         """
-        with typed_errors(self.folder):
-            self._make_folder()
-            self.keep_part(header)
-            self._store(current=self.current, offered=header, request_id=request_id)
+        self.keep_part(header)
+        if isinstance(header, engine_pb2.AdapterHeader):
+            offered = peers_pb2.KeptAdapter(header=header)
+            self.keep_adapters(sorted([*self.state.adapters, offered], key=_order))
+        else:
+            self._store(offered=header, request_id=request_id)
 
-    def accept(self) -> None:
-        """Makes the offered weights current.
+    def accept(self, header: Header) -> None:
+        """Makes offered weights current, or an offered adapter retained as by `with_adapter`.
 
         Raises:
             StoreError: The change could not be stored. The earlier weights stay current.
         """
-        chain = [] if self.offered is None else self.chain_to(self.offered)
-        self._store(
-            current=self.offered,
-            offered=None,
-            request_id=self.state.request_id,
-            bases=chain[:-1],
-        )
+        if isinstance(header, engine_pb2.AdapterHeader):
+            self.keep_adapters(self.with_adapter(header))
+        else:
+            self._store(current=header, offered=None, bases=self.chain_to(header)[:-1])
 
-    def withdraw(self) -> None:
-        """Drops the offer, which no engine has loaded."""
-        self._store(current=self.current, offered=None, request_id="")
+    def withdraw(self, header: Header) -> bool:
+        """Drops an offer, which no engine has loaded. Returns whether there was one."""
+        if not self.is_offered(header):
+            return False
+        if isinstance(header, engine_pb2.AdapterHeader):
+            kept = self.state.adapters
+            self.keep_adapters(one for one in kept if one.header.push_id != header.push_id)
+        else:
+            self._store(offered=None, request_id="")
+        return True
 
     def forget(self) -> None:
         """Drops the current weights and the offer."""
-        self._store(current=None, offered=None, request_id="", bases=[])
-
-    def stored(self, request_id: str, policy_version: int) -> engine_pb2.UpdateWeightsHeader | None:
-        """Returns the header of the last push if a request repeats it. None otherwise."""
-        last = self.offered or self.current
-        repeated = request_id and request_id == self.state.request_id
-        return last if last and repeated and last.policy_version == policy_version else None
+        self._store(current=None, offered=None, request_id="", bases=())
 
     def adapters_of(self, name: str) -> list[peers_pb2.KeptAdapter]:
         """Returns the revisions of an adapter."""
         return [one for one in self.state.adapters if one.header.adapter.name == name]
-
-    def has_adapter(self, header: engine_pb2.AdapterHeader) -> bool:
-        """Returns whether the adapter of a push is kept."""
-        return any(one.header.push_id == header.push_id for one in self.state.adapters)
-
-    def stored_adapter(self, header: engine_pb2.AdapterHeader) -> engine_pb2.AdapterHeader | None:
-        """Returns the header of the push that a request repeats. None if it repeats none."""
-        for one in self.state.adapters if header.request_id else ():
-            if one.header.request_id == header.request_id and one.header.adapter == header.adapter:
-                return one.header
-        return None
 
     def with_adapter(self, header: engine_pb2.AdapterHeader) -> list[peers_pb2.KeptAdapter]:
         """Returns the adapters once a revision is accepted, without earlier offers of its name."""
@@ -228,40 +245,17 @@ class KeptWeights:
         others = [one for one in self.state.adapters if one.header.push_id != header.push_id]
         return sorted([mine, *(one for one in others if not _is_outlived(one, mine))], key=_order)
 
-    def offer_adapter(self, header: engine_pb2.AdapterHeader) -> None:
-        """Stores a received adapter until it is accepted or withdrawn."""
-        self.keep_part(header)
-        offered = peers_pb2.KeptAdapter(header=header)
-        self._store_adapters(sorted([*self.state.adapters, offered], key=_order))
-
-    def accept_adapter(self, header: engine_pb2.AdapterHeader) -> bool:
-        """Makes an offered adapter retained, as `with_adapter`. Returns whether it was not."""
-        for one in self.state.adapters:
-            if one.header.push_id == header.push_id and not one.accepted:
-                self._store_adapters(self.with_adapter(header))
-                return True
-        return False
-
-    def drop_adapters(self, most: int, named: Collection[Revision]) -> None:
-        """Drops the revisions that do not survive, see `surviving`."""
-        self._store_adapters(surviving(self.state.adapters, most, named))
-
-    def withdraw_adapter(self, header: engine_pb2.AdapterHeader) -> None:
-        """Drops an offered adapter, which no engine has loaded."""
-        kept = self.state.adapters
-        self._store_adapters(
-            [one for one in kept if one.accepted or one.header.push_id != header.push_id]
-        )
+    def keep_adapters(self, adapters: Iterable[peers_pb2.KeptAdapter]) -> None:
+        """Drops all other adapters."""
+        self._store(adapters=adapters)
 
     def forget_adapter(self, adapter: sampling_pb2.AdapterRef) -> None:
         """Drops a revision, or with version 0 all of its name."""
-        self._store_adapters(
-            [
-                one
-                for one in self.state.adapters
-                if one.header.adapter.name != adapter.name
-                or adapter.version not in {0, one.header.adapter.version}
-            ]
+        self.keep_adapters(
+            one
+            for one in self.state.adapters
+            if one.header.adapter.name != adapter.name
+            or adapter.version not in {0, one.header.adapter.version}
         )
 
     def is_behind(self, state: peers_pb2.KeptWeights) -> bool:
@@ -291,47 +285,27 @@ class KeptWeights:
                 self._part(header).replace(file)
 
     def adopt(self, state: peers_pb2.KeptWeights) -> None:
-        """Takes over the state of a peer, whose files are here.
+        """Stores a state, which may be a peer's and whose files are here.
 
         Raises:
             StoreError: It could not be stored. The earlier state remains.
         """
         with typed_errors(self.folder):
             self._make_folder()
-            self._write(state)
+            written = self.folder / f"{_KEPT}.new"
+            with written.open("wb") as file:
+                file.write(state.SerializeToString())
+                sync(file)
+            written.replace(self.folder / _KEPT)
+            _sync_folder(self.folder)
+            self.state = state
+            self._sweep()
 
-    def _store(
-        self,
-        *,
-        current: engine_pb2.UpdateWeightsHeader | None,
-        offered: engine_pb2.UpdateWeightsHeader | None,
-        request_id: str,
-        bases: Sequence[engine_pb2.UpdateWeightsHeader] | None = None,
-    ) -> None:
-        with typed_errors(self.folder):
-            self._make_folder()
-            revision = self.state.revision + 1
-            self._write(
-                peers_pb2.KeptWeights(
-                    model=self.model,
-                    revision=revision,
-                    current=current,
-                    offered=offered,
-                    request_id=request_id,
-                    adapters=self.state.adapters,
-                    bases=self.state.bases if bases is None else bases,
-                )
-            )
-
-    def _store_adapters(self, adapters: Sequence[peers_pb2.KeptAdapter]) -> None:
-        state = peers_pb2.KeptWeights()
-        state.CopyFrom(self.state)
-        state.revision += 1
-        del state.adapters[:]
-        state.adapters.extend(adapters)
-        with typed_errors(self.folder):
-            self._make_folder()
-            self._write(state)
+    def _store(self, **changes: Any) -> None:
+        """Stores a later state. None clears a field."""
+        former = {field.name: value for field, value in self.state.ListFields()}
+        former |= {"model": self.model, "revision": self.state.revision + 1}
+        self.adopt(peers_pb2.KeptWeights(**{**former, **changes}))
 
     def _make_folder(self) -> None:
         if not self.folder.exists():
@@ -341,16 +315,6 @@ class KeptWeights:
 
     def _part(self, header: Header) -> Path:
         return self.folder / f"{_name(header)}{_PART}"
-
-    def _write(self, state: peers_pb2.KeptWeights) -> None:
-        written = self.folder / f"{_KEPT}.new"
-        with written.open("wb") as file:
-            file.write(state.SerializeToString())
-            sync(file)
-        written.replace(self.folder / _KEPT)
-        _sync_folder(self.folder)
-        self.state = state
-        self._sweep()
 
     def _sweep(self) -> None:
         """Removes files that no header references, except pushes that are being received."""
@@ -418,23 +382,11 @@ def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
     return adapter.name, adapter.version
 
 
-def surviving(
-    adapters: Iterable[peers_pb2.KeptAdapter], most: int, named: Collection[Revision]
-) -> list[peers_pb2.KeptAdapter]:
-    """Returns the adapters that stay, in their order.
-
-    Args:
-        adapters: The adapters by name and version. Offers that are not accepted stay.
-        most: Number of accepted revisions of a name that stay, the newest ones.
-        named: Revisions that sessions name. All of them stay.
-    """
-    kept, count = list[peers_pb2.KeptAdapter](), Counter[str]()
-    for one in reversed(list(adapters)):
-        name = one.header.adapter.name
-        count[name] += one.accepted
-        if not one.accepted or count[name] <= most or _order(one) in named:
-            kept.append(one)
-    return kept[::-1]
+def holds(engine: Engine, header: Header) -> bool:
+    """Returns whether an engine has loaded a push."""
+    if isinstance(header, engine_pb2.AdapterHeader):
+        return engine.adapters.get(revision_of(header.adapter)) == header.push_id
+    return (engine.policy_version, engine.push_id) == (header.policy_version, header.push_id)
 
 
 def _is_outlived(one: peers_pb2.KeptAdapter, accepted: peers_pb2.KeptAdapter) -> bool:
@@ -453,9 +405,12 @@ def _headers(state: peers_pb2.KeptWeights) -> list[Header]:
 
 
 def _name(header: Header) -> str:
-    if isinstance(header, engine_pb2.UpdateWeightsHeader):
-        return f"{header.policy_version}-{header.push_id}"
-    return f"{header.adapter.version}-{header.push_id}"
+    version = (
+        header.adapter.version
+        if isinstance(header, engine_pb2.AdapterHeader)
+        else header.policy_version
+    )
+    return f"{version}-{header.push_id}"
 
 
 def _position(state: peers_pb2.KeptWeights) -> tuple[int, str, list[str]]:

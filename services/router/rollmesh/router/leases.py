@@ -347,13 +347,6 @@ class LeaseTable:
         """Number of requests that wait for a lease."""
         return len(self._queue)
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether nothing is kept of any gateway, session or lease."""
-        gateways = self.streams or self._latest or self.fleet.pools or self._awaited
-        sessions = self._sessions or self._groups or self.sessions
-        return not (gateways or sessions or self.waiting or self.leases)
-
     def add_engine(self, engine: Engine) -> None:
         """Adds an engine with the leases and sessions that gateways restated of it.
 

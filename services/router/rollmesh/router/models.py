@@ -1,7 +1,8 @@
 """The models of a mesh: their engines, and the weights that those must hold."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from rollmesh.internal.v1 import peers_pb2
@@ -53,9 +54,10 @@ class Models:
     def __init__(self, fleet: Fleet, members: Members, config: RouterConfig) -> None:
         """Takes the state of the mesh and the settings."""
         self._gathered_ms = clock.monotonic_ms() + config.gather_ms
-        self._fleet = fleet
-        self._members = members
+        self.fleet = fleet
+        self.members = members
         self._data_dir = config.data_dir
+        self._most_revisions = config.max_adapter_lag + 1
         self._kept: dict[str, KeptWeights] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -72,7 +74,7 @@ class Models:
     def names(self) -> set[str]:
         """Returns the models of engines and gateways, and those with kept weights."""
         kept = {name for name, one in self._kept.items() if one.current or one.state.adapters}
-        return self._members.models() | kept
+        return self.members.models() | kept
 
     def adapters(self) -> set[str]:
         """Returns the names of all retained adapters."""
@@ -118,9 +120,29 @@ class Models:
         """Whether members have had the time to register again after this router's start."""
         return clock.monotonic_ms() >= self._gathered_ms
 
-    def named_adapters(self, model: str) -> set[Revision]:
-        """Returns the adapter revisions that open sessions of a model name."""
-        return self._members.named_adapters(model)
+    def surviving(
+        self, model: str, adapters: Sequence[peers_pb2.KeptAdapter]
+    ) -> list[peers_pb2.KeptAdapter]:
+        """Returns the adapters of a model that stay, in their order.
+
+        Offers that are not accepted stay, and so do the newest revisions of a name and all that
+        sessions name.
+
+        Args:
+            model: Name of the model.
+            adapters: The adapters by name and version.
+        """
+        if len(adapters) <= self._most_revisions:
+            return list(adapters)
+        named = self.members.named_adapters(model)
+        kept, count = list[peers_pb2.KeptAdapter](), Counter[str]()
+        for one in reversed(adapters):
+            name = one.header.adapter.name
+            count[name] += one.accepted
+            is_new = not one.accepted or count[name] <= self._most_revisions
+            if is_new or revision_of(one.header.adapter) in named:
+                kept.append(one)
+        return kept[::-1]
 
     async def lost_adapters(self, hello: router_pb2.ReplicaHello) -> list[sampling_pb2.AdapterRef]:
         """Returns the revisions that a gateway's last report names and that are not retained.
@@ -134,10 +156,6 @@ class Models:
                 pass
         retained = self.kept(hello.model).retained
         return [one for one in hello.load.pinned_adapters if one not in retained]
-
-    def engines(self, model: str) -> list[Engine]:
-        """Returns the registered engines of a model."""
-        return self._fleet.of_model(model)
 
     def kept(self, model: str) -> KeptWeights:
         """Returns the kept weights of a model."""
@@ -171,24 +189,20 @@ class Models:
 
     def show(self, kept: KeptWeights) -> None:
         """Tells the fleet which weights of a model are current and which are offered."""
-        self._fleet.retain(kept.model, map(revision_of, kept.retained))
-        self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
+        self.fleet.retain(kept.model, map(revision_of, kept.retained))
+        self.fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
         metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
 
     def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
         """Records that an engine has loaded an update."""
         engine.policy_version, engine.push_id = header.policy_version, header.push_id
         engine.weights_dropped = False
-        self._fleet.changed(engine)
-
-    def is_current(self, engine: Engine) -> bool:
-        """Returns whether an engine holds the weights of its model."""
-        return not self._fleet.fenced(engine)
+        self.fleet.changed(engine)
 
     def hold(self, engine: Engine, adapters: dict[Revision, str]) -> None:
         """Records the adapters that an engine holds, with the ids of their pushes."""
         engine.adapters = adapters
-        self._fleet.changed(engine)
+        self.fleet.changed(engine)
 
 
 def _target(header: engine_pb2.UpdateWeightsHeader | None) -> Target | None:

@@ -7,6 +7,7 @@ own, also when its gateway returns elsewhere or another gateway takes over the j
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -58,7 +59,7 @@ KEPT_MS = 3_600_000
 """Time after which a member is forgotten that no router lists and no caller uses, milliseconds."""
 
 
-class Directory:
+class Directory(ABC):
     """Asks the routers where members are, and keeps channels to them. Connects when first used."""
 
     def __init__(self, router: str, keepalive_ms: int, identity: Identity | None) -> None:
@@ -120,9 +121,9 @@ class Directory:
                 await self._read()
                 self._listed_ms = clock.monotonic_ms()
 
+    @abstractmethod
     async def _read(self) -> None:
         """Asks the routers for the members."""
-        raise NotImplementedError
 
     async def _members(
         self, kind: router_pb2.ReplicaKind.ValueType, none: RollmeshError
@@ -713,7 +714,5 @@ class SidecarDirectory(Directory):
 
 def _is_loss(error: RollmeshError) -> bool:
     """Returns whether an error means that a server is away, so that another one may serve."""
-    if isinstance(error, ConsumerMovedError):
-        return False
     cut = isinstance(error, RemoteError) and error.code in _TRANSPORT_CODES
-    return cut or error.code in _LOST_CODES
+    return not isinstance(error, ConsumerMovedError) and (cut or error.code in _LOST_CODES)
