@@ -18,7 +18,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (897, 5),
     "clients/rollmesh/integrations": (3_287, 16),
     "clients/rollmesh/launch": (576, 4),
-    "clients/rollmesh/cli": (1_511, 8),
+    "clients/rollmesh/cli": (1_508, 8),
     "clients/rollmesh/conformance": (3_656, 36),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

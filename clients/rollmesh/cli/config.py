@@ -564,13 +564,10 @@ def _processes(
         ConfigError: The file cannot be read, or is wrong outside the service's table.
     """
     argv = [*([f"--config={path}"] if path else []), *flags]
-    models = mesh_models(read_mesh(path)) if path and service in MODEL_SERVICES else []
     named = f"ROLLMESH_{service}_MODEL".upper() in os.environ
-    if len(models) < 2 or named or any(flag.startswith("--model") for flag in flags):
-        yield service, argv
-        return
-    for model in models:
-        yield f"{service} of {model.config.name}", [*argv, f"--model={model.config.name}"]
+    named = named or any(flag.startswith("--model") for flag in flags)
+    for model in _models(read_mesh(path), service) if path and not named else [""]:
+        yield (f"{service} of {model}", [*argv, f"--model={model}"]) if model else (service, argv)
 
 
 if __name__ == "__main__":

@@ -359,9 +359,8 @@ class Pushes:
 
     def _outlived(self, kept: KeptWeights) -> bool:
         """Returns whether revisions need not be retained any more."""
-        adapters = kept.state.adapters
-        surviving = self._models.surviving(kept.model, adapters)
-        return self._models.is_gathered and len(surviving) < len(adapters)
+        surviving = self._models.surviving(kept.model, kept.state.adapters)
+        return self._models.is_gathered and len(surviving) < len(kept.state.adapters)
 
     async def _drop(self, kept: KeptWeights) -> None:
         """Drops the revisions that need not be retained any more. The caller has the lock."""
@@ -388,4 +387,5 @@ def _what(header: Header, **more: object) -> dict[str, dict[str, object]]:
     if isinstance(header, engine_pb2.AdapterHeader):
         name, version = revision_of(header.adapter)
         return fields(model=header.model, adapter=name, version=version, **more)
-    return fields(model=header.model, policy_version=header.policy_version, **more)
+    source = str(header.WhichOneof("source"))
+    return fields(model=header.model, policy_version=header.policy_version, source=source, **more)
