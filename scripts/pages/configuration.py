@@ -13,7 +13,7 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.config import MeshConfig, Setting, describe
 from rollmesh.scorer.config import ScorerConfig
-from rollmesh.sidecar import SidecarConfig
+from rollmesh.sidecar import RelayConfig, SidecarConfig
 
 CONFIGS: Mapping[str, type[Any]] = {
     "router": RouterConfig,
@@ -21,6 +21,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "gateway": GatewayConfig,
     "collector": CollectorConfig,
     "sidecar": SidecarConfig,
+    "relay": RelayConfig,
     "scorer": ScorerConfig,
 }
 _INTRO = """# Configuration

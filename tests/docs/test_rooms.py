@@ -6,19 +6,19 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (7_839, 51),
-    "services/runtime/rollmesh/mesh": (4_348, 11),
+    "services/runtime/rollmesh/mesh": (4_589, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_105, 24),
     "services/engine/rollmesh/engine": (7_889, 32),
     "services/router/rollmesh/router": (4_357, 16),
     "services/collector/rollmesh/collector": (5_167, 13),
     "services/collector/rollmesh/scorer": (364, 6),
-    "clients/rollmesh/sidecar": (5_338, 14),
+    "clients/rollmesh/sidecar": (5_682, 15),
     "clients/rollmesh/client": (4_971, 15),
     "clients/rollmesh/batches": (897, 5),
     "clients/rollmesh/integrations": (3_287, 16),
     "clients/rollmesh/launch": (576, 4),
-    "clients/rollmesh/cli": (1_508, 8),
+    "clients/rollmesh/cli": (1_541, 9),
     "clients/rollmesh/conformance": (3_656, 36),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

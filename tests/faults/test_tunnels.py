@@ -278,7 +278,7 @@ async def test_a_connection_whose_reader_is_slow_holds_up_no_other(tmp_path: Pat
         stack.callback(listening.close)
         server = "{}:{}".format(*listening.sockets[0].getsockname())
         dialled = asyncio.Event()
-        ends = DialOut("e", "policy", router.address, server, dialled.set)
+        ends = DialOut("e", server, router.address, dialled.set, "policy")
         staying = asyncio.ensure_future(ends.stay())
         stack.callback(staying.cancel)
         async with asyncio.timeout(60):

@@ -4,7 +4,7 @@ Read first: `turn`, `chat`, `gateways`, `app`.
 
 `turn` is one request, from its head to its answer. `chat` is a protocol, `gateways` has the calls
 and `app` the routes. `messages`, `responses` and `google` are the other protocols, `body` reads
-values for all of them, and `http` bounds connections.
+values for all of them, and `http` bounds connections. `relay` is another process.
 
 May import `mesh`, `runtime` and `v1`. The names below are for other rooms and for tests. They are
 loaded on first use, because settings are read where the sidecar's packages are not installed.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         address_of as address_of,
         certificate_of as certificate_of,
     )
+    from rollmesh.sidecar.relay import RelayConfig as RelayConfig, RelayService as RelayService
     from rollmesh.sidecar.seals import seal as seal, sealed_answer as sealed_answer
     from rollmesh.sidecar.turn import Head as Head, Protocol as Protocol, read_head as read_head
 
@@ -41,6 +42,7 @@ _MODULES = {
     "config": "SidecarConfig",
     "errors": "to_http",
     "http": "Places address_of certificate_of",
+    "relay": "RelayConfig RelayService",
     "seals": "seal sealed_answer",
     "turn": "Head Protocol read_head",
 }

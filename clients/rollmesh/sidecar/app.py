@@ -5,7 +5,7 @@ import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -16,9 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.mesh.routers import Membership
+from rollmesh.mesh.tunnels import DialOut
 from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
@@ -196,13 +198,15 @@ async def serving(
         ConfigError: The certificate or its key cannot be read, or `advertise` is no URL of HTTP.
         OSError: The port is taken.
     """
-    speaks = partial(protocol_of, prefix=config.path_prefix)
-    server = HttpServer(make_app(config, directory), config, speaks)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((bind_host(config).strip("[]"), config.port))
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(bound(config))
         port: int = listener.getsockname()[1]
-        membership: AbstractAsyncContextManager[object] = nullcontext()
+        if config.relay:
+            server = f"{bind_host(config)}:{port}"
+            dialled = DialOut(
+                f"sidecar-{uuid.uuid4().hex}", server, config.relay, identity=identity
+            )
+            await stack.enter_async_context(dialled.held())
         if joins:
             address, https, path_prefix = advertised(config, port)
             hello = router_pb2.ReplicaHello(
@@ -212,14 +216,40 @@ async def serving(
                 https=https,
                 path_prefix=path_prefix,
             )
-            membership = Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
-        async with membership, asyncio.TaskGroup() as group:
-            group.create_task(server.serve([listener]))
-            listener.listen(1024)
-            try:
-                yield port
-            finally:
-                server.should_exit = True
+            member = Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
+            await stack.enter_async_context(member)
+        app = make_app(config, directory)
+        await stack.enter_async_context(http_served(app, config, listener))
+        yield port
+
+
+@contextmanager
+def bound(config: SidecarConfig) -> Iterator[socket.socket]:
+    """Yields a socket that has the address of a server. It does not listen yet.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_host(config).strip("[]"), config.port))
+        yield listener
+
+
+@asynccontextmanager
+async def http_served(
+    app: ASGIApp, config: SidecarConfig, listener: socket.socket
+) -> AsyncIterator[None]:
+    """Serves an application on a socket. At the end running requests may finish in the grace."""
+    speaks = partial(protocol_of, prefix=config.path_prefix)
+    server = HttpServer(app, config, speaks)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve([listener]))
+        listener.listen(1024)
+        try:
+            yield
+        finally:
+            server.should_exit = True
 
 
 def advertised(config: SidecarConfig, port: int) -> tuple[str, bool, str]:

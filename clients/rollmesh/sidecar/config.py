@@ -45,6 +45,9 @@ class SidecarConfig(ListeningConfig):
     register: bool = True
     """Tell the router of this sidecar, so that the SDK gives agents its address. Turn it off for
     one that serves a single sandbox. Trainers name it then: `MeshAddresses(sidecar=...)`."""
+    relay: str = ""
+    """host:port of the relay that this sidecar dials, or several separated by commas. Agents call
+    the relay then: give its URL in `advertise`. The sidecar needs no port that agents reach."""
     path_prefix: Annotated[str, PathPrefix()] = ""
     """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
     it. Paths without it are served too."""

@@ -524,6 +524,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=connection,
+                interface="asgi3",
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,

@@ -344,9 +344,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Retry. If it stays so, start a collector with `--router`, or give the client its address.
     """
     ERROR_REASON_NO_SIDECAR: _ErrorReason.ValueType  # 58
-    """UNAVAILABLE. No sidecar is registered with the router. Clients make it. It is never sent.
+    """UNAVAILABLE. No sidecar is registered with the router, or none has a tunnel to the relay. Clients
+    and relays make it. No RPC sends it.
 
-    Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
+    Retry. If it stays so, start a sidecar with `--router`, or with `--relay`, or give the client its
+    address.
     """
     ERROR_REASON_INVALID_IMAGE: _ErrorReason.ValueType  # 59
     """INVALID_ARGUMENT. An image is broken, too large, of another kind than it is said to be, or of a
@@ -736,9 +738,11 @@ ERROR_REASON_NO_COLLECTOR: ErrorReason.ValueType  # 57
 Retry. If it stays so, start a collector with `--router`, or give the client its address.
 """
 ERROR_REASON_NO_SIDECAR: ErrorReason.ValueType  # 58
-"""UNAVAILABLE. No sidecar is registered with the router. Clients make it. It is never sent.
+"""UNAVAILABLE. No sidecar is registered with the router, or none has a tunnel to the relay. Clients
+and relays make it. No RPC sends it.
 
-Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
+Retry. If it stays so, start a sidecar with `--router`, or with `--relay`, or give the client its
+address.
 """
 ERROR_REASON_INVALID_IMAGE: ErrorReason.ValueType  # 59
 """INVALID_ARGUMENT. An image is broken, too large, of another kind than it is said to be, or of a

@@ -81,7 +81,7 @@ class EngineService:
         if self._membership is not None:
             await self._membership.wait_registered()
         if self._tunnels is not None:
-            await self._tunnels.wait_router()
+            await self._tunnels.wait_first()
 
     async def drain(self) -> None:
         """Leaves the router, and ends the streams of gateways with their last generations."""
@@ -118,7 +118,7 @@ class EngineService:
                 self._membership.notify()
 
         config = self._config
-        self._tunnels = DialOut(self._engine_id, config.model, config.router, server, changed)
+        self._tunnels = DialOut(self._engine_id, server, config.router, changed, config.model)
         return tunnel_address(self._engine_id)
 
     async def _dial(self, tunnels: DialOut) -> None:

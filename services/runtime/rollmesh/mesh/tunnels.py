@@ -1,24 +1,36 @@
-"""Tunnels to engines that cannot be reached: connections that travel over a call of the engine.
+"""Tunnels to processes that cannot be reached: connections that travel over a call of theirs.
 
 An engine behind NAT or in another cluster dials routers and gateways. At their end each tunnel has
 a Unix socket, at which `open_channel` finds the engine. A connection to it is carried as bytes to
 the engine's own server. So calls, their flow control, tokens and TLS are those of a connection to
 the engine itself.
+
+A sidecar dials relays, which carry connections of agents to the sidecar's own server. If the link
+between them is cut, another call carries the same connections on.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
 from rollmesh.mesh.routers import Routers, addresses_of
 from rollmesh.runtime import clock
+from rollmesh.runtime.access.identity import Identity
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -39,7 +51,7 @@ from rollmesh.runtime.rpc.channels import (
     withdraw_tunnel,
 )
 from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.tasks import begun, first_of
+from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
@@ -50,64 +62,203 @@ _CHUNK_BYTES = 16 * 1024
 """Largest part of a connection. The parts of several take turns."""
 _WINDOW_BYTES = 1024 * 1024
 """Bytes of a connection that its receiver holds at most, in each direction."""
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1024
 _BEAT_S = 2.0
 _LAST_WRITE_S = 1.0
 SILENCE_S = 10.0
 """Silence after which the other end is given up, seconds."""
+RESUME_S = 15.0
+"""Time for which a tunnel without a call keeps its connections, if it can be resumed, seconds."""
 _Message: TypeAlias = tunnels_pb2.AttachRequest | tunnels_pb2.AttachResponse
 _Socket: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_Write: TypeAlias = Callable[[tunnels_pb2.TunnelFrame], Awaitable[object]]
 
 
-class _Connection:
-    """One end of a connection."""
+class Connection:
+    """One end of a connection.
 
-    def __init__(self, number: int) -> None:
+    Bytes that the other end has not passed on yet are kept: another call of the tunnel may have to
+    carry them again.
+    """
+
+    def __init__(self, tunnel: "Tunnel", number: int) -> None:
+        """Takes the tunnel that carries it, and its number there."""
         self.number = number
-        self.credit = _WINDOW_BYTES  # that the other end gave
-        self.has_credit = asyncio.Event()
-        self.has_credit.set()
-        self.room = _WINDOW_BYTES  # that the other end has
-        self.arrived: asyncio.Queue[bytes | None] = asyncio.Queue()  # bounded by `room`
+        self.sent = self.received = self.consumed = 0  # bytes, since it began
+        self.credited = 0  # consumed bytes of which the other end was told
+        self.kept = bytearray()  # the last bytes that were sent
+        self.has_room = asyncio.Event()
+        self.has_room.set()
+        self.is_ended = self.is_peer_ended = False
+        self._tunnel = tunnel
+        self._arrived: asyncio.Queue[bytes] = asyncio.Queue()  # bounded by the window
+        self._returned = 0  # bytes that `receive` returned last
+
+    async def send(self, data: bytes) -> None:
+        """Sends bytes. Waits while the other end has no room for them.
+
+        Raises:
+            RemoteError: The connection has ended.
+        """
+        view = memoryview(data)
+        while view:
+            await self.has_room.wait()
+            if self.is_ended or self.is_peer_ended:
+                raise RemoteError("the connection has ended", "UNAVAILABLE")
+            part = bytes(view[: min(_WINDOW_BYTES - len(self.kept), _CHUNK_BYTES)])
+            view = view[len(part) :]
+            await self._tunnel.send(self, part)
+
+    async def receive(self) -> bytes:
+        """Returns the next bytes, or none at the end. The bytes before count as passed on."""
+        self.consumed += self._returned
+        self._returned = 0
+        if self._tunnel.is_up and self.consumed - self.credited >= _WINDOW_BYTES // 4:
+            await self._tunnel.send(self, credit=self.credit())
+        data = await self._arrived.get()
+        self._returned = len(data)
+        return data
+
+    def credit(self) -> int:
+        """Returns the bytes that were passed on since the other end was told last."""
+        credit, self.credited = self.consumed - self.credited, self.consumed
+        return credit
+
+    def take(self, frame: tunnels_pb2.TunnelFrame) -> None:
+        """Takes a message.
+
+        Raises:
+            InvalidFieldError: It has more bytes than there is room for.
+        """
+        if frame.data:
+            self.received += len(frame.data)
+            if self.received - self.consumed > _WINDOW_BYTES:
+                raise InvalidFieldError("data", "is larger than the credit")
+            self._arrived.put_nowait(frame.data)
+        if frame.credit:
+            self.passed_on(frame.credit)
+        if frame.end:
+            self.end()
+
+    def passed_on(self, size: int) -> None:
+        """Forgets bytes that the other end has passed on."""
+        if size:
+            del self.kept[:size]
+            self.has_room.set()
+
+    def end(self) -> None:
+        """Ends it: nothing more arrives, and nothing more is sent."""
+        self.is_peer_ended = True
+        self._arrived.put_nowait(b"")
+        self.has_room.set()
+
+    def again(self, held: tunnels_pb2.TunnelHeld) -> Iterator[tunnels_pb2.TunnelFrame]:
+        """Yields the bytes that the other end lacks, given its part of them."""
+        self.passed_on(max(held.consumed - (self.sent - len(self.kept)), 0))
+        if credit := self.credit():
+            yield tunnels_pb2.TunnelFrame(connection=self.number, credit=credit)
+        lost = bytes(self.kept[max(held.received - held.consumed, 0) :])
+        for at in range(0, len(lost), _CHUNK_BYTES):
+            part = lost[at : at + _CHUNK_BYTES]
+            yield tunnels_pb2.TunnelFrame(connection=self.number, data=part)
+        if self.is_ended:
+            yield tunnels_pb2.TunnelFrame(connection=self.number, end=True)
 
 
 class Tunnel:
     """One end of a tunnel. A connection whose reader is slow holds up no other one."""
 
-    def __init__(
-        self,
-        write: Callable[[tunnels_pb2.TunnelFrame], Awaitable[object]],
-        connect: Callable[[], Awaitable[_Socket]] | None = None,
-    ) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[_Socket]] | None = None) -> None:
         """Carries nothing yet.
 
         Args:
-            write: Sends a message of the call.
-            connect: Connects to the engine's server. None at the end that opens connections.
+            connect: Connects to the caller's server. None at the end that opens connections.
         """
-        self._write = write
+        self.name = ""
+        """By which it is resumed. Empty if it cannot be."""
+        self.calling = asyncio.Lock()
+        """Held while a call carries its connections."""
         self._connect = connect
+        self._write: _Write | None = None  # of the call, if there is one
         self._writing = asyncio.Lock()  # the senders take turns
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}  # that have not ended at both ends
         self._numbers = itertools.count(1)
         self._last = 0
         self._limit = asyncio.timeout(None)
         self._error: RollmeshError | None = None
         self._tasks: asyncio.TaskGroup
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._is_kept = False
+        self._lost_ms = 0  # when its last call ended
 
-    async def run(self, messages: AsyncIterator[_Message]) -> None:
-        """Carries connections as long as messages arrive. Breaks all of them at the end.
+    def __len__(self) -> int:
+        """Returns the number of its connections."""
+        return len(self._connections)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another call may carry its connections on."""
+        return bool(self.name) and clock.monotonic_ms() - self._lost_ms < RESUME_S * 1000
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a call carries its connections."""
+        return self._write is not None
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator["Tunnel"]:
+        """Keeps its connections while the block runs. Breaks them at the end."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._is_kept = True
+                try:
+                    yield self
+                finally:
+                    self._is_kept = False
+                    for connection in self._connections.values():
+                        connection.end()
+                    for task in self._carrying:
+                        task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def held(self) -> list[tunnels_pb2.TunnelHeld]:
+        """Returns this end's part of each connection, and counts its credit as given."""
+        found: list[tunnels_pb2.TunnelHeld] = []
+        for one in self._connections.values():
+            one.credit()
+            found.append(
+                tunnels_pb2.TunnelHeld(
+                    connection=one.number, received=one.received, consumed=one.consumed
+                )
+            )
+        return found
+
+    async def run(
+        self,
+        write: _Write,
+        messages: AsyncIterator[_Message],
+        held: Iterable[tunnels_pb2.TunnelHeld] = (),
+    ) -> None:
+        """Carries its connections over one call, as long as messages arrive.
+
+        Args:
+            write: Sends a message of the call.
+            messages: The messages of the other end.
+            held: The other end's part of the connections when the call begins.
 
         Raises:
             DeadlineError: The other end was silent for 10 s.
             RollmeshError: The call has failed, or `end` was called.
         """
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self._beat())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._speak(write, list(held)))
                 await self._read(messages)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._write, self._lost_ms = None, clock.monotonic_ms()
 
     def end(self, error: RollmeshError) -> None:
         """Ends `run` with an error."""
@@ -115,19 +266,59 @@ class Tunnel:
         with suppress(RuntimeError):  # it does not wait for a message now
             self._limit.reschedule(0)
 
+    def open(self) -> Connection | None:
+        """Opens a connection to the other end. Returns None if it has as many as it may have."""
+        if not self._is_kept or len(self._connections) >= _MOST_CONNECTIONS:
+            return None
+        connection = Connection(self, next(self._numbers))
+        self._connections[connection.number] = connection
+        return connection
+
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carries a connection to the other end."""
-        if len(self._connections) >= _MOST_CONNECTIONS:
+        connection = self.open()
+        if connection is None:
             writer.close()
             return
-        connection = _Connection(next(self._numbers))
-        self._connections[connection.number] = connection
 
         async def connected() -> _Socket:
             return reader, writer
 
-        carrying = begun(self._tasks, self._carry(connection, connected))
-        carrying.add_done_callback(lambda _: writer.close())  # it may never have begun
+        self._carry(connection, connected).add_done_callback(lambda _: writer.close())
+
+    async def close(self, connection: Connection) -> None:
+        """Ends a connection. Its bytes still arrive."""
+        connection.is_ended = True
+        if connection.is_peer_ended:
+            self._connections.pop(connection.number, None)
+        await self.send(connection, end=True)
+
+    async def send(
+        self,
+        connection: Connection | None,
+        data: bytes = b"",
+        credit: int = 0,
+        *,
+        end: bool = False,
+    ) -> None:
+        """Sends a part of a connection. Without a call it is kept for the next one."""
+        number = 0 if connection is None else connection.number
+        frame = tunnels_pb2.TunnelFrame(connection=number, data=data, credit=credit, end=end)
+        async with self._writing:
+            if connection is not None and data:
+                connection.kept += data
+                connection.sent += len(data)
+                if len(connection.kept) >= _WINDOW_BYTES:
+                    connection.has_room.clear()
+            if self._write is None:
+                return
+            writing = asyncio.get_running_loop().create_task(_sent(self._write, frame))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:  # gRPC sends no status past a write that is cut off
+                await asyncio.wait([writing], timeout=_LAST_WRITE_S)
+                writing.cancel()
+                raise
 
     async def _read(self, messages: AsyncIterator[_Message]) -> None:
         """Takes messages. Never waits for a connection.
@@ -147,95 +338,101 @@ class Tunnel:
                 raise DeadlineError(
                     f"the other end of the tunnel was silent for {SILENCE_S:g} s; dial again"
                 ) from None
-        assert self._error is not None
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None
+        raise error
 
     def _take(self, frame: tunnels_pb2.TunnelFrame) -> None:
-        number, size = frame.connection, len(frame.data)
+        number = frame.connection
         connection = self._connections.get(number)
         if connection is None and self._connect is not None and number > self._last:
             self._last = number
+            connection = Connection(self, number)
             if len(self._connections) < _MOST_CONNECTIONS:
-                connection = self._connections[number] = _Connection(number)
-                self._tasks.create_task(self._carry(connection, self._connect))
+                self._connections[number] = connection
+                self._carry(connection, self._connect)
             else:
-                self._tasks.create_task(self._send(number, end=True))
+                self._tasks.create_task(self.send(connection, end=True))
+                return
         if connection is None:  # it has ended here
             return
-        if size > connection.room:
-            raise InvalidFieldError("data", f"is larger than the credit, {connection.room} bytes")
-        connection.room -= size
-        connection.credit = min(connection.credit + frame.credit, _WINDOW_BYTES)
-        if frame.credit:
-            connection.has_credit.set()
-        if size:
-            connection.arrived.put_nowait(frame.data)
-        if frame.end:
-            connection.arrived.put_nowait(None)
+        connection.take(frame)
+        if frame.end and connection.is_ended:
+            self._connections.pop(number, None)
 
-    async def _carry(
-        self, connection: _Connection, connect: Callable[[], Awaitable[_Socket]]
-    ) -> None:
-        """Carries one connection until either of its ends is closed."""
-        writer: asyncio.StreamWriter | None = None
-        try:
-            with suppress(OSError):  # of this connection alone
-                reader, writer = await connect()
-                await first_of([self._give(connection, reader), self._bring(connection, writer)])
-        except asyncio.CancelledError:  # the tunnel has ended
+    def _carry(
+        self, connection: Connection, connect: Callable[[], Awaitable[_Socket]]
+    ) -> asyncio.Task[None]:
+        """Carries one connection from or to a socket until either of its ends is closed."""
+
+        async def carry() -> None:
+            writer: asyncio.StreamWriter | None = None
+            try:
+                with suppress(OSError):  # of this connection alone
+                    reader, writer = await connect()
+                    await first_of([_give(connection, reader), _bring(connection, writer)])
+            except asyncio.CancelledError:  # the tunnel has ended
+                if writer is not None:
+                    writer.transport.abort()
+                raise
             if writer is not None:
-                writer.transport.abort()
-            raise
-        del self._connections[connection.number]
-        if writer is not None:
-            writer.close()
-        await self._send(connection.number, end=True)
+                writer.close()
+            await self.close(connection)
 
-    async def _give(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
-        """Sends the bytes of a socket, as far as there is credit."""
-        with suppress(OSError):
-            while True:
-                await connection.has_credit.wait()
-                data = await reader.read(min(connection.credit, _CHUNK_BYTES))
-                if not data:
-                    return
-                connection.credit -= len(data)
-                if not connection.credit:
-                    connection.has_credit.clear()
-                await self._send(connection.number, data=data)
+        task = self._tasks.create_task(carry())
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return task
 
-    async def _bring(self, connection: _Connection, writer: asyncio.StreamWriter) -> None:
-        """Writes the bytes that arrive to a socket, and gives credit for them."""
-        written = 0
-        with suppress(OSError):
-            while (data := await connection.arrived.get()) is not None:
-                writer.write(data)
-                await writer.drain()
-                written += len(data)
-                if written >= _WINDOW_BYTES // 4:
-                    connection.room += written
-                    await self._send(connection.number, credit=written)
-                    written = 0
-
-    async def _beat(self) -> None:
+    async def _speak(self, write: _Write, held: Sequence[tunnels_pb2.TunnelHeld]) -> None:
+        """Sends the lost bytes of a former call again, then something every 2 s."""
+        async with self._writing:
+            self._write = write
+            for frame in self._lost({one.connection: one for one in held}):
+                await _sent(write, frame)
         while True:
-            await self._send(0)
+            await self.send(None)
             await asyncio.sleep(_BEAT_S)
 
-    async def _send(self, number: int, **part: Any) -> None:
-        frame = tunnels_pb2.TunnelFrame(connection=number, **part)
-        async with self._writing:
-            writing = asyncio.get_running_loop().create_task(self._sent(frame))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:  # gRPC sends no status past a write that is cut off
-                await asyncio.wait([writing], timeout=_LAST_WRITE_S)
-                writing.cancel()
-                raise
+    def _lost(self, held: Mapping[int, tunnels_pb2.TunnelHeld]) -> list[tunnels_pb2.TunnelFrame]:
+        """Returns the frames that the other end lacks, given its part of the connections."""
+        frames = [
+            tunnels_pb2.TunnelFrame(connection=number, end=True)
+            for number in held.keys() - self._connections.keys()
+        ]
+        for number, connection in list(self._connections.items()):
+            is_new = self._connect is None and len(connection.kept) == connection.sent
+            if number in held or is_new:
+                frames += connection.again(held.get(number) or tunnels_pb2.TunnelHeld())
+            elif connection.is_ended:  # so has the other end
+                del self._connections[number]
+            else:
+                connection.end()
+        return frames
 
-    async def _sent(self, frame: tunnels_pb2.TunnelFrame) -> None:
-        with suppress(grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
-            await self._write(frame)  # if the call has failed, its reader learns why
+
+async def _give(connection: Connection, reader: asyncio.StreamReader) -> None:
+    """Sends the bytes of a socket."""
+    with suppress(OSError, RemoteError):
+        while True:
+            await connection.has_room.wait()
+            data = await reader.read(_CHUNK_BYTES)
+            if not data:
+                return
+            await connection.send(data)
+
+
+async def _bring(connection: Connection, writer: asyncio.StreamWriter) -> None:
+    """Writes the bytes that arrive to a socket."""
+    with suppress(OSError):
+        while data := await connection.receive():
+            writer.write(data)
+            await writer.drain()
+
+
+async def _sent(write: _Write, frame: tunnels_pb2.TunnelFrame) -> None:
+    with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+        await write(frame)  # if the call has failed, its reader learns why
 
 
 # The end of routers and gateways.
@@ -273,31 +470,36 @@ class Tunnels(tunnels_pb2_grpc.TunnelServiceServicer):
         if self._scratch is None:
             self._scratch = Scratch("tunnels")  # others of this machine have no way into it
         path = str(self._scratch.path / str(next(self._numbers)))
-        tunnel = Tunnel(lambda frame: context.write(tunnels_pb2.AttachResponse(frame=frame)))
-        listening = await asyncio.start_unix_server(tunnel.accept, path)
-        if self._ended:  # meanwhile
-            tunnel.end(_shutting_down())
-        if (former := self._tunnels.get(address)) is not None:
-            former.end(SupersededError("the engine has dialled again; use the later call"))
-        self._tunnels[address] = tunnel
-        offer_tunnel(address, f"unix:{path}")
-        _log.info("engine dialled", extra=fields(engine=first.engine_id))
-        try:
-            await tunnel.run(request_iterator)
-        finally:
-            listening.close()
-            withdraw_tunnel(address, f"unix:{path}")
-            if self._tunnels.get(address) is tunnel:
-                del self._tunnels[address]
-            _log.info("engine's tunnel ended", extra=fields(engine=first.engine_id))
-            await asyncio.to_thread(Path(path).unlink, missing_ok=True)
+        async with Tunnel().kept() as tunnel:
+            listening = await asyncio.start_unix_server(tunnel.accept, path)
+            if self._ended:  # meanwhile
+                tunnel.end(_shutting_down())
+            if (former := self._tunnels.get(address)) is not None:
+                former.end(SupersededError("the engine has dialled again; use the later call"))
+            self._tunnels[address] = tunnel
+            offer_tunnel(address, f"unix:{path}")
+            _log.info("engine dialled", extra=fields(engine=first.engine_id))
+            try:
+                await tunnel.run(answers_of(context), request_iterator)
+            finally:
+                listening.close()
+                withdraw_tunnel(address, f"unix:{path}")
+                if self._tunnels.get(address) is tunnel:
+                    del self._tunnels[address]
+                _log.info("engine's tunnel ended", extra=fields(engine=first.engine_id))
+                await asyncio.to_thread(Path(path).unlink, missing_ok=True)
+
+
+def answers_of(context: Context) -> _Write:
+    """Returns how a server of tunnels sends a message."""
+    return lambda frame: context.write(tunnels_pb2.AttachResponse(frame=frame))
 
 
 def _shutting_down() -> ShuttingDownError:
     return ShuttingDownError("the service is shutting down; dial another one", retry_delay_ms=1000)
 
 
-# The end of an engine.
+# The end of a process that dials: of an engine or of a sidecar.
 
 _LIST_S, _LIST_TIMEOUT_S = 1.0, 5.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
@@ -305,45 +507,65 @@ _LOG_MS = 30_000
 
 
 class _Place(NamedTuple):
-    """A router or a gateway to dial."""
+    """A router, a gateway or a relay to dial."""
 
     address: str
     gateway_id: str = ""
-    """Empty for a router."""
+    """Empty for the others."""
 
 
 class DialOut:
-    """The tunnels of one engine: to every router, and to every gateway of its model."""
+    """The tunnels of one process: to every router or relay, and of an engine to its gateways."""
 
     def __init__(
-        self, engine_id: str, model: str, router: str, server: str, changed: Callable[[], None]
+        self,
+        caller_id: str,
+        server: str,
+        addresses: str,
+        changed: Callable[[], None] = lambda: None,
+        gateways_of: str | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """Dials nothing yet.
 
         Args:
-            engine_id: Id of the engine.
-            model: Name of its model.
-            router: `host:port` of the router, or several separated by commas.
-            server: `host:port` of the engine's own server.
+            caller_id: Id of the engine or sidecar.
+            server: `host:port` of its own server.
+            addresses: `host:port` of a router or a relay, or several separated by commas.
             changed: Called when a tunnel is up, and when it has ended.
+            gateways_of: Model whose gateways are dialled too, as routers name them. None if
+                `addresses` name relays.
+            identity: Credentials of the calls. None means the process's own.
         """
-        self._hello = tunnels_pb2.AttachRequest(engine_id=engine_id)
-        self._model = model
-        self._routers = Routers(router)
-        self._places = {_Place(address) for address in addresses_of(router)}
+        self._caller_id = caller_id
+        self._model = gateways_of
+        self._routers = Routers(addresses)
+        self._places = {_Place(address) for address in addresses_of(addresses)}
         self._server = server
         self._changed = changed
+        self._identity = identity
         self._up: set[_Place] = set()
         self._reached = asyncio.Event()
+        self._next_log_ms: dict[_Place, int] = {}
 
     @property
     def gateways(self) -> list[str]:
         """The ids of the gateways that have a tunnel, sorted."""
         return sorted({one.gateway_id for one in self._up} - {""})
 
-    async def wait_router(self) -> None:
-        """Waits until a router has had a tunnel."""
+    async def wait_first(self) -> None:
+        """Waits until a router or a relay has had a tunnel."""
         await self._reached.wait()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Keeps the tunnels while the block runs."""
+        async with asyncio.TaskGroup() as tasks:
+            staying = tasks.create_task(self.stay())
+            try:
+                yield
+            finally:
+                staying.cancel()
 
     async def stay(self) -> None:
         """Keeps the tunnels until it is cancelled."""
@@ -354,13 +576,14 @@ class DialOut:
                     for place in self._places - held.keys():
                         held[place] = tasks.create_task(self._hold(place))
                     await asyncio.sleep(_LIST_S)
-                    with suppress(RollmeshError):  # the known gateways stay
-                        await self._list()
+                    if self._model is not None:
+                        with suppress(RollmeshError):  # the known gateways stay
+                            await self._list(self._model)
                     held = {one: task for one, task in held.items() if not task.done()}
         finally:
             await self._routers.aclose()
 
-    async def _list(self) -> None:
+    async def _list(self, model: str) -> None:
         request = router_pb2.ListGatewaysRequest()
         listed = await self._routers.ask(
             lambda stub, limit_s: stub.ListGateways(request, timeout=limit_s), _LIST_TIMEOUT_S
@@ -369,43 +592,61 @@ class DialOut:
         self._places = routers | {
             _Place(one.address, one.gateway_id)
             for one in listed.gateways
-            if one.model in {"", self._model}
+            if one.model in {"", model}
         }
 
     async def _hold(self, place: _Place) -> None:
         """Dials one place again and again, until its tunnel is down and it is not listed."""
-        backoff, next_log_ms = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S), 0
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         while place in self._places:
-            try:
-                await self._dial(place, backoff)
-            except RollmeshError as error:
-                if (now_ms := clock.monotonic_ms()) >= next_log_ms:
-                    next_log_ms = now_ms + _LOG_MS
-                    why = {"reason": error.reason, "error": error.message}
-                    _log.warning("no tunnel", extra=fields(address=place.address, **why))
+            async with Tunnel(self._connect).kept() as tunnel:
+                await self._dial(place, tunnel, backoff)
+                while tunnel.is_resumable and place in self._places:
+                    await asyncio.sleep(backoff.next_s())
+                    await self._dial(place, tunnel, backoff)
             await asyncio.sleep(backoff.next_s())
 
-    async def _dial(self, place: _Place, backoff: Backoff) -> None:
-        """Keeps one tunnel until it ends.
+    async def _dial(self, place: _Place, tunnel: Tunnel, backoff: Backoff) -> None:
+        """Carries a tunnel until its call has ended. Its failure is logged, rarely."""
+        try:
+            await self._call(place, tunnel, backoff)
+        except RollmeshError as error:
+            if (now_ms := clock.monotonic_ms()) >= self._next_log_ms.get(place, 0):
+                self._next_log_ms[place] = now_ms + _LOG_MS
+                why = {"reason": error.reason, "error": error.message}
+                _log.warning("no tunnel", extra=fields(address=place.address, **why))
+
+    async def _call(self, place: _Place, tunnel: Tunnel, backoff: Backoff) -> None:
+        """Carries a tunnel over one call until it ends.
 
         Raises:
             RollmeshError: Always, in the end.
         """
+        hello = tunnels_pb2.AttachRequest(
+            engine_id=self._caller_id, tunnel=tunnel.name, held=tunnel.held()
+        )
         # A new channel each time: its own pause between connections would be too long.
-        async with open_channel(place.address, SHORT_KEEPALIVE_MS, own_connection=True) as channel:
+        async with open_channel(
+            place.address, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
+        ) as channel:
             call = tunnels_pb2_grpc.TunnelServiceStub(channel).Attach()
-            tunnel = Tunnel(
-                lambda frame: call.write(tunnels_pb2.AttachRequest(frame=frame)), self._connect
-            )
             try:
                 async with aclosing(read_stream(call)) as messages:
                     async with asyncio.timeout(SILENCE_S):
                         with typed_errors():
-                            await call.write(self._hello)
-                        await anext(messages, None)
+                            await call.write(hello)
+                        answer = await anext(messages, tunnels_pb2.AttachResponse())
+                    if tunnel.name not in {"", answer.tunnel}:
+                        tunnel.name = ""
+                        raise RemoteError("the other end has lost the tunnel", "UNAVAILABLE")
+                    tunnel.name = answer.tunnel
                     backoff.reset()
                     self._note(place, up=True)
-                    await tunnel.run(messages)
+                    await tunnel.run(
+                        lambda frame: call.write(tunnels_pb2.AttachRequest(frame=frame)),
+                        messages,
+                        answer.held,
+                    )
             except TimeoutError:
                 raise DeadlineError(f"no answer within {SILENCE_S:g} s") from None
             finally:

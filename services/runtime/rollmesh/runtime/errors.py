@@ -230,7 +230,7 @@ class NoCollectorError(RollmeshError, code="UNAVAILABLE", reason="NO_COLLECTOR")
 
 
 class NoSidecarError(RollmeshError, code="UNAVAILABLE", reason="NO_SIDECAR"):
-    """No sidecar is registered with the router."""
+    """No sidecar is registered with the router, or none has a tunnel to the relay."""
 
 
 # Errors of chat requests and generations.

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TunnelServiceStub(object):
-    """Takes the tunnels of engines. Routers and gateways serve it.
+    """Takes tunnels. Routers and gateways serve it to engines, and relays to sidecars.
     """
 
     def __init__(self, channel):
@@ -43,14 +43,15 @@ class TunnelServiceStub(object):
 
 
 class TunnelServiceServicer(object):
-    """Takes the tunnels of engines. Routers and gateways serve it.
+    """Takes tunnels. Routers and gateways serve it to engines, and relays to sidecars.
     """
 
     def Attach(self, request_iterator, context):
-        """Carries connections of the server to the engine, as bytes. The first message of the engine names
-        it, and the server answers at once. A later call of the same engine replaces an earlier one, which
+        """Carries connections of the server to the caller, as bytes. The first message of the caller names
+        it, and the server answers at once. A later call of the same caller replaces an earlier one, which
         ends with ABORTED (SUPERSEDED). Each side sends a message at least every 2 s, and ends
-        the call when none arrives for 10 s. The connections break when the call ends.
+        the call when none arrives for 10 s. The connections break when the call ends, unless the
+        server's first message names the tunnel: then the caller may resume it within 15 s.
         Errors: INVALID_ARGUMENT names the field. DEADLINE_EXCEEDED (DEADLINE) after silence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -74,7 +75,7 @@ def add_TunnelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TunnelService(object):
-    """Takes the tunnels of engines. Routers and gateways serve it.
+    """Takes tunnels. Routers and gateways serve it to engines, and relays to sidecars.
     """
 
     @staticmethod

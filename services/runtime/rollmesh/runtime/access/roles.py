@@ -33,7 +33,7 @@ MEANING: Mapping[Role, str] = {
     Role.COLLECTOR: "A collector. It registers with the routers, calls the scorer, and may have "
     "engines score tokens.",
     Role.SIDECAR: "A sidecar: it passes turns of agents on to gateways, each with its session's "
-    "key.",
+    "key. It may dial a relay.",
     Role.AGENT: "An agent. It calls the HTTP of a sidecar with the key of its session; of gRPC, "
     "only what describes a server.",
 }
@@ -62,7 +62,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     },
     "rollmesh.internal.v1.MembershipService": {"Register": _SERVICES},
     "rollmesh.internal.v1.LeaseService": {"Dispatch": frozenset({_R.GATEWAY})},
-    "rollmesh.internal.v1.TunnelService": {"Attach": frozenset({_R.ENGINE})},
+    "rollmesh.internal.v1.TunnelService": {"Attach": frozenset({_R.ENGINE, _R.SIDECAR})},
     "rollmesh.internal.v1.PeerService": dict.fromkeys(
         ("ListKeptWeights", "FetchWeights", "SyncWeights"), _ROUTES
     ),

@@ -1,0 +1,303 @@
+"""A relay: agents call it, and sidecars that they cannot reach answer over tunnels."""
+
+import asyncio
+import hashlib
+import io
+import random
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+from anthropic import AsyncAnthropic
+from openai import APIStatusError
+
+from rollmesh.chat import Tokenizer
+from rollmesh.client import Client, Session
+from rollmesh.mesh.tunnels import DialOut
+from tests.faults.proxy import Proxy, proxy_to
+from tests.locks import Locks
+from tests.meshes import Mesh, delivered, until_free, write_script
+from tests.processes import ServiceProcess
+from tests.trial_certificates import copy_certificates
+from tests.waiting import until
+
+SAID, REPLY = "plain", "The answer is 42, and there is more to say about it than one may think."
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+pytestmark = pytest.mark.timeout(300)
+
+
+@asynccontextmanager
+async def hidden_mesh(
+    folder: Path, model: Path, sidecars: int = 1, **engine: object
+) -> AsyncIterator[tuple[Mesh, list[Proxy]]]:
+    """A mesh whose sidecars dial a relay, each through a proxy."""
+    write_script(folder / "script.json", Tokenizer(model), [(SAID, REPLY)])
+    async with AsyncExitStack() as stack:
+        mesh = Mesh(folder, model, stack)
+        await start_relay(mesh)
+        links = [
+            await stack.enter_async_context(proxy_to(mesh.address("relay")))
+            for _ in range(sidecars)
+        ]
+        for together in (("router", "collector"), ("engine", "gateway")):
+            async with asyncio.TaskGroup() as tasks:
+                for service in together:
+                    tasks.create_task(mesh.start(service, **engine if service == "engine" else {}))
+        for at, link in enumerate(links):
+            await start_sidecar(mesh, at, link.address)
+        yield mesh, links
+
+
+async def start_relay(mesh: Mesh, **flags: object) -> ServiceProcess:
+    ports = {name: mesh.address(name).rpartition(":")[2] for name in ("relay", "agents")}
+    flags = {"port": ports["relay"], "http_port": ports["agents"], **flags}
+    return await mesh.run("cli.relay", "relay", **flags)
+
+
+async def start_sidecar(mesh: Mesh, at: int, relay: str, **flags: object) -> ServiceProcess:
+    flags = {"gateway": mesh.address("gateway"), "port": 0, "relay": relay, **flags}
+    return await mesh.run("sidecar", f"sidecar-{at}", **flags)
+
+
+def far_url(mesh: Mesh, session: Session) -> str:
+    """The base URL that an agent far away is given. It has the key."""
+    return f"http://{mesh.address('agents')}/sessions/{session.api_key}/v1"
+
+
+def cut(link: Proxy) -> None:
+    with link.cut():
+        pass
+
+
+def half_open(link: Proxy) -> None:
+    link.silence()
+
+
+async def test_agents_of_each_protocol_are_answered_whole_and_streamed(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir) as (mesh, _):
+        url = f"http://{mesh.address('agents')}"
+        told = {"router": mesh.address("router"), "gateway": "", "advertise": url}
+        await start_sidecar(mesh, 1, mesh.address("relay"), **told)
+        async with (
+            Client(replace(mesh.addresses, sidecar="")) as client,
+            client.session() as session,
+        ):
+            assert session.base_url == far_url(mesh, session)
+            agent = mesh.agent(session.base_url, "placeholder")
+            whole = await agent.chat.completions.create(**ASK)
+            assert whole.choices[0].message.content == REPLY
+            stream = await agent.chat.completions.create(**ASK, stream=True)
+            texts = [one.choices[0].delta.content or "" async for one in stream]
+            assert ("".join(texts), len(texts) > 3) == (REPLY, True)
+            response = await agent.responses.create(model="policy", input=SAID)
+            assert response.output_text == REPLY
+            root = far_url(mesh, session).removesuffix("/v1")
+            async with AsyncAnthropic(base_url=root, api_key="x", max_retries=0) as other:
+                messages: Any = ASK["messages"]
+                async with other.messages.stream(
+                    model="policy", max_tokens=99, messages=messages
+                ) as events:
+                    assert await events.get_final_text() == REPLY
+            assert [one.id async for one in agent.models.list()] == [session.model]
+        found = await delivered(client, session)
+        assert len(found.trajectories) == 4
+        assert [set(one.reasons) for one in found.trajectories] == [{"EXACT"}] * 4
+
+
+@pytest.mark.parametrize("fails", [cut, half_open])
+async def test_a_stream_goes_on_after_its_link_has_failed(
+    tmp_path: Path, tokenizer_dir: Path, fails: Callable[[Proxy], None]
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=6) as (mesh, (link,)):
+        async with mesh.client() as client, client.session() as session:
+            agent = mesh.agent(far_url(mesh, session), "placeholder")
+            stream = await agent.chat.completions.create(**ASK, stream=True)
+            pieces, text = aiter(stream), ""
+            for said in ("The", "The answer is 42"):
+                while not text.startswith(said):
+                    text += (await anext(pieces)).choices[0].delta.content or ""
+                fails(link)
+            async with asyncio.timeout(60):
+                text += "".join([one.choices[0].delta.content or "" async for one in pieces])
+            assert text == REPLY
+        (trajectory,) = (await delivered(client, session)).trajectories
+        assert set(trajectory.reasons) == {"EXACT"}  # no request was repeated
+        sampled = Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>").tolist()
+        assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
+
+
+async def test_each_answer_is_delivered_once_when_sidecars_and_the_relay_are_killed(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, 2, tokens_per_second=20) as (mesh, links):
+        async with mesh.client() as client:
+            for killed in ("sidecar-0", "relay"):
+                async with client.session() as session:
+                    agent = mesh.agent(far_url(mesh, session), "placeholder", max_retries=8)
+                    asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
+
+                    async def samples() -> bool:
+                        replicas = (await client.replicas()).replicas
+                        return any(one.leases for one in replicas)
+
+                    await until(samples)
+                    await mesh.processes[killed].kill()
+                    if killed == "relay":
+                        await start_relay(mesh)
+                    else:
+                        await start_sidecar(mesh, 0, links[0].address)
+                    answer = await asking
+                    assert answer.choices[0].message.content == REPLY
+                (trajectory,) = (await delivered(client, session)).trajectories
+                assert sum(trajectory.loss_mask) == len(
+                    Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>")
+                )
+
+
+async def test_an_agent_that_leaves_ends_its_generation(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=1) as (mesh, _):
+        async with mesh.client() as client, client.session() as session:
+            agent = mesh.agent(far_url(mesh, session), "placeholder")
+            stream = await agent.chat.completions.create(**ASK, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+            await until_free(client)
+
+
+async def test_a_relay_without_a_sidecar_waits_and_then_refuses(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, 0) as (mesh, _):
+        await mesh.processes["relay"].kill()
+        await start_relay(mesh, sidecar_wait_ms=300)
+        async with mesh.client() as client, client.session() as session:
+            agent = mesh.agent(far_url(mesh, session), "placeholder")
+            with pytest.raises(APIStatusError) as refusal:
+                await agent.chat.completions.create(**ASK)
+            assert refusal.value.status_code == 503
+            assert refusal.value.code == "no_sidecar"
+            assert int(refusal.value.response.headers["retry-after"]) >= 1
+            await mesh.processes["relay"].kill()
+            await start_relay(mesh)
+            asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
+            await start_sidecar(mesh, 0, mesh.address("relay"))
+            assert (await asking).choices[0].message.content == REPLY
+
+
+async def test_only_sidecars_with_a_token_may_dial_and_agents_see_the_certificate(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    locks, certificates = Locks(tmp_path / "locks"), tmp_path / "certificates"
+    copy_certificates(certificates)
+    async with hidden_mesh(tmp_path, tokenizer_dir, 0) as (mesh, _):
+        await mesh.processes["relay"].kill()
+        await start_relay(
+            mesh,
+            tokens_dir=locks.folder / "accepted",
+            https_certificate_file=certificates / "sidecar.crt",
+            https_key_file=certificates / "sidecar.key",
+            sidecar_wait_ms=1_000,
+        )
+        tls = ssl.create_default_context(cafile=certificates / "ca.crt")
+        async with mesh.client() as client, client.session() as session:
+            url = far_url(mesh, session).replace("http:", "https:")
+            async with aiohttp.ClientSession() as http:
+                for role, status in (("gateway", 503), ("sidecar", 200)):
+                    token = locks.token_file(role)
+                    await start_sidecar(mesh, 0, mesh.address("relay"), token_file=token)
+                    answer = await http.post(f"{url}/chat/completions", json=ASK, ssl=tls)
+                    assert answer.status == status
+                    body = await answer.json()
+            assert body["choices"][0]["message"]["content"] == REPLY
+
+
+@asynccontextmanager
+async def hashing(relay: str) -> AsyncIterator[list[int]]:
+    """A server that dials the relay. It hashes what it is sent, or sends `SIZE` bytes.
+
+    Yields the number of bytes that have passed, as a list of one.
+    """
+    passed = [0]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        digest = hashlib.sha256()
+        more = scope["method"] == "PUT"
+        while more:
+            message = await receive()
+            digest.update(message["body"])
+            passed[0] += len(message["body"])
+            more = message["more_body"]
+        if scope["method"] == "GET":
+            for part in parts():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                passed[0] += len(part)
+        await send({"type": "http.response.body", "body": digest.hexdigest().encode()})
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve([listener]))
+            dialled = DialOut("hashing", f"127.0.0.1:{listener.getsockname()[1]}", relay)
+            async with dialled.held():
+                await dialled.wait_first()
+                yield passed
+            server.should_exit = True
+
+
+SIZE, PART = 24 * 1024 * 1024, 96_000
+
+
+def parts() -> list[bytes]:
+    source = random.Random(7)
+    return [source.randbytes(PART) for _ in range(SIZE // PART)]
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+async def test_bytes_arrive_once_and_in_order_however_often_their_link_is_cut(
+    tmp_path: Path, tokenizer_dir: Path, method: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        mesh = Mesh(tmp_path, tokenizer_dir, stack)
+        await start_relay(mesh)
+        link = await stack.enter_async_context(proxy_to(mesh.address("relay")))
+        passed = await stack.enter_async_context(hashing(link.address))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        expected = hashlib.sha256(b"".join(parts()))
+        content = b"".join(parts()) if method == "PUT" else None
+        url = f"http://{mesh.address('agents')}/anything"
+
+        async def ask() -> bytes:
+            async with http.request(method, url, data=content and io.BytesIO(content)) as answer:
+                body: bytes = await answer.read()
+                return body
+
+        asking = asyncio.ensure_future(ask())
+        cuts = 0
+        for at in range(SIZE // 12, SIZE, SIZE // 12):
+
+            async def has_passed(size: int = at) -> bool:
+                return passed[0] >= size or asking.done()
+
+            await until(has_passed)
+            cuts += not asking.done()
+            cut(link)
+        received = await asking
+        if method == "PUT":
+            assert received.decode() == expected.hexdigest()
+        else:
+            assert received.startswith(b"".join(parts()))
+            assert len(received) == SIZE // PART * PART + 64
+        assert cuts >= 8
