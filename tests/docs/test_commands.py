@@ -158,6 +158,8 @@ def check_rollmesh(where: str, words: list[str]) -> None:
             check_flags(flags, helps("rollmesh.scorer"))
         case ["gateway", *flags] if any(flag.startswith("--http=") for flag in flags):
             check_flags(flags, helps("rollmesh.cli.gateway"))
+        case ["relay", *flags]:
+            check_flags(flags, helps("rollmesh.cli.relay"))
         case [service, *flags] if service in SERVICES:
             assert all(flag.startswith("--") for flag in flags), f"{where}: no tool {flags}"
             check_flags(flags, helps(f"rollmesh.{service}"))
