@@ -15,10 +15,14 @@ from rollmesh.v1 import (
     router_pb2,
     sampling_pb2,
     session_pb2,
+    trajectory_pb2,
 )
 from tests.collector.records import record
 
 CONSUMER = "fuzz"
+_EDGE = trajectory_pb2.LineageEdge(
+    source_request_id="a", target_request_id="b", type="compaction_attempt"
+)
 
 
 def seeds(session: Session, model: str) -> Mapping[str, Sequence[Message]]:
@@ -47,6 +51,7 @@ def _gateway(session: Session, model: str) -> dict[str, Sequence[Message]]:
         "CountTokens": [gateway_pb2.CountTokensRequest(chat=chat)],
         "GetAnswer": [gateway_pb2.GetAnswerRequest(**of, answer_id=answer, with_messages=True)],
         "WithdrawAnswer": [gateway_pb2.WithdrawAnswerRequest(**of, answer_id=answer)],
+        "DeclareLineage": [gateway_pb2.DeclareLineageRequest(**of, edges=[_EDGE])],
         "GetSession": [
             gateway_pb2.GetSessionRequest(session_id=of["session_id"], with_messages=True)
         ],

@@ -243,6 +243,13 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.WithdrawAnswerResponse:
         raise AnswerUnknownError("answer_id: is unknown")
 
+    async def DeclareLineage(
+        self, request: gateway_pb2.DeclareLineageRequest, context: Context
+    ) -> gateway_pb2.DeclareLineageResponse:
+        if not request.session_key.endswith("-secret"):
+            raise SessionKeyWrongError("session_key: does not open this session")
+        return gateway_pb2.DeclareLineageResponse(edges=len(request.edges))
+
     async def RevokeSessionKey(
         self, request: gateway_pb2.RevokeSessionKeyRequest, context: Context
     ) -> gateway_pb2.RevokeSessionKeyResponse:

@@ -151,7 +151,7 @@ def _letter(data: bytes) -> None:
         return
     context = RenderContext(b"", b"")
     body = request.encode("latin-1", "replace")
-    letter = Letter("s", spec, b"", body, 5, {_KEY: context}, made, [])
+    letter = Letter("s", spec, b"", body, 5, {_KEY: context}, made, [], [])
     expect(len([*write_letters([letter], limit_s=60.0)]) == 1, "neither a record nor an error")
 
 

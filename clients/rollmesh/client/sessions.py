@@ -473,6 +473,35 @@ class SessionCalls(Connections):
         session.closed = True
         return list(response.trajectory_ids)
 
+    async def declare_lineage(self, session: Session, edges: Iterable[tuple[str, str, str]]) -> int:
+        """Declares how model requests of a session belong together, before or after their turns.
+
+        Args:
+            session: An open session.
+            edges: The source and the target of each edge, as the agent named the requests in
+                `X-ACP-Model-Request-ID`, and its type, such as "subagent_call".
+
+        Returns:
+            Number of edges that the session has now.
+
+        Raises:
+            SessionClosedError: The session is closed.
+            InvalidFieldError: An edge is invalid.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
+        """
+        request = gateway_pb2.DeclareLineageRequest(
+            session_id=session.session_id,
+            session_key=session.api_key,
+            edges=[
+                trajectory_pb2.LineageEdge(source_request_id=one, target_request_id=other, type=how)
+                for one, other, how in edges
+            ],
+        )
+        declared = await self._at_gateway(
+            session.session_id, lambda stub: stub.DeclareLineage, request
+        )
+        return int(declared.edges)
+
     async def revoke_key(self, session: Session) -> None:
         """Ends the key of an open session. The session gets the next key and another base URL.
 
@@ -751,6 +780,8 @@ class Trajectory:
     """The scores of the consumer's teacher, from `prompt_tokens` on. None without a teacher."""
     columns: Columns = field(default=Columns(), repr=False)
     """The columns that the session asked for: sampling support, routed experts."""
+    lineage_source: str = "RULE"
+    """Who labelled the branch: DECLARED by the agent's edges, HEADER of a request, RULE."""
 
     @property
     def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
@@ -788,6 +819,10 @@ class Trajectory:
             read_images(proto),
             _teacher(proto),
             Columns.read(proto),
+            name_of(
+                trajectory_pb2.LineageSource.DESCRIPTOR,
+                proto.lineage_source or trajectory_pb2.LINEAGE_SOURCE_RULE,
+            ),
         )
 
 
@@ -832,6 +867,8 @@ class SessionResult:
     """Id of the run: a group is the sessions with one `run_id` and one `group_id`."""
     numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict, repr=False)
     """The numerics of the engines that sampled its tokens, by the ids of the version spans."""
+    edges: tuple[trajectory_pb2.DeclaredEdge, ...] = ()
+    """The edges that the agent declared between its model requests, with their turns."""
 
     @property
     def group(self) -> tuple[str, str]:
@@ -858,6 +895,7 @@ class SessionResult:
             proto.abandoned,
             proto.run_id,
             {one.id: one for one in proto.numerics},
+            tuple(proto.edges),
         )
 
 

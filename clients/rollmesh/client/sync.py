@@ -311,6 +311,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     session_request = staticmethod(AsyncClient.session_request)
     open_session = _waiting(AsyncClient.open_session)
     close_session = _waiting(AsyncClient.close_session)
+    declare_lineage = _waiting(AsyncClient.declare_lineage)
     revoke_key = _waiting(AsyncClient.revoke_key)
     renew_key = _waiting(AsyncClient.renew_key)
     transcript = _waiting(AsyncClient.transcript)

@@ -36,6 +36,7 @@ from rollmesh.sidecar.errors import (
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
 from rollmesh.sidecar.http import HttpServer
+from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
 from rollmesh.sidecar.turn import Protocol, TurnEndpoint
@@ -71,6 +72,7 @@ ROUTES: Mapping[str, Opens] = {
     **{f"POST {path}": Opens.SESSION_KEY for path in PROTOCOLS},
     "GET /v1/responses/{response}": Opens.SESSION_KEY,
     "DELETE /v1/responses/{response}": Opens.SESSION_KEY,
+    "POST /v1/lineage": Opens.SESSION_KEY,
     "GET /v1/models": Opens.NOTHING,
     "GET /v1/models/{model:path}": Opens.NOTHING,
     "GET /healthz": Opens.NOTHING,
@@ -130,6 +132,7 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         **{f"POST {path}": TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()},
         "GET /v1/responses/{response}": partial(retrieve, gateways),
         "DELETE /v1/responses/{response}": partial(delete, gateways),
+        "POST /v1/lineage": partial(declare_lineage, gateways),
         "GET /v1/models": models,
         "GET /v1/models/{model:path}": model,
         "GET /healthz": health,

@@ -108,6 +108,15 @@ class Gateways:
         )
         await self._ask(session_id, "WithdrawAnswer", request, _STORED_TIMEOUT_S)
 
+    async def declare(self, request: gateway_pb2.DeclareLineageRequest) -> int:
+        """Declares edges of a session, and returns how many it has.
+
+        Raises:
+            RollmeshError: The gateway refused the request or failed.
+        """
+        declared = await self._ask(request.session_id, "DeclareLineage", request, _STORED_TIMEOUT_S)
+        return int(declared.edges)
+
     async def check_key(self, session_id: str, key: str) -> None:
         """Checks that a key opens an open session.
 

@@ -6,6 +6,7 @@ answers and deltas, both synchronously. `TurnEndpoint` owns the connection.
 
 import asyncio
 import logging
+import re
 import secrets
 import struct
 import time
@@ -54,6 +55,8 @@ HELD_BODY = "rollmesh.held_body"
 """Key of a request's `HeldRequest` in its scope. The bytes count for the client's address until an
 endpoint knows the session."""
 LINEAGE_HEADER = "x-rollmesh-lineage"
+MODEL_REQUEST_HEADER = "X-ACP-Model-Request-ID"
+_MODEL_REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 _LEFT = 499
 _LARGE_BODY_BYTES = 64 * 1024
@@ -95,6 +98,8 @@ class Head(NamedTuple):
     """The lineage that the headers state. UNSPECIFIED if they state none."""
     model: str = ""
     """The model that the path names. Empty if it names none."""
+    model_request_id: str = ""
+    """The agent's own id of the request. May be empty."""
 
     def mark(self, chat: gateway_pb2.ChatRequest) -> None:
         """Sets the session, the lineage and the retry marks of a request.
@@ -104,6 +109,7 @@ class Head(NamedTuple):
         chat.session_id, chat.session_key = self.session_id, self.session_key
         chat.call_id = secrets.token_hex(16)  # a gateway that went away may have its answer
         chat.idempotency_key = self.headers.get(b"idempotency-key", "")
+        chat.model_request_id = self.model_request_id
         if self.lineage:
             chat.lineage = self.lineage
         retries = self.headers.get(b"x-stainless-retry-count", "0")
@@ -118,7 +124,8 @@ def read_head(scope: Scope) -> Head:
     `x-api-key` is read if there is no bearer token, and then Google's `x-goog-api-key` and `?key=`.
 
     Raises:
-        InvalidFieldError: `x-rollmesh-lineage` names an unknown lineage.
+        InvalidFieldError: `x-rollmesh-lineage` names an unknown lineage, or
+            `X-ACP-Model-Request-ID` is no id.
         SessionKeyWrongError: There is no key, or there are two different ones.
     """
     headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -141,7 +148,12 @@ def read_head(scope: Scope) -> Head:
             "send the session's key as bearer token, or call the session's base URL, "
             "which contains it"
         )
-    return Head(session or key.split("-")[1], key, headers, _lineage(headers), model)
+    named = headers.get(MODEL_REQUEST_HEADER.lower().encode(), "").strip()
+    if named and not _MODEL_REQUEST.fullmatch(named):
+        raise InvalidFieldError(
+            MODEL_REQUEST_HEADER, f"is {named!r:.200}; give 1 to 128 letters, digits and '._:-'"
+        )
+    return Head(session or key.split("-")[1], key, headers, _lineage(headers), model, named)
 
 
 def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:

@@ -305,6 +305,30 @@ async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fle
     assert await fleet.live_sessions() == 6
 
 
+async def test_edges_are_declared_once_though_the_gateway_dies_before_it_answers(
+    fleet: Fleet,
+) -> None:
+    dying = await fleet.start_gateway("gateway-2", fault="gateway-after-declare")
+    session = await fleet.session_at("gateway-2")
+    agent = fleet.agent(session, max_retries=PATIENT)
+    for name in ("main", "sub"):
+        await agent.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": f"plain {name}"}],
+            extra_headers={"X-ACP-Model-Request-ID": name},
+        )
+    edge = ("main", "sub", "subagent_call")
+    declaring = asyncio.create_task(fleet.client.declare_lineage(session, [edge]))
+    await dying.wait_line("FAULT gateway-after-declare")
+    await dying.kill()
+    assert await declaring == 1
+    await fleet.client.close_session(session)
+    result = (await fleet.results(1))[session.session_id]
+    assert [one.lineage_source for one in result.trajectories] == ["RULE", "DECLARED"]
+    (kept,) = result.edges
+    assert (len(kept.source_node_ids), len(kept.target_node_ids)) == (1, 1)
+
+
 async def test_a_database_that_is_killed_in_the_middle_loses_and_doubles_nothing(
     fleet: Fleet,
 ) -> None:

@@ -38,7 +38,7 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             ),
         )
     )
-    return sample_of(Draft(answer, generation), prompt_tokens=1, prompt_crc32=0)
+    return sample_of(Draft(answer, generation), prompt_tokens=1, prompt_crc32=0, request_ids=[])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ BODIES: Mapping[str, object] = {
     "/v1/responses": {"model": "policy", "input": "hello"},
     "/v1/responses/input_tokens": {"model": "policy", "input": "hello"},
     **{path: {"contents": {"parts": {"text": "hello"}}} for path in PROTOCOLS if "{model" in path},
+    "/v1/lineage": {
+        "edges": [{"source_request_id": "a", "target_request_id": "b", "type": "continuation"}]
+    },
 }
 WITH_KEY = [name for name, opens in ROUTES.items() if opens is Opens.SESSION_KEY]
 OPEN = [name for name, opens in ROUTES.items() if opens is Opens.NOTHING]

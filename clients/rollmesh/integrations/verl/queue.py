@@ -272,6 +272,7 @@ def _extra_fields(row: Row, reward_extra_info: Mapping[str, Any]) -> dict[str, A
         "max_global_steps": int(steps.max()),
         "trajectory_id": row.trajectory.trajectory_id,
         "lineage": row.trajectory.lineage,
+        "lineage_source": row.trajectory.lineage_source,
         "reasons": list(row.trajectory.reasons),
         "numerics": sorted({span.numerics_id for span in row.trajectory.version_spans}),
     }

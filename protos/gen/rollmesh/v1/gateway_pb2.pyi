@@ -501,6 +501,7 @@ class ChatRequest(_message.Message):
     DEFERRED_TOOLS_JSON_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -562,6 +563,11 @@ class ChatRequest(_message.Message):
     The first policy of the session has all other names. An adapter that is no policy of the session is
     refused with INVALID_ARGUMENT (MODEL_MISMATCH).
     """
+    model_request_id: _builtins.str
+    """Id that the agent gives this model request, so that edges can name it: 1 to 128 letters, digits and
+    characters of "._:-". Empty if it gives none. It does not tell a retry from another request. A retry
+    with another id names the same turn, which has at most 16 ids.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """The complete conversation, oldest message first, at least one message."""
@@ -617,10 +623,11 @@ class ChatRequest(_message.Message):
         deferred_tools_json: _builtins.str = ...,
         call_id: _builtins.str = ...,
         model: _builtins.str = ...,
+        model_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "call_id", b"call_id", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "call_id", b"call_id", "choices", b"choices", "deferred_tools_json", b"deferred_tools_json", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "max_tokens_must_fit", b"max_tokens_must_fit", "messages", b"messages", "model", b"model", "model_request_id", b"model_request_id", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -1207,6 +1214,60 @@ class WithdrawAnswerResponse(_message.Message):
 Global___WithdrawAnswerResponse: _TypeAlias = WithdrawAnswerResponse  # noqa: Y015
 
 @_typing.final
+class DeclareLineageRequest(_message.Message):
+    """Request of DeclareLineage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    EDGES_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    session_key: _builtins.str
+    """Key of the session."""
+    @_builtins.property
+    def edges(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.LineageEdge]:
+        """The edges."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        edges: _abc.Iterable[_trajectory_pb2.LineageEdge] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclareLineageRequest: _TypeAlias = DeclareLineageRequest  # noqa: Y015
+
+@_typing.final
+class DeclareLineageResponse(_message.Message):
+    """The edges are declared."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGES_FIELD_NUMBER: _builtins.int
+    edges: _builtins.int
+    """Number of edges that the session has now."""
+    def __init__(
+        self,
+        *,
+        edges: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclareLineageResponse: _TypeAlias = DeclareLineageResponse  # noqa: Y015
+
+@_typing.final
 class CloseSessionRequest(_message.Message):
     """Request of CloseSession."""
 
@@ -1257,7 +1318,10 @@ class CloseSessionRequest(_message.Message):
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Added to the session's metadata, over entries of the same key. At most 64 KiB together."""
+        """Added to the session's metadata, over entries of the same key. At most 64 KiB together. Under the key
+        "ai.prime.acp/semantic-edges-v1" it may have edges as JSON, which are declared with the close:
+        {"edges": [{"source_request_id": ..., "target_request_id": ..., "type": ...}]}.
+        """
 
     def __init__(
         self,
@@ -1485,6 +1549,7 @@ class SessionNode(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session."""
     parent_node_id: _builtins.int
@@ -1501,6 +1566,8 @@ class SessionNode(_message.Message):
     """Origin of the branch that begins here."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why its generation ended. Only on sampled nodes."""
+    lineage_source: _trajectory_pb2.LineageSource.ValueType
+    """Who labelled the branch."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """Facts about the node that a trainer must know."""
@@ -1527,10 +1594,11 @@ class SessionNode(_message.Message):
         finish_reason: _sampling_pb2.FinishReason.ValueType | None = ...,
         messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
+        lineage_source: _trajectory_pb2.LineageSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

@@ -70,6 +70,11 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.FromString,
                 _registered_method=True)
+        self.DeclareLineage = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/DeclareLineage',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/CloseSession',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.CloseSessionRequest.SerializeToString,
@@ -166,6 +171,19 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeclareLineage(self, request, context):
+        """Declares how model requests of an open session belong together, also requests that are running or
+        that follow. A declared edge counts more than what a request says of itself, and more than what the
+        tree looks like. The edges are durable before the response is sent. An edge that the session has
+        already changes nothing. Edges are taken until the session's close arrives.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+        (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
+        have more than 4,096 edges. After an error none of the edges is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Closes a session with its rewards. The collector receives its trajectories. The close is durable
         before the response is sent. The session's id makes the call repeatable: as long as the close is
@@ -244,6 +262,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.WithdrawAnswer,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.SerializeToString,
+            ),
+            'DeclareLineage': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeclareLineage,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -456,6 +479,33 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/WithdrawAnswer',
             rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.WithdrawAnswerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeclareLineage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/DeclareLineage',
+            rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.DeclareLineageResponse.FromString,
             options,
             channel_credentials,
             insecure,

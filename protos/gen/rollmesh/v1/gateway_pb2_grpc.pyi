@@ -75,6 +75,15 @@ class GatewayServiceStub:
     trained like any other.
     Errors: see GetAnswer.
     """
+    DeclareLineage: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeclareLineageRequest, _gateway_pb2.DeclareLineageResponse]
+    """Declares how model requests of an open session belong together, also requests that are running or
+    that follow. A declared edge counts more than what a request says of itself, and more than what the
+    tree looks like. The edges are durable before the response is sent. An edge that the session has
+    already changes nothing. Edges are taken until the session's close arrives.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+    (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
+    have more than 4,096 edges. After an error none of the edges is kept.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Closes a session with its rewards. The collector receives its trajectories. The close is durable
     before the response is sent. The session's id makes the call repeatable: as long as the close is
@@ -146,6 +155,15 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
     trained like any other.
     Errors: see GetAnswer.
+    """
+    DeclareLineage: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeclareLineageRequest, _gateway_pb2.DeclareLineageResponse]  # type: ignore[assignment]
+    """Declares how model requests of an open session belong together, also requests that are running or
+    that follow. A declared edge counts more than what a request says of itself, and more than what the
+    tree looks like. The edges are durable before the response is sent. An edge that the session has
+    already changes nothing. Edges are taken until the session's close arrives.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+    (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
+    have more than 4,096 edges. After an error none of the edges is kept.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Closes a session with its rewards. The collector receives its trajectories. The close is durable
@@ -257,6 +275,21 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Withdraws an answer: from now on GetAnswer does not know it. Its turn stays in the tree and is
         trained like any other.
         Errors: see GetAnswer.
+        """
+
+    @_abc_1.abstractmethod
+    def DeclareLineage(
+        self,
+        request: _gateway_pb2.DeclareLineageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DeclareLineageResponse, _abc.Awaitable[_gateway_pb2.DeclareLineageResponse]]:
+        """Declares how model requests of an open session belong together, also requests that are running or
+        that follow. A declared edge counts more than what a request says of itself, and more than what the
+        tree looks like. The edges are durable before the response is sent. An edge that the session has
+        already changes nothing. Edges are taken until the session's close arrives.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
+        (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
+        have more than 4,096 edges. After an error none of the edges is kept.
         """
 
     @_abc_1.abstractmethod

@@ -233,6 +233,7 @@ class SessionRecord(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    EDGES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -291,6 +292,12 @@ class SessionRecord(_message.Message):
     def numerics(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.Numerics]:
         """The numerics of the engines that sampled its tokens, each once."""
 
+    @_builtins.property
+    def edges(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.DeclaredEdge]:
+        """The edges that the agent declared, in the order in which they arrived, also edges of unknown kinds and
+        edges whose requests have no turn.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +321,11 @@ class SessionRecord(_message.Message):
         abandoned: _builtins.str = ...,
         run_id: _builtins.str = ...,
         numerics: _abc.Iterable[_sampling_pb2.Numerics] | None = ...,
+        edges: _abc.Iterable[_trajectory_pb2.DeclaredEdge] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -118,6 +118,10 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     gave them, or their shape was another one than that of the session's other rows. Tokens without a row
     are trained as the others are.
     """
+    FIDELITY_REASON_COMPACTION_REJECTED: _FidelityReason.ValueType  # 22
+    """The turn belongs to an attempt at a compaction that the agent declared and did not take: see
+    LineageEdge. It is kept and not trained.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
@@ -215,6 +219,10 @@ FIDELITY_REASON_COLUMNS_INCOMPLETE: FidelityReason.ValueType  # 21
 gave them, or their shape was another one than that of the session's other rows. Tokens without a row
 are trained as the others are.
 """
+FIDELITY_REASON_COMPACTION_REJECTED: FidelityReason.ValueType  # 22
+"""The turn belongs to an attempt at a compaction that the agent declared and did not take: see
+LineageEdge. It is kept and not trained.
+"""
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 
 class _Lineage:
@@ -260,6 +268,108 @@ LINEAGE_SUB_AGENT: Lineage.ValueType  # 6
 LINEAGE_COMPACTION: Lineage.ValueType  # 7
 """The main conversation, begun anew from a shorter history."""
 Global___Lineage: _TypeAlias = Lineage  # noqa: Y015
+
+class _LineageSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LineageSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LineageSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LINEAGE_SOURCE_UNSPECIFIED: _LineageSource.ValueType  # 0
+    """The field is not set."""
+    LINEAGE_SOURCE_DECLARED: _LineageSource.ValueType  # 1
+    """The agent declared an edge, by DeclareLineage or in the metadata of the close."""
+    LINEAGE_SOURCE_HEADER: _LineageSource.ValueType  # 2
+    """A request on the path said it of itself: `lineage` of ChatRequest, which sidecars read from headers."""
+    LINEAGE_SOURCE_RULE: _LineageSource.ValueType  # 3
+    """A rule of the gateway, by the shape of the tree."""
+
+class LineageSource(_LineageSource, metaclass=_LineageSourceEnumTypeWrapper):
+    """Who labelled a branch."""
+
+LINEAGE_SOURCE_UNSPECIFIED: LineageSource.ValueType  # 0
+"""The field is not set."""
+LINEAGE_SOURCE_DECLARED: LineageSource.ValueType  # 1
+"""The agent declared an edge, by DeclareLineage or in the metadata of the close."""
+LINEAGE_SOURCE_HEADER: LineageSource.ValueType  # 2
+"""A request on the path said it of itself: `lineage` of ChatRequest, which sidecars read from headers."""
+LINEAGE_SOURCE_RULE: LineageSource.ValueType  # 3
+"""A rule of the gateway, by the shape of the tree."""
+Global___LineageSource: _TypeAlias = LineageSource  # noqa: Y015
+
+@_typing.final
+class LineageEdge(_message.Message):
+    """How two model requests of a session belong together, as the agent declares it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TARGET_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    source_request_id: _builtins.str
+    """The `model_request_id` of the earlier request: 1 to 128 letters, digits and characters of "._:-"."""
+    target_request_id: _builtins.str
+    """The `model_request_id` of the request that the first one caused or fed. Another one than the source."""
+    type: _builtins.str
+    """The kind of the edge, which begins with a letter and has 1 to 128 characters as ids do. The target of
+    "subagent_call" or "subagent_cancel" and the source of "subagent_return" are of a SUB_AGENT. The
+    target of "compaction" or "compaction_attempt" is a COMPACTION, or a SUB_AGENT if the source is one.
+    The target of "continuation" has the lineage of its source. If edges disagree, the first kind in this
+    order counts. A label holds for the turns that follow on the path, up to the next request with one. A
+    compaction attempt that is the source of no "compaction" and of no "continuation" to a request that
+    was taken itself is rejected: it is kept and not trained. "agent_message" and unknown kinds are kept
+    and change nothing.
+    """
+    def __init__(
+        self,
+        *,
+        source_request_id: _builtins.str = ...,
+        target_request_id: _builtins.str = ...,
+        type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source_request_id", b"source_request_id", "target_request_id", b"target_request_id", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LineageEdge: _TypeAlias = LineageEdge  # noqa: Y015
+
+@_typing.final
+class DeclaredEdge(_message.Message):
+    """An edge of a closed session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    SOURCE_NODE_IDS_FIELD_NUMBER: _builtins.int
+    TARGET_NODE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def edge(self) -> Global___LineageEdge:
+        """The edge, as the agent declared it."""
+
+    @_builtins.property
+    def source_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the sampled nodes that answered the source. Empty if no turn of the session has its id."""
+
+    @_builtins.property
+    def target_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the sampled nodes that answered the target. Empty if no turn of the session has its id."""
+
+    def __init__(
+        self,
+        *,
+        edge: Global___LineageEdge | None = ...,
+        source_node_ids: _abc.Iterable[_builtins.int] | None = ...,
+        target_node_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "source_node_ids", b"source_node_ids", "target_node_ids", b"target_node_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclaredEdge: _TypeAlias = DeclaredEdge  # noqa: Y015
 
 @_typing.final
 class TokenArrays(_message.Message):
@@ -312,6 +422,7 @@ class TrajectorySegment(_message.Message):
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    MODEL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Index of the first token."""
     end: _builtins.int
@@ -348,6 +459,10 @@ class TrajectorySegment(_message.Message):
         on sampled segments.
         """
 
+    @_builtins.property
+    def model_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids that the agent gave the request. Only on sampled segments."""
+
     def __init__(
         self,
         *,
@@ -363,10 +478,11 @@ class TrajectorySegment(_message.Message):
         prompt_crc32: _builtins.int | None = ...,
         reward: _builtins.float | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
+        model_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -433,6 +549,7 @@ class Trajectory(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Stable id: the same on every export and redelivery of the leaf."""
     session_id: _builtins.str
@@ -447,6 +564,8 @@ class Trajectory(_message.Message):
     """Number of sampled turns along the path."""
     reward: _builtins.float
     """Reward of this trajectory. Not set where the session's reward applies."""
+    lineage_source: Global___LineageSource.ValueType
+    """Who labelled the branch."""
     @_builtins.property
     def tokens(self) -> Global___TokenArrays:
         """The N tokens, N at least 1."""
@@ -496,10 +615,11 @@ class Trajectory(_message.Message):
         images: _abc.Iterable[Global___TrajectoryImage] | None = ...,
         teacher: Global___TeacherScores | None = ...,
         columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
+        lineage_source: Global___LineageSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "teacher", b"teacher", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "lineage_source", b"lineage_source", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -574,6 +694,8 @@ class TrajectoryNode(_message.Message):
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
+    MODEL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session. Ids ascend in the order of the nodes."""
     parent_index: _builtins.int
@@ -604,6 +726,8 @@ class TrajectoryNode(_message.Message):
     """
     reward: _builtins.float
     """Reward of this turn alone. Only on sampled nodes."""
+    lineage_source: Global___LineageSource.ValueType
+    """Who labelled the branch."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained, or what else a trainer must know about the node."""
@@ -615,6 +739,10 @@ class TrajectoryNode(_message.Message):
         the model, `bad_sequences` the bad words. An unset field has the default of SamplingParams. Only
         on sampled nodes.
         """
+
+    @_builtins.property
+    def model_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids that the agent gave the request. Only on sampled nodes."""
 
     def __init__(
         self,
@@ -634,10 +762,12 @@ class TrajectoryNode(_message.Message):
         prompt_crc32: _builtins.int | None = ...,
         reward: _builtins.float | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
+        lineage_source: Global___LineageSource.ValueType = ...,
+        model_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

@@ -24,6 +24,10 @@ _PARQUET_ROWS = 256
 _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
 """Of a session's summary. An abandoned seat has no rows. A row has its rewards by other names."""
 _NODE = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
+_OF_A_TRAJECTORY = (
+    *("trajectory_id", "lineage", "lineage_source"),
+    *("prompt_tokens", "trajectory_reward"),
+)
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
@@ -43,12 +47,13 @@ def rows_of(
         yield _row(session, one, decode) | {
             "trajectory_id": one.trajectory_id,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
+            "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, one.lineage_source),
             "prompt_tokens": one.prompt_tokens,
             "trajectory_reward": one.reward if one.HasField("reward") else None,
             "nodes": None,
         }
     if session.HasField("tree"):
-        nothing = dict.fromkeys(("trajectory_id", "lineage", "prompt_tokens", "trajectory_reward"))
+        nothing = dict.fromkeys(_OF_A_TRAJECTORY)
         nodes = [_node(one) for one in session.tree.nodes]
         yield _row(session, session.tree, decode) | nothing | {"nodes": nodes}
 
@@ -269,7 +274,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
             **dict.fromkeys(("sample_index", "group_size"), whole),
             **dict.fromkeys(("outcome", "purpose", "model"), text),
             "superseded": arrow.bool_(),
-            **dict.fromkeys(("trajectory_id", "lineage", "text"), text),
+            **dict.fromkeys(("trajectory_id", "lineage", "lineage_source", "text"), text),
             "sampled_texts": arrow.list_(text),
             "reasons": arrow.list_(text),
             **dict.fromkeys(("turns", "prompt_tokens"), whole),

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmesh.gateway.lineage import lineages
+from rollmesh.gateway.lineage import Label, lineages, turns_by_request
 from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
-from rollmesh.gateway.tree import Fidelity, Lineage, Node, Sample, Tree
+from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_logprobs
 from rollmesh.runtime.codec.columns import EXPERTS, joined, rows_between
 from rollmesh.runtime.codec.enums import name_of
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 # In each form a sampled token is trained exactly once, or carries the reason why it is not trained.
 
 _New: TypeAlias = Callable[[], trajectory_pb2.Trajectory]
-_NONE: Mapping[int, Lineage] = {}
+_NONE: Mapping[int, Label] = {}
 _NO_REASONS: frozenset[Fidelity] = frozenset()
 _MIXED_POLICIES = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES})
 _MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
@@ -72,7 +72,8 @@ def pack_tree(tree: Tree, packed: trajectory_pb2.TrajectoryTree) -> Iterator[Non
             end=end,
             scaffold_tokens=node.scaffold_tokens,
             role=write_role(node.messages[0].role),
-            lineage=found[node.node_id],
+            lineage=found[node.node_id].lineage,
+            lineage_source=found[node.node_id].source,
         )
         _place_images(packed, node, start)
         if node.sample is None:
@@ -98,7 +99,8 @@ def export_tree(
     the agent are not trained and carry ORPHANED.
 
     A trajectory has the lineage of the first turn that is trained in it. So a conversation that
-    ends with a request for its summary is still the main one.
+    ends with a request for its summary is still the main one. A rejected compaction is not trained,
+    carries COMPACTION_REJECTED, and trains of its path only turns that are on no other.
     """
     leaves = list(tree.leaves())
     found = lineages(tree, tree.nodes.values())
@@ -107,25 +109,31 @@ def export_tree(
         path = leaf.path()
         elsewhere = {node.node_id for node in path if owners[node.node_id] != leaf.node_id}
         own = [n for n in path if n.sample is not None and n.node_id not in elsewhere]
-        lineage = found[own[0].node_id if own else leaf.node_id]
-        yield _export(new(), session_id, leaf, lineage, elsewhere, found)
+        label = found[own[0].node_id if own else leaf.node_id]
+        yield _export(new(), session_id, leaf, label, elsewhere, found)
 
 
-def _owners(leaves: Iterable[Node], found: Mapping[int, Lineage]) -> dict[int, int]:
+def _owners(leaves: Iterable[Node], found: Mapping[int, Label]) -> dict[int, int]:
     """Returns the leaf in whose trajectory each node is trained, by node id."""
     paths = {leaf.node_id: leaf.path() for leaf in leaves}
     on = Counter(node.node_id for path in paths.values() for node in path)
-    works: dict[int, Lineage] = {}
-    """Lineage of the first turn that is on one path only, by leaf."""
+    works: dict[int, Label] = {}
+    """Label of the first turn that is on one path only, by leaf."""
     for leaf_id, path in paths.items():
         alone = [n.node_id for n in path if n.sample is not None and on[n.node_id] == 1]
         works[leaf_id] = found[alone[0] if alone else leaf_id]
     owners: dict[int, int] = {}
     for leaf_id, path in paths.items():
         for node in path:
-            if found[node.node_id] == works[leaf_id]:
+            is_alike = found[node.node_id].lineage == works[leaf_id].lineage
+            if is_alike and not works[leaf_id].is_rejected:
                 owners.setdefault(node.node_id, leaf_id)
-    for leaf_id in sorted(paths, key=lambda one: works[one] == trajectory_pb2.LINEAGE_AUXILIARY):
+
+    def comes_late(leaf_id: int) -> tuple[bool, bool]:
+        label = works[leaf_id]
+        return label.is_rejected, label.lineage == trajectory_pb2.LINEAGE_AUXILIARY
+
+    for leaf_id in sorted(paths, key=comes_late):
         for node in paths[leaf_id]:
             owners.setdefault(node.node_id, leaf_id)
     return owners
@@ -155,9 +163,9 @@ def _export(
     trajectory: trajectory_pb2.Trajectory,
     session_id: str,
     leaf: Node,
-    lineage: Lineage,
+    label: Label,
     elsewhere: set[int],
-    found: Mapping[int, Lineage] = _NONE,
+    found: Mapping[int, Label] = _NONE,
 ) -> trajectory_pb2.Trajectory:
     """Returns the trajectory of a leaf.
 
@@ -165,13 +173,14 @@ def _export(
         trajectory: The message to fill. Empty, and without arrays afterwards.
         session_id: Id of the session.
         leaf: The last node of the trajectory.
-        lineage: Its lineage.
+        label: Its lineage.
         elsewhere: Ids of nodes that are trained in another trajectory.
         found: Lineages of its nodes, by node id, where they may differ from its own.
     """
     trajectory.trajectory_id = trajectory_id(session_id, leaf.node_id)
     trajectory.session_id, trajectory.leaf_node_id = session_id, leaf.node_id
-    trajectory.lineage, trajectory.prompt_tokens = lineage, leaf.end
+    trajectory.lineage, trajectory.lineage_source = label.lineage, label.source
+    trajectory.prompt_tokens = leaf.end
     end = 0
     for node in leaf.path():
         start, end = end, end + len(node.token_ids)
@@ -187,7 +196,7 @@ def _export(
         _place_images(trajectory, node, start)
         if node.sample is None:
             continue
-        untrained = _why_untrained(node, found.get(node.node_id, lineage))
+        untrained = _why_untrained(node, found.get(node.node_id, label))
         if node.node_id in elsewhere:
             untrained = trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX
         segment = trajectory.segments.add(
@@ -220,10 +229,14 @@ def _describe_sample(
     message.engine_id = sample.engine_id
     message.prompt_crc32 = sample.prompt_crc32
     message.sampling.CopyFrom(sample.sampling)
+    if node.request_ids:
+        message.model_request_ids.extend(node.request_ids)
 
 
-def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
-    if lineage == trajectory_pb2.LINEAGE_AUXILIARY:
+def _why_untrained(node: Node, label: Label) -> Fidelity | None:
+    if label.is_rejected:
+        return trajectory_pb2.FIDELITY_REASON_COMPACTION_REJECTED
+    if label.lineage == trajectory_pb2.LINEAGE_AUXILIARY:
         return trajectory_pb2.FIDELITY_REASON_AUXILIARY
     return (
         trajectory_pb2.FIDELITY_REASON_ORPHANED
@@ -547,6 +560,15 @@ def write_head(
             trajectories = export_tree(tree, spec.session_id, record.trajectories.add)
     for _ in trajectories:  # each is written into the record
         limit.check()
+    turns = turns_by_request(tree)
+    for edge in tree.edges:
+        record.edges.add(
+            edge=trajectory_pb2.LineageEdge(
+                source_request_id=edge.source, target_request_id=edge.target, type=edge.kind
+            ),
+            source_node_ids=[node.node_id for node in turns.get(edge.source, ())],
+            target_node_ids=[node.node_id for node in turns.get(edge.target, ())],
+        )
     apply_rewards(record, request.rewards)
     return record
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
 from rollmesh.gateway.conversation import ImageFacts
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
-from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
+from rollmesh.gateway.tree import Edge, Fidelity, Node, Sample, Tree
 from rollmesh.mesh.directory import JOURNAL_ID_CHARS
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import (
@@ -269,6 +269,34 @@ def insert_sent(tx: Transaction, answers: Iterable[tuple[str, int]]) -> None:
     )
 
 
+def insert_facts(tx: Transaction, session_id: str, facts: Iterable[Sequence[str | int]]) -> None:
+    """Stores facts of a session that no turn has, each once: see `state_facts`."""
+    tx.db.run_many(
+        "INSERT INTO facts (session_id, fact) VALUES (?1, ?2) ON CONFLICT DO NOTHING",
+        [(session_id, json.dumps(fact)) for fact in facts],
+    )
+
+
+def read_facts(tx: Transaction, session_id: str) -> list[str]:
+    """Returns the facts of a session as they are stored, in order."""
+    rows = tx.db.rows("SELECT fact FROM facts WHERE session_id = ?1 ORDER BY n", session_id)
+    return [fact for (fact,) in rows]
+
+
+def state_facts(tree: Tree, facts: Iterable[str]) -> None:
+    """Adds stored facts to the tree of their session: edges, and request ids of late retries."""
+    for fact in facts:
+        match json.loads(fact):
+            case ["edge", source, target, kind]:
+                tree.edges[Edge(source, target, kind)] = None
+            case ["request", node_id, request_id]:
+                sample = tree.nodes[node_id].sample
+                assert sample is not None
+                sample.request_ids.append(request_id)
+            case other:
+                raise ValueError(f"{other} is no fact")
+
+
 def update_reasons(tx: Transaction, session_id: str, node: Node) -> None:
     """Stores the current fidelity reasons of a node."""
     tx.db.run(
@@ -333,6 +361,9 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
         for node_id, receipt in answers.items():
             session.restore(session.tree.nodes[node_id], receipt, sent=node_id in sent)
         session.images = read_images(tx, session_id)
+        state_facts(session.tree, read_facts(tx, session_id))
+        for turn in session.answers.values():
+            turn.stored_ids = len(turn.request_ids)
     return session
 
 
@@ -486,6 +517,7 @@ def _attach(
     answer: dict[str, Any] | None = parsed[2]
     images = tuple([Placeholder(*one) for one in parsed[3]])
     said = answer["lineage"] if answer else None
+    asked = answer.get("request_ids", []) if answer else []
     token_ids, context = unpack_ids(ids, "token_ids"), contexts[key]
     tree.attach(
         Node(
@@ -497,7 +529,9 @@ def _attach(
             scaffold,
             images,
             sample=(
-                _sample(token_ids[scaffold:], sample, logprobs, tops, sampling) if sample else None
+                _sample(token_ids[scaffold:], sample, logprobs, tops, sampling, asked)
+                if sample
+                else None
             ),
             reasons=_reasons(reasons),
             said=_known(trajectory_pb2.Lineage, said) if said else None,
@@ -539,7 +573,12 @@ def _message(fields: dict[str, Any]) -> Message:
 
 
 def _sample(
-    token_ids: TokenIds, fields: Any, logprobs: bytes, tops: bytes | None, sampling: bytes | None
+    token_ids: TokenIds,
+    fields: Any,
+    logprobs: bytes,
+    tops: bytes | None,
+    sampling: bytes | None,
+    request_ids: list[str],
 ) -> Sample:
     spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *numerics = fields
     return Sample(
@@ -563,6 +602,7 @@ def _sample(
         None if tops is None else _tops(tops, len(token_ids)),
         _sampling(sampling),
         tuple(map(_numerics, numerics)),
+        request_ids=request_ids,
     )
 
 
@@ -597,14 +637,20 @@ class ModelFiles(NamedTuple):
 
 # Tables of a journal in both dialects. A database may hold several journals.
 
-VERSION = 17
+_FACTS = (
+    "CREATE TABLE IF NOT EXISTS facts ("
+    "n {key}, session_id {text} NOT NULL, fact {text} NOT NULL, UNIQUE (session_id, fact))"
+)
+VERSION = 18
 """Incremented with every change of the tables and of the values in them."""
 UPGRADES = (
     "ALTER TABLE nodes ADD COLUMN sampling {blob}",
     "ALTER TABLE nodes ADD COLUMN token_columns {blob}",
+    _FACTS,
 )
 """Each brings the tables of one version to the next, the last one to this version."""
-SCHEMA = """
+SCHEMA = (
+    """
 CREATE TABLE IF NOT EXISTS sessions (
   n {key}, journal {text} NOT NULL, session_id {text} NOT NULL UNIQUE, request_id {text},
   spec {text} NOT NULL, UNIQUE (journal, request_id));
@@ -647,6 +693,9 @@ CREATE TABLE IF NOT EXISTS dead_letters (
   message {text} NOT NULL, unix_ms BIGINT NOT NULL);
 CREATE INDEX IF NOT EXISTS dead_letters_of_journals ON dead_letters (journal, session_id);
 """
+    + _FACTS
+    + ";"
+)
 """Statements with the types of a dialect left open. `n` is the order of insertion."""
 
 
@@ -693,8 +742,9 @@ def delete_revisions(tx: Transaction, session_ids: Iterable[tuple[str]]) -> None
 
 # The journal in a SQLite file: of one gateway, which keeps it over restarts.
 
+_DIALECT = {"key": "INTEGER PRIMARY KEY", "text": "TEXT", "blob": "BLOB"}
 SQLITE_SCHEMA = (
-    SCHEMA.format(key="INTEGER PRIMARY KEY", text="TEXT", blob="BLOB", by_key=" WITHOUT ROWID")
+    SCHEMA.format(**_DIALECT, by_key=" WITHOUT ROWID")
     + """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS identity (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -736,7 +786,7 @@ async def open_sqlite(
             sessions of another model.
     """
     path = folder / "journal.sqlite"
-    upgrades = [one.format(blob="BLOB") for one in UPGRADES]
+    upgrades = [one.format(**_DIALECT) for one in UPGRADES]
     async with Database(path, SQLITE_SCHEMA, VERSION, upgrades=upgrades) as database:
         fresh = new_journal_id(), secrets.token_bytes(SECRET_BYTES)
         journal_id, secret = await database.run(lambda db: _keep_identity(db, *fresh))

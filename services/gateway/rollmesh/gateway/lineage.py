@@ -21,6 +21,7 @@ decides:
 
 | rule | lineage |
 |---|---|
+| an edge that the agent declared labels it, see `LineageEdge` | what the edge says |
 | its request says a lineage other than MAIN | that lineage |
 | it is the main path of the main conversation | MAIN |
 | it leaves the main path with another sample of a turn | SIBLING |
@@ -41,7 +42,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rollmesh.chat import MessageGroup, lenient_key
 from rollmesh.gateway.tree import Lineage, Node, Tree
@@ -57,28 +58,126 @@ _LONGEST_HISTORY = 64  # messages before the first turn of a compaction that are
 _QUOTED_PARTS = 3  # of an answer: its longest
 _QUOTED_CHARS = 32  # of an answer that does not say that it is a summary
 _READ_CHARS = 65_536
+_MAIN_OR_NONE = frozenset({None, trajectory_pb2.LINEAGE_MAIN})
 _TAG = re.compile(r"</?[\w-]{1,32}>")
 
 
-def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
-    """Returns the lineage of the branches that end in `nodes`, by node id."""
-    if all(len(node.children) < 2 for node in tree.nodes.values()) and (
-        sum(_is_start(node) for node in tree.nodes.values()) < 2
+Source: TypeAlias = trajectory_pb2.LineageSource.ValueType
+_DECLARED = trajectory_pb2.LINEAGE_SOURCE_DECLARED
+_HEADER = trajectory_pb2.LINEAGE_SOURCE_HEADER
+_RULE = trajectory_pb2.LINEAGE_SOURCE_RULE
+
+
+class Label(NamedTuple):
+    """The lineage of a branch."""
+
+    lineage: Lineage
+    source: Source
+    """Who says so."""
+    is_rejected: bool = False
+    """Whether it belongs to a compaction that the agent attempted and did not take."""
+
+
+def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Label]:
+    """Returns the labels of the branches that end in `nodes`, by node id."""
+    if (
+        not tree.edges
+        and all(len(node.children) < 2 for node in tree.nodes.values())
+        and sum(_is_start(node) for node in tree.nodes.values()) < 2
     ):
         return _along(tree)
     ways = _Ways(tree)
-    found = ways.all_of(tree)
-    return {node.node_id: ways.lineage(found[node.node_id]) for node in nodes}
+    return {node.node_id: ways.label(node.node_id) for node in nodes}
 
 
-def _along(tree: Tree) -> dict[int, Lineage]:
-    """Returns the lineages of a tree with a single path, of which only requests say more."""
-    found: dict[int, Lineage] = {}
-    said = trajectory_pb2.LINEAGE_MAIN
+def _along(tree: Tree) -> dict[int, Label]:
+    """Returns the labels of a tree with a single path, of which only requests say more."""
+    found: dict[int, Label] = {}
+    label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE)
     for node in tree.nodes.values():
-        said = said if node.said is None else node.said
-        found[node.node_id] = said
+        label = label if node.said is None else Label(node.said, _HEADER)
+        found[node.node_id] = label
     return found
+
+
+# What agents declare.
+
+
+class _Saying(NamedTuple):
+    """What a declared edge or a request says of a turn and of the turns that follow it."""
+
+    at: int
+    """Id of the turn."""
+    source: Source
+    lineage: Lineage | None
+    """None if the lineage of another turn decides."""
+    like: int = 0
+    """Id of that turn."""
+    compacts: bool = False
+    """Whether it is a compaction, unless the other turn is a sub-agent's."""
+
+
+_KINDS = (
+    *("subagent_call", "subagent_cancel", "subagent_return"),
+    *("compaction", "compaction_attempt"),
+    "continuation",
+)
+"""The kinds of edges that say something. The first one in this order counts."""
+
+
+def turns_by_request(tree: Tree) -> dict[str, list[Node]]:
+    """Returns the turns that answered the requests that have ids."""
+    turns: dict[str, list[Node]] = {}
+    for node in tree.nodes.values():
+        for request_id in node.request_ids:
+            turns.setdefault(request_id, []).append(node)
+    return turns
+
+
+def _sayings(tree: Tree) -> dict[int, _Saying]:
+    """Returns what is said of turns, by node id. An edge counts more than the request itself."""
+    said: dict[int, _Saying] = {}
+    turns = turns_by_request(tree) if tree.edges else {}
+    known = (edge for edge in tree.edges if edge.kind in _KINDS)
+    for edge in sorted(known, key=lambda one: _KINDS.index(one.kind)):
+        returns = edge.kind == "subagent_return"
+        source = turns.get(edge.source)
+        for node in turns.get(edge.source if returns else edge.target, ()):
+            if edge.kind.startswith("subagent"):
+                saying = _Saying(node.node_id, _DECLARED, trajectory_pb2.LINEAGE_SUB_AGENT)
+            elif source:
+                compacts = edge.kind != "continuation"
+                like = source[0].node_id
+                saying = _Saying(node.node_id, _DECLARED, None, like, compacts=compacts)
+            elif edge.kind == "continuation":
+                continue
+            else:
+                saying = _Saying(node.node_id, _DECLARED, trajectory_pb2.LINEAGE_COMPACTION)
+            said.setdefault(node.node_id, saying)
+    for node in tree.nodes.values():
+        if node.said is not None and node.node_id not in said:
+            said[node.node_id] = _Saying(node.node_id, _HEADER, node.said)
+    return said
+
+
+def _rejected(tree: Tree) -> set[str]:
+    """Returns the requests that attempted compactions that the agent did not take."""
+    attempts = {edge.target for edge in tree.edges if edge.kind == "compaction_attempt"}
+    feeders: dict[str, list[str]] = {}
+    taken: list[str] = []
+    for edge in tree.edges:
+        if edge.kind == "compaction" or (
+            edge.kind == "continuation" and edge.target not in attempts
+        ):
+            taken.append(edge.source)
+        elif edge.kind == "continuation":
+            feeders.setdefault(edge.target, []).append(edge.source)
+    while taken:
+        request_id = taken.pop()
+        if request_id in attempts:
+            attempts.remove(request_id)
+            taken += feeders.get(request_id, ())
+    return attempts
 
 
 class _Way(NamedTuple):
@@ -86,8 +185,10 @@ class _Way(NamedTuple):
 
     start: Node
     """Its first node."""
-    said: Lineage | None
-    """The lineage given by the last request on it that gives one."""
+    said: _Saying | None
+    """What is said last of a turn on it."""
+    rejected: bool
+    """Whether that is a rejected compaction."""
     first: Node | None
     """Its first node off the main path, or None if it stays on the main path."""
     last: Node | None
@@ -109,6 +210,7 @@ class _Ways:
 
     def __init__(self, tree: Tree) -> None:
         """Counts the turns below each node. Parents precede their children in `nodes`."""
+        self._said = _sayings(tree)
         self._turns: dict[int, int] = {}
         self._first: dict[int, Node | None] = {}
         """The first turn at or below each node, following the oldest child."""
@@ -119,7 +221,8 @@ class _Ways:
             oldest = self._first[node.children[0].node_id] if node.children else None
             self._first[node.node_id] = node if node.sample is not None else oldest
             says = any(child.node_id in self._says_main for child in node.children)
-            if says or node.said == trajectory_pb2.LINEAGE_MAIN:
+            said = self._said.get(node.node_id)
+            if says or (said is not None and said.lineage == trajectory_pb2.LINEAGE_MAIN):
                 self._says_main.add(node.node_id)
         starts = [node for node in tree.nodes.values() if _is_start(node)]
         self._chosen: dict[int, Node] = {}
@@ -141,18 +244,62 @@ class _Ways:
         self._nodes = tree.nodes
         self._parts: dict[int, list[str]] = {}
         self._carries: dict[int, bool] = {}
+        self._labels: dict[int, Label] = {}
+        """What declared edges say, by the id of the turn."""
+        self._found = self._all_of(tree)
 
-    def all_of(self, tree: Tree) -> dict[int, _Way]:
+    def label(self, node_id: int) -> Label:
+        """Returns the label of the branch that ends in a node.
+
+        Edges refer to other turns, which may refer to others. In a circle nobody says anything.
+        """
+        way = self._found[node_id]
+        chain: dict[int, _Saying] = {}
+        at, said = way, way.said
+        while said is not None and said.like and not (said.at in self._labels or said.at in chain):
+            chain[said.at] = said
+            at = self._found[said.like]
+            said = at.said
+        known = None if said is None else self._labels.get(said.at)
+        if said is not None and said.at in chain:
+            at = at._replace(said=None)
+        label = known or self._own(at)
+        for turn, saying in reversed(chain.items()):
+            lineage = label.lineage
+            if saying.compacts and lineage != trajectory_pb2.LINEAGE_SUB_AGENT:
+                lineage = trajectory_pb2.LINEAGE_COMPACTION
+            label = self._labels[turn] = Label(lineage, _DECLARED)
+        return label._replace(is_rejected=way.rejected)
+
+    def _own(self, way: _Way) -> Label:
+        """Returns the label of a branch of which no edge refers to another turn."""
+        if way.said is not None and way.said.lineage not in {None, trajectory_pb2.LINEAGE_MAIN}:
+            return Label(way.said.lineage or trajectory_pb2.LINEAGE_MAIN, way.said.source)
+        lineage = self._shaped(way)
+        is_said = way.said is not None and way.said.lineage == lineage
+        return Label(lineage, _HEADER if is_said else _RULE)
+
+    def _all_of(self, tree: Tree) -> dict[int, _Way]:
         """Returns the paths of all nodes, by the id of the last node."""
         found: dict[int, _Way] = {}
+        attempts = _rejected(tree)
         for node in tree.nodes.values():
             assert node.parent is not None
             before = found.get(node.parent.node_id) or _Way(
-                node, None, None, None, shared=False, begun=None, depth=0, along=0, parted=None
+                node,
+                None,
+                rejected=False,
+                first=None,
+                last=None,
+                shared=False,
+                begun=None,
+                depth=0,
+                along=0,
+                parted=None,
             )
-            start, said, first, last, shared, begun, depth, along, parted = before
-            if node.said is not None:
-                said = node.said
+            start, said, rejected, first, last, shared, begun, depth, along, parted = before
+            if (own := self._said.get(node.node_id)) is not None:
+                said, rejected = own, not attempts.isdisjoint(node.request_ids)
             if not self._is_first(node):
                 first, last = first or node, node
             if node.sample is not None and first is None:
@@ -166,18 +313,16 @@ class _Ways:
                     parted = parted or node
                 depth += 1
             found[node.node_id] = _Way(
-                start, said, first, last, shared, begun, depth, along, parted
+                start, said, rejected, first, last, shared, begun, depth, along, parted
             )
             if begun is node:
                 self._begun[node.node_id] = found[node.node_id]
         return found
 
-    def lineage(self, way: _Way) -> Lineage:
-        """Returns the lineage of the branch that a path ends in."""
+    def _shaped(self, way: _Way) -> Lineage:
+        """Returns the lineage of the branch that a path ends in, by the shape of the tree."""
         main = self._main
         assert main is not None
-        if way.said is not None and way.said != trajectory_pb2.LINEAGE_MAIN:
-            return way.said
         if way.first is None or way.last is None:
             return trajectory_pb2.LINEAGE_MAIN
         if way.start is main and (way.shared or way.first.sample is not None):
@@ -193,9 +338,10 @@ class _Ways:
         return self._known[key]
 
     def _main_of(self, starts: list[Node]) -> Node:
-        def rank(start: Node) -> tuple[bool, ...]:
+        def rank(start: Node) -> tuple[int, ...]:
             continues = self._turns[start.node_id] > 1
-            return (*self._said(start), bool(start.render_context.tools_json), continues)
+            has_tools = bool(start.render_context.tools_json)
+            return (*self._says(start), self._continued(start) == 0, has_tools, continues)
 
         best = max(map(rank, starts))
         ranked = [start for start in starts if rank(start) == best]
@@ -217,18 +363,34 @@ class _Ways:
         chosen = self._chosen.get(id(node))
         if chosen is None:
 
-            def rank(child: Node) -> tuple[bool, ...]:
+            def rank(child: Node) -> tuple[int, ...]:
                 answers = child.messages[0].role == "tool"
-                return (*self._said(child), answers, self._turns[child.node_id] > 1)
+                continues = self._turns[child.node_id] > 1
+                return (*self._says(child), self._continued(child), answers, continues)
 
             chosen = self._chosen[id(node)] = max(node.children, key=rank)
         return chosen
 
-    def _said(self, node: Node) -> tuple[bool, bool]:
-        """Returns whether a request below says MAIN, and whether the first says nothing else."""
-        first = self._first[node.node_id]
-        other = first is not None and first.said not in {None, trajectory_pb2.LINEAGE_MAIN}
+    def _says(self, node: Node) -> tuple[bool, bool]:
+        """Returns whether a turn below is said to be MAIN, and the first to be nothing else."""
+        said = self._said_first(node)
+        other = said is not None and (said.compacts or said.lineage not in _MAIN_OR_NONE)
         return node.node_id in self._says_main, not other
+
+    def _continued(self, node: Node) -> int:
+        """Returns 1 if the first turn from a node on is declared to continue one above the node.
+
+        -1 if it continues a turn elsewhere, and 0 if no edge says that it continues one.
+        """
+        said = self._said_first(node)
+        if said is None or not said.like or said.compacts:
+            return 0
+        return 1 if any(one.node_id == said.like for one in node.up()) else -1
+
+    def _said_first(self, node: Node) -> _Saying | None:
+        """Returns what is said of the first turn at or below a node."""
+        first = self._first[node.node_id]
+        return None if first is None else self._said.get(first.node_id)
 
     def _is_first(self, node: Node) -> bool:
         """Returns whether a node is its parent's preferred child, or the start of main."""
@@ -316,7 +478,10 @@ class _Ways:
         """Returns the longest parts of an answer, between tags, that another message may quote."""
         found = self._parts.get(turn.node_id)
         if found is None:
-            is_summary = turn.said == trajectory_pb2.LINEAGE_COMPACTION
+            said = self._said.get(turn.node_id)
+            is_summary = said is not None and (
+                said.compacts or said.lineage == trajectory_pb2.LINEAGE_COMPACTION
+            )
             least = LEAST_CHARS if is_summary else _QUOTED_CHARS
             parts = [_even(part) for part in _TAG.split(turn.messages[0].content[:_READ_CHARS])]
             longest = sorted(parts, key=len, reverse=True)[:_QUOTED_PARTS]

@@ -109,6 +109,8 @@ class Letter(NamedTuple):
     """Rows of its nodes, initially the first `PIECE_NODES`."""
     images: list[session_pb2.SessionImage]
     """Its images, initially none."""
+    facts: list[str]
+    """Its facts. None if there is a head."""
 
     @property
     def columns(self) -> str:
@@ -250,7 +252,8 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
         )
         head, request = (stored[1:], b"") if stored[:1] == _HEAD else (b"", stored)
         contexts = {} if head else journal.read_contexts(tx, session_id)
-        letter = Letter(session_id, spec, head, request, closed_ms, contexts, [], [])
+        facts = [] if head else journal.read_facts(tx, session_id)
+        letter = Letter(session_id, spec, head, request, closed_ms, contexts, [], [], facts)
         letter.rows.extend(read_nodes(tx, session_id, 0, PIECE_NODES, letter.columns))
     return letter
 
@@ -302,7 +305,7 @@ def _forget(tx: Transaction, session_id: str) -> None:
         " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
         keys,
     )
-    for table in ("sent", "sessions", "outbox"):
+    for table in ("sent", "facts", "sessions", "outbox"):
         tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)
     if tx.db.row("SELECT 1 FROM closes WHERE session_id = ?1", session_id) is None:
         delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
@@ -457,6 +460,7 @@ def _write(letter: Letter, limit: TimeLimit) -> Record:
         for at in range(0, len(letter.rows), PIECE_NODES):
             journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
             limit.check()
+        journal.state_facts(tree, letter.facts)
         request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
         spec = SessionSpec(**json.loads(letter.spec))
         record = write_head(spec, tree, request, letter.closed_unix_ms, limit)

@@ -33,13 +33,13 @@ _Result = TypeVar("_Result")
 _STATEMENT_MS, _SILENCE_MS = 20_000, 25_000
 _ABANDONED = "interval '1 day'"
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_DIALECT = {
+    "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "text": 'TEXT COLLATE "C"',
+    "blob": "BYTEA",
+}
 SCHEMA = (
-    journal.SCHEMA.format(
-        key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-        text='TEXT COLLATE "C"',
-        blob="BYTEA",
-        by_key="",
-    )
+    journal.SCHEMA.format(**_DIALECT, by_key="")
     + """
 ALTER TABLE nodes ALTER COLUMN token_ids SET STORAGE EXTERNAL;
 ALTER TABLE nodes ALTER COLUMN logprobs SET STORAGE EXTERNAL;
@@ -301,7 +301,7 @@ async def open_postgres(
         Lane(address, "BEGIN", "journal", is_pipelined=True) as writer,
         Lane(address, _READING, "journal-reader") as reader,
     ):
-        upgrades = [one.format(blob="BYTEA") for one in journal.UPGRADES]
+        upgrades = [one.format(**_DIALECT) for one in journal.UPGRADES]
         await prepare_database(writer, address, SCHEMA, journal.VERSION, upgrades)
         _log.info("journal database opened", extra=fields(database=address.name))
         yield PostgresJournals(writer, reader, model, lease_ms)

@@ -20,10 +20,12 @@ from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
 from rollmesh.gateway.journal import (
     Journal,
     KeyRevision,
+    Transaction,
     read_revisions,
     store_revision,
 )
 from rollmesh.gateway.outbox import Outbox, damaged_error, dead_letter
+from rollmesh.gateway.requests import edges_of_close
 from rollmesh.gateway.responses import (
     events_of,
     write_answer,
@@ -37,8 +39,9 @@ from rollmesh.gateway.session import (
     SessionSpec,
     Turn,
     TurnRequest,
+    check_edges,
 )
-from rollmesh.gateway.tree import Node
+from rollmesh.gateway.tree import Edge, Node
 from rollmesh.gateway.turn import run_turn, tokens_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -580,19 +583,56 @@ class Registry:
         )
         turn.is_withdrawn = True
 
-    async def mark_replayed(self, session: Session, node: Node) -> None:
-        """Records that one sample answered more than one request.
+    async def declare(self, session: Session, edges: Sequence[Edge]) -> int:
+        """Keeps edges that the agent declares, and returns how many the session has.
+
+        A caller that leaves does not stop it: the journal and this process must agree.
+
+        Raises:
+            SessionClosedError: The close of the session has arrived.
+            SessionLimitError: The session would have too many.
+            RollmeshError: They could not be stored.
+        """
+        session.used_ms = clock.monotonic_ms()
+        return await asyncio.shield(begun(self.tasks, self._declare(session, edges)))
+
+    async def _declare(self, session: Session, edges: Sequence[Edge]) -> int:
+        session_id, known = session.spec.session_id, session.tree.edges
+        async with session.declaring:
+            if session.closing:
+                raise closed_error(session_id)
+            if self._refusal is not None:
+                raise self._refusal
+            new = [one for one in edges if one not in known]
+            check_edges(self.deps.config, session, new)
+            if new:
+                facts = [("edge", *one) for one in new]
+                await self.journal.run(lambda tx: journal.insert_facts(tx, session_id, facts))
+                known.update(dict.fromkeys(new))
+                await faults.reach("gateway-after-declare")
+            return len(known)
+
+    async def mark_replayed(self, session: Session, turn: Turn, node: Node) -> None:
+        """Records that one sample answered more than one request, and the ids of these.
 
         The mark is informational. If it cannot be stored, the committed answer is sent anyway.
         """
-        if trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
+        ids, stored, reasons = turn.request_ids[turn.stored_ids :], turn.stored_ids, node.reasons
+        if trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in reasons and not ids:
             return
+        turn.stored_ids += len(ids)
         node.reasons |= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
         session_id = session.spec.session_id
+
+        def work(tx: Transaction) -> None:
+            journal.update_reasons(tx, session_id, node)
+            facts = [("request", node.node_id, one) for one in ids]
+            journal.insert_facts(tx, session_id, facts)
+
         try:
-            await self.journal.run(lambda tx: journal.update_reasons(tx, session_id, node))
+            await self.journal.run(work)
         except RollmeshError as error:  # the next replay tries again
-            node.reasons -= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
+            turn.stored_ids, node.reasons = stored, reasons
             _log.warning(
                 "recording a replay failed, the next replay will try again",
                 extra=fields(session_id=session_id, error=str(error)),
@@ -625,8 +665,12 @@ class Registry:
         self, session: Session, request: gateway_pb2.CloseSessionRequest, digest: bytes
     ) -> list[str]:
         check_close(session, request.rewards)
+        if edges := edges_of_close(request):
+            await self._declare(session, edges)
         session.closing = True
         try:
+            async with session.declaring:  # edges that are being stored are part of the record
+                pass
             await end_turns(session, closed_error(request.session_id))
             # Check again: a turn that was being committed may have extended a leaf.
             check_close(session, request.rewards)
@@ -710,7 +754,7 @@ class Registry:
         try:
             node = await run_turn(self.deps, self.journal, session, turn, request)
             if turn.joins > 1:  # checked here: a retry may join during the commit
-                await self.mark_replayed(session, node)
+                await self.mark_replayed(session, turn, node)
             metrics.committed(node)
             session.end(turn, node)
         except RollmeshError as error:
@@ -895,7 +939,7 @@ class ChatCall:
         for turn in turns:
             if turn.node is not None:
                 metrics.REPLAYED_ANSWERS.inc()
-                await registry.mark_replayed(session, turn.node)
+                await registry.mark_replayed(session, turn, turn.node)
         return turns
 
     async def _replay(

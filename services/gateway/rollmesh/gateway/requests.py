@@ -1,5 +1,6 @@
 """Reads chat requests: validates every field and fills in the session's defaults."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -26,6 +27,7 @@ from rollmesh.gateway.session import (
     TurnSampling,
     TurnSettings,
 )
+from rollmesh.gateway.tree import Edge
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -173,6 +175,9 @@ _MAX_BAD_WORDS = 256
 _MAX_TOP_LOGPROBS = 20
 _MAX_SCHEMA_BYTES = 64 * 1024
 _INT64 = 2**63
+_EDGE_FIELDS = ("source_request_id", "target_request_id", "type")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_EDGE_KIND = re.compile(r"[A-Za-z][A-Za-z0-9._:-]{0,127}")
 _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
 """Render contexts by tools and options. Agents send the same ones with every request."""
 _settings: ByteCache[tuple[bytes, str, int, bool], TurnSettings] = ByteCache(16 * 1024 * 1024)
@@ -208,6 +213,8 @@ def read_choices(
         if len(getattr(request, name)) > most:
             size = len(getattr(request, name))
             raise InvalidFieldError(name, f"has {size} characters; give at most {most}")
+    if request.model_request_id:
+        _check_name("model_request_id", request.model_request_id, _REQUEST_ID)
     spec = session.spec
     conversation, rest = session.reader.read(request, images)
     fields = gateway_pb2.ChatRequest.FromString(bytes(rest))
@@ -215,6 +222,7 @@ def read_choices(
     fields.ClearField("retry_count")
     fields.ClearField("call_id")
     fields.ClearField("model")
+    fields.ClearField("model_request_id")
     adapter = spec.policy(request.model)
     data = fields.SerializeToString(deterministic=True)
     settings = _settings.get(
@@ -249,11 +257,63 @@ def read_choices(
                 finishes,
                 request.retry_count,
                 request.call_id,
+                request.model_request_id,
                 adapter,
                 shared,
             )
         )
     return choices
+
+
+EDGES_KEY = "ai.prime.acp/semantic-edges-v1"
+"""Key of a close's metadata under which edges are declared, as JSON."""
+
+
+def read_edges(given: Iterable[trajectory_pb2.LineageEdge]) -> list[Edge]:
+    """Returns edges that are declared, each once and in order.
+
+    Raises:
+        InvalidFieldError: An edge is invalid. The error names it.
+    """
+    edges = (Edge(one.source_request_id, one.target_request_id, one.type) for one in given)
+    return _checked(edges, "edges")
+
+
+def _checked(given: Iterable[Edge], within: str) -> list[Edge]:
+    edges: dict[Edge, None] = {}
+    for at, edge in enumerate(given):
+        _check_name(f"{within}[{at}].source_request_id", edge.source, _REQUEST_ID)
+        _check_name(f"{within}[{at}].target_request_id", edge.target, _REQUEST_ID)
+        _check_name(f"{within}[{at}].type", edge.kind, _EDGE_KIND)
+        if edge.source == edge.target:
+            raise InvalidFieldError(f"{within}[{at}].target_request_id", "equals the source")
+        edges[edge] = None
+    return [*edges]
+
+
+def edges_of_close(request: gateway_pb2.CloseSessionRequest) -> list[Edge]:
+    """Returns the edges that a close declares in its metadata.
+
+    Raises:
+        InvalidFieldError: They are invalid.
+    """
+    text, field = request.metadata.get(EDGES_KEY), f"metadata[{EDGES_KEY}]"
+    if text is None:
+        return []
+    try:
+        edges = [
+            Edge(*[str(one[name]) for name in _EDGE_FIELDS]) for one in read_json(text)["edges"]
+        ]
+    except (ValueError, TypeError, LookupError) as error:
+        raise InvalidFieldError(field, f"is no JSON object with edges: {error!r:.200}") from error
+    return _checked(edges, f"{field}.edges")
+
+
+def _check_name(field: str, name: str, form: re.Pattern[str]) -> None:
+    if not form.fullmatch(name):
+        raise InvalidFieldError(
+            field, f"is {name!r:.200}; give 1 to 128 letters, digits and characters of '._:-'"
+        )
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -201,7 +201,8 @@ def write_nodes(
             token_ids_u32le=pack_ids(node.token_ids),
             scaffold_tokens=node.scaffold_tokens,
             sampled=node.sample is not None,
-            lineage=found[node.node_id],
+            lineage=found[node.node_id].lineage,
+            lineage_source=found[node.node_id].source,
             reasons=sorted(node.reasons),
         )
         if node.sample is not None:

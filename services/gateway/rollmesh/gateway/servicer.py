@@ -8,7 +8,7 @@ from functools import partial
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy, RequestImages, given_images
 from rollmesh.gateway.registry import ChatCall, Registry, end_session
-from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway.requests import read_choices, read_edges
 from rollmesh.gateway.responses import write_nodes, write_session, write_stored
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tenancy import Gateway
@@ -188,6 +188,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         session.used_ms = clock.monotonic_ms()
         await registry.withdraw(session, request.answer_id)
         return gateway_pb2.WithdrawAnswerResponse()
+
+    async def DeclareLineage(
+        self, request: gateway_pb2.DeclareLineageRequest, context: Context
+    ) -> gateway_pb2.DeclareLineageResponse:
+        registry, session = self._session(request.session_id, request.session_key)
+        count = await registry.declare(session, read_edges(request.edges))
+        return gateway_pb2.DeclareLineageResponse(edges=count)
 
     def _session(self, session_id: str, key: str) -> tuple[Registry, Session]:
         """Returns an open session, whose key is checked, and its registry."""

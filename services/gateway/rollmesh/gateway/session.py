@@ -33,7 +33,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
-from rollmesh.gateway.tree import Lineage, Node, Tree
+from rollmesh.gateway.tree import Edge, Lineage, Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.errors import (
@@ -131,10 +131,15 @@ class AnswerReceipt:
     """The stop string that ended it, or empty if none did."""
     is_withdrawn: bool = False
     """Whether the agent deleted it: it is no longer found by its id."""
+    request_ids: list[str] = field(default_factory=list)
+    """Ids that the agent gave the requests that had joined it by then."""
 
 
 _Result = TypeVar("_Result")
 _MOST_CUT_SHORT = 65_536
+_MOST_REQUEST_IDS = 16  # of one turn
+_MOST_EDGES = 4096  # of one session
+_EDGE_BYTES = 512  # of an edge in a record, at most
 
 
 class Shared(Generic[_Result]):
@@ -221,6 +226,8 @@ class TurnRequest:
     retry_count: int = 0
     call_id: str = ""
     """Id that the sidecar gives the call and its own repeats of it. May be empty."""
+    request_id: str = ""
+    """Id that the agent gives the model request. May be empty."""
     adapter: sampling_pb2.AdapterRef | None = None
     """The adapter that samples. None if the base model does. A version of 0 means the newest."""
     shared: Shared[Any] | None = None
@@ -266,6 +273,8 @@ class Turn(AnswerReceipt):
     """Images of its request that the session does not have, by hash, until it ends."""
     responses: list[gateway_pb2.StreamChatResponse] = field(default_factory=list)
     """The prompt, if that is wanted, and the deltas of its answer, until it has ended."""
+    stored_ids: int = 0
+    """Number of its request ids that the journal has."""
     outcome: Node | RollmeshError | None = None
     """The committed answer, or the error with which it failed, or None until then."""
     _prompts: int = 0
@@ -396,6 +405,8 @@ class Session:
     cut_short: Counter[str] = field(default_factory=Counter)
     """Number of turns that failed after tokens were sampled, by the fingerprint of the request.
     Each marks the next equal turn that begins, which is sampled in its place."""
+    declaring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while edges are written to the journal."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """Time of the last use, on the monotonic clock."""
@@ -408,13 +419,14 @@ class Session:
     @property
     def record_bytes(self) -> int:
         """Approximate upper bound of the size of its record, bytes."""
+        size = self.image_bytes + _EDGE_BYTES * len(self.tree.edges)
         match self.spec.export_mode:
             case gateway_pb2.EXPORT_MODE_TREE:
-                return self.image_bytes + self.tree.tree_bytes
+                return size + self.tree.tree_bytes
             case gateway_pb2.EXPORT_MODE_TURNS:
-                return self.image_bytes + self.tree.turn_bytes
+                return size + self.tree.turn_bytes
             case _:
-                return self.image_bytes + self.tree.leaf_bytes
+                return size + self.tree.leaf_bytes
 
     def find_turn(self, request: TurnRequest) -> Turn | None:
         """Returns the turn that a request retries, or None if it asks for a new sample.
@@ -479,6 +491,7 @@ class Session:
         turn = Turn(**asdict(receipt), node_id=node.node_id, sent=sent or bool(node.children))
         if node.sample is not None:
             turn.sampling = node.sample.sampling
+            turn.request_ids = node.sample.request_ids
         replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
         turn.handed = turn.sent or turn.awaited or replayed
         turn.end(node)
@@ -496,6 +509,10 @@ class Session:
         turn.readers.add(reader)
         turn.joins += 1
         turn.tries = max(turn.tries, request.retry_count)
+        if request.request_id not in {"", *turn.request_ids[:_MOST_REQUEST_IDS]} and (
+            len(turn.request_ids) < _MOST_REQUEST_IDS
+        ):
+            turn.request_ids.append(request.request_id)
         if request.call_id:
             turns = self.turns.get(turn.idempotency_key or turn.fingerprint)
             if turns is not None:
@@ -593,6 +610,28 @@ def check_limits(config: GatewayConfig, session: Session) -> None:
                 f"max_session_{name} of the gateway",
                 session_id=session.spec.session_id,
             )
+
+
+def check_edges(config: GatewayConfig, session: Session, new: Sequence[Edge]) -> None:
+    """Checks that a session may have more edges.
+
+    Raises:
+        SessionLimitError: It would have too many, or its record would be too large to hand over.
+    """
+    held = session.record_bytes + sum(turn.record_bytes for turn in session.in_flight)
+    if held + _EDGE_BYTES * len(new) > config.max_session_record_bytes:
+        raise SessionLimitError(
+            f"edges: with them, the session's record would have more than "
+            f"{config.max_session_record_bytes} bytes; close it, or raise "
+            "max_session_record_bytes of the gateway",
+            session_id=session.spec.session_id,
+        )
+    if (count := len(session.tree.edges) + len(new)) > _MOST_EDGES:
+        raise SessionLimitError(
+            f"edges: the session would have {count} of them and may have {_MOST_EDGES}; declare "
+            "fewer, or close it",
+            session_id=session.spec.session_id,
+        )
 
 
 def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> None:

@@ -44,6 +44,14 @@ Lineage: TypeAlias = trajectory_pb2.Lineage.ValueType
 Finish: TypeAlias = sampling_pb2.FinishReason.ValueType
 
 
+class Edge(NamedTuple):
+    """How two model requests belong together, as the agent declares it: see `LineageEdge`."""
+
+    source: str
+    target: str
+    kind: str
+
+
 # The nodes of a conversation tree: one message group each, with the ids that it adds.
 
 
@@ -72,6 +80,8 @@ class Sample:
     """The numerics to which its spans refer. They may be shared and never change."""
     columns: tuple[TokenColumn, ...] = ()
     """The columns of its prompt and its ids, until nodes have them."""
+    request_ids: list[str] = field(default_factory=list)
+    """Ids that the agent gave its requests. The turn shares the list, to which retries add."""
 
     @property
     def engine_id(self) -> str:
@@ -118,6 +128,11 @@ class Node:
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """Ids that the agent gave the requests that it answers."""
+        return () if self.sample is None else self.sample.request_ids
 
     def up(self) -> Iterator["Node"]:
         """Yields the nodes from this node to the root's child."""
@@ -425,6 +440,8 @@ class Tree:
         """Approximate upper bound of a record with one trajectory per turn, bytes."""
         self.tree_bytes = _ROW_BYTES
         """Approximate upper bound of a record with the tree itself, bytes."""
+        self.edges: dict[Edge, None] = {}
+        """The edges that the agent declared, in order."""
 
     def __repr__(self) -> str:
         """Describes the size of the tree."""
@@ -726,7 +743,7 @@ def path_bytes(tokens: int, nodes: int) -> int:
 def _sizes(node: Node) -> tuple[int, int]:
     """Returns the approximate sizes of a node in a record, and of its text and most likely ids."""
     own = len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + len(node.images) * _IMAGE_BYTES
-    own += node.column_bytes
+    own += node.column_bytes + sum(map(len, node.request_ids))
     text = 0
     if node.sample is not None:
         text = node.sample.sampling.ByteSize()

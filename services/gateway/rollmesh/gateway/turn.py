@@ -60,7 +60,7 @@ async def run_turn(
             prompt, draft = await _sample(deps, store, session, turn, request)
     except TimeoutError as error:
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
-    sample = sample_of(draft, prompt.length, prompt.crc32)
+    sample = sample_of(draft, prompt.length, prompt.crc32, turn.request_ids)
     if size := sum(one.data_bytes for one in sample.columns):
         reserve(deps.config, session, turn, turn.record_bytes + size)
     turn.committing = True
@@ -339,13 +339,16 @@ def _new_answer(
     )
 
 
-def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
+def sample_of(
+    draft: Draft, prompt_tokens: int, prompt_crc32: int, request_ids: list[str]
+) -> Sample:
     """Returns the sampled tokens of a complete answer, truncated at the stop string.
 
     Args:
         draft: An answer that has ended.
         prompt_tokens: Number of ids of the prompt, without continued ones.
         prompt_crc32: CRC-32 of those ids.
+        request_ids: Ids that the agent gave the requests that wait for it.
 
     Raises:
         RollmeshError: No token was sampled.
@@ -388,6 +391,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int) -> Sample:
             if id_
         ),
         columns=tuple(generation.columns),
+        request_ids=request_ids,
     )
 
 
@@ -422,6 +426,7 @@ async def _commit(
         one = one.parent
     added.reverse()
     turn.created_unix_ms, turn.awaited = clock.unix_ms(), bool(turn.readers)
+    turn.stored_ids = len(turn.request_ids)
     session_id = session.spec.session_id
     images: list[CheckedImage] = []
     if turn.images:

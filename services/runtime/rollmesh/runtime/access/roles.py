@@ -83,6 +83,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "CountTokens": _TALKS,
         "GetAnswer": _TALKS,
         "WithdrawAnswer": _TALKS,
+        "DeclareLineage": _TALKS,
         "CloseSession": _TALKS,
         "RevokeSessionKey": _TRAINS,
         "GetSession": _OPERATES,

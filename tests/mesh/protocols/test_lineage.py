@@ -1,0 +1,110 @@
+"""Agents that name their requests and declare edges over HTTP, in each protocol."""
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.meshes import Mesh, delivered
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+RULES = [("plain", "The answer is 42."), ("sum", "A summary of the work.")]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def named(name: str) -> dict[str, str]:
+    return {"X-ACP-Model-Request-ID": name}
+
+
+def edge(source: str, kind: str, target: str) -> dict[str, str]:
+    return {"source_request_id": source, "target_request_id": target, "type": kind}
+
+
+async def test_requests_of_every_protocol_are_named_and_edges_come_by_the_route(
+    shared: Mesh,
+) -> None:
+    async with shared.client() as client:
+        async with client.session() as session, httpx2.AsyncClient() as http:
+            agent = shared.openai(session)
+            messages: list[Any] = [user("plain")]
+            first = await agent.chat.completions.create(
+                model="policy", messages=messages, extra_headers=named("m1")
+            )
+            messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+            async with AsyncAnthropic(
+                base_url=session.base_url.removesuffix("/v1"), api_key="none", max_retries=0
+            ) as anthropic:
+                await anthropic.messages.create(
+                    model="policy",
+                    max_tokens=64,
+                    messages=[{"role": "user", "content": "plain, as a sub-agent"}],
+                    extra_headers=named("s1"),
+                )
+            async with agent.responses.stream(
+                model="policy", input="sum up", extra_headers=named("attempt")
+            ) as stream:
+                await stream.get_final_response()
+            given = [
+                edge("m1", "subagent_call", "s1"),
+                edge("m1", "compaction_attempt", "attempt"),
+                edge("m1", "vendor:other", "unseen"),
+            ]
+            url = f"{session.base_url}/lineage"
+            for _ in range(2):
+                answer = await http.post(url, json={"edges": given})
+                assert (answer.status_code, answer.json()) == (
+                    200,
+                    {"object": "lineage", "edges": 3},
+                )
+            assert await client.declare_lineage(session, [("s1", "m1", "subagent_return")]) == 4
+        late = await http_post(url, {"edges": given})
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+        assert late.headers["x-should-retry"] == "false"
+        result = await delivered(client, session)
+    found = {one.segments[-1].model_request_ids[0]: one for one in result.trajectories}
+    assert (found["m1"].lineage, found["m1"].lineage_source) == ("MAIN", "RULE")
+    assert (found["s1"].lineage, found["s1"].lineage_source) == ("SUB_AGENT", "DECLARED")
+    attempt = found["attempt"]
+    assert (attempt.lineage, attempt.lineage_source) == ("COMPACTION", "DECLARED")
+    assert "COMPACTION_REJECTED" in attempt.reasons
+    assert not attempt.loss_mask.any()
+    assert [len(one.target_node_ids) for one in result.edges] == [1, 1, 0, 1]
+
+
+async def http_post(url: str, body: Any) -> httpx2.Response:
+    async with httpx2.AsyncClient() as http:
+        return await http.post(url, json=body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "edges"),
+        ({"edges": {}}, "edges"),
+        ({"edges": ["a"]}, "edges[0]"),
+        ({"edges": [edge("a", "continuation", "b"), {"type": "x"}]}, "edges[1]"),
+        ({"edges": [{**edge("a", "x", "b"), "type": 5}]}, "edges[0]"),
+        ({"edges": [edge("a", "continuation", "a")]}, "edges[0].target_request_id"),
+    ],
+)
+async def test_a_bad_edge_over_http_is_named(shared: Mesh, body: Any, param: str) -> None:
+    async with shared.client() as client, client.session() as session:
+        answer = await http_post(f"{session.base_url}/lineage", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_request_with_a_bad_name_is_refused_by_the_name_of_the_header(
+    shared: Mesh,
+) -> None:
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session)
+        with pytest.raises(openai.BadRequestError, match="X-ACP-Model-Request-ID"):
+            await agent.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "plain"}],
+                extra_headers=named("a b"),
+            )  # fmt: skip
