@@ -32,9 +32,8 @@ from rollmesh.client.sessions import (
     SessionResult,
     Trajectory,
     TrajectoryTree,
-    Transcript,
-    TranscriptTurn,
 )
+from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 

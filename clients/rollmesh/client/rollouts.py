@@ -60,10 +60,10 @@ from rollmesh.client.sessions import (
     Rewards,
     Session,
     SessionResult,
-    Transcript,
     read_rewards,
 )
 from rollmesh.client.shielding import shielded
+from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError

@@ -72,7 +72,7 @@ def test_an_edge_to_a_later_turn_labels_the_trajectory(edge: str) -> None:
     assert (SUB, DECLARED) in turns
 
 
-def test_a_declared_edge_beats_what_the_request_says() -> None:
+def test_a_declared_edge_beats_the_header_of_the_request() -> None:
     world = World()
     worked(world, 2)
     title = world.turn((OTHER, user("x")), said("y"), said=trajectory_pb2.LINEAGE_AUXILIARY)

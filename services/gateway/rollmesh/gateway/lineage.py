@@ -21,7 +21,7 @@ decides:
 
 | rule | lineage |
 |---|---|
-| an edge that the agent declared labels it, see `LineageEdge` | what the edge says |
+| an edge that the agent declared labels it | the edge's, see `LineageEdge` |
 | its request says a lineage other than MAIN | that lineage |
 | it is the main path of the main conversation | MAIN |
 | it leaves the main path with another sample of a turn | SIBLING |
@@ -100,11 +100,11 @@ def _along(tree: Tree) -> dict[int, Label]:
     return found
 
 
-# What agents declare.
+# Labels by edges and by requests.
 
 
 class _Saying(NamedTuple):
-    """What a declared edge or a request says of a turn and of the turns that follow it."""
+    """The label of a turn and of the turns that follow it, by a declared edge or its request."""
 
     at: int
     """Id of the turn."""
@@ -135,7 +135,7 @@ def turns_by_request(tree: Tree) -> dict[str, list[Node]]:
 
 
 def _sayings(tree: Tree) -> dict[int, _Saying]:
-    """Returns what is said of turns, by node id. An edge counts more than the request itself."""
+    """Returns the labels of turns, by node id. An edge counts more than the request itself."""
     said: dict[int, _Saying] = {}
     turns = turns_by_request(tree) if tree.edges else {}
     known = (edge for edge in tree.edges if edge.kind in _KINDS)
@@ -186,7 +186,7 @@ class _Way(NamedTuple):
     start: Node
     """Its first node."""
     said: _Saying | None
-    """What is said last of a turn on it."""
+    """The last label of a turn on it."""
     rejected: bool
     """Whether that is a rejected compaction."""
     first: Node | None
@@ -245,7 +245,7 @@ class _Ways:
         self._parts: dict[int, list[str]] = {}
         self._carries: dict[int, bool] = {}
         self._labels: dict[int, Label] = {}
-        """What declared edges say, by the id of the turn."""
+        """The labels by declared edges, by the id of the turn."""
         self._found = self._all_of(tree)
 
     def label(self, node_id: int) -> Label:
@@ -388,7 +388,7 @@ class _Ways:
         return 1 if any(one.node_id == said.like for one in node.up()) else -1
 
     def _said_first(self, node: Node) -> _Saying | None:
-        """Returns what is said of the first turn at or below a node."""
+        """Returns the label of the first turn at or below a node."""
         first = self._first[node.node_id]
         return None if first is None else self._said.get(first.node_id)
 

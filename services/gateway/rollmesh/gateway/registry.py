@@ -24,6 +24,7 @@ from rollmesh.gateway.journal import (
     read_revisions,
     store_revision,
 )
+from rollmesh.gateway.limits import check_edges
 from rollmesh.gateway.outbox import Outbox, damaged_error, dead_letter
 from rollmesh.gateway.requests import edges_of_close
 from rollmesh.gateway.responses import (
@@ -39,7 +40,6 @@ from rollmesh.gateway.session import (
     SessionSpec,
     Turn,
     TurnRequest,
-    check_edges,
 )
 from rollmesh.gateway.tree import Edge, Node
 from rollmesh.gateway.turn import run_turn, tokens_of

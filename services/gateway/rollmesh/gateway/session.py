@@ -31,9 +31,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rollmesh.chat import RenderContext, Wanted
-from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
-from rollmesh.gateway.tree import Edge, Lineage, Node, Tree
+from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.errors import (
@@ -41,7 +40,6 @@ from rollmesh.runtime.errors import (
     GenerationAbortedError,
     IdempotencyKeyReusedError,
     RollmeshError,
-    SessionLimitError,
 )
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -138,8 +136,7 @@ class AnswerReceipt:
 _Result = TypeVar("_Result")
 _MOST_CUT_SHORT = 65_536
 _MOST_REQUEST_IDS = 16  # of one turn
-_MOST_EDGES = 4096  # of one session
-_EDGE_BYTES = 512  # of an edge in a record, at most
+EDGE_BYTES = 512  # of an edge in a record, at most
 
 
 class Shared(Generic[_Result]):
@@ -419,7 +416,7 @@ class Session:
     @property
     def record_bytes(self) -> int:
         """Approximate upper bound of the size of its record, bytes."""
-        size = self.image_bytes + _EDGE_BYTES * len(self.tree.edges)
+        size = self.image_bytes + EDGE_BYTES * len(self.tree.edges)
         match self.spec.export_mode:
             case gateway_pb2.EXPORT_MODE_TREE:
                 return size + self.tree.tree_bytes
@@ -587,103 +584,3 @@ class Session:
                 reasons if node.children else reasons | {trajectory_pb2.FIDELITY_REASON_ORPHANED}
             )
         return nodes
-
-
-# Limits on the content of one session.
-
-
-def check_limits(config: GatewayConfig, session: Session) -> None:
-    """Checks that a session may take another turn.
-
-    Raises:
-        SessionLimitError: The session has reached a limit.
-    """
-    tree = session.tree
-    for name, held, most in (
-        ("nodes", len(tree.nodes), config.max_session_nodes),
-        ("tokens", tree.tokens, config.max_session_tokens),
-        ("bytes", tree.text_bytes, config.max_session_bytes),
-    ):
-        if held >= most:
-            raise SessionLimitError(
-                f"the session holds {held} {name} and may hold {most}; close it, or raise "
-                f"max_session_{name} of the gateway",
-                session_id=session.spec.session_id,
-            )
-
-
-def check_edges(config: GatewayConfig, session: Session, new: Sequence[Edge]) -> None:
-    """Checks that a session may have more edges.
-
-    Raises:
-        SessionLimitError: It would have too many, or its record would be too large to hand over.
-    """
-    held = session.record_bytes + sum(turn.record_bytes for turn in session.in_flight)
-    if held + _EDGE_BYTES * len(new) > config.max_session_record_bytes:
-        raise SessionLimitError(
-            f"edges: with them, the session's record would have more than "
-            f"{config.max_session_record_bytes} bytes; close it, or raise "
-            "max_session_record_bytes of the gateway",
-            session_id=session.spec.session_id,
-        )
-    if (count := len(session.tree.edges) + len(new)) > _MOST_EDGES:
-        raise SessionLimitError(
-            f"edges: the session would have {count} of them and may have {_MOST_EDGES}; declare "
-            "fewer, or close it",
-            session_id=session.spec.session_id,
-        )
-
-
-def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> None:
-    """Reserves room in the session's record for a turn while it is in flight.
-
-    Args:
-        config: The limits.
-        session: The session.
-        turn: The turn.
-        added: Most that the turn may add without new images, bytes.
-
-    Raises:
-        SessionLimitError: With the turn, the record would be too large to hand over.
-    """
-    turn.record_bytes = 0
-    held, most = session.record_bytes, config.max_session_record_bytes
-    has_images = False
-    for other in session.in_flight:
-        held += other.record_bytes
-        has_images |= bool(other.images)
-    if has_images:
-        held += _check_images(config, session)
-    if held + added > most:
-        raise SessionLimitError(
-            f"the session's record would have {held + added} bytes with this turn and may have "
-            f"{most}; close it, or raise max_session_record_bytes of the gateway",
-            session_id=session.spec.session_id,
-        )
-    turn.record_bytes = added
-
-
-def _check_images(config: GatewayConfig, session: Session) -> int:
-    """Returns the size of the new images of all turns in flight, each counted once, bytes.
-
-    Raises:
-        SessionLimitError: With them, the session would have more images than it may.
-    """
-    new = {
-        sha256: len(image.data)
-        for turn in session.in_flight
-        for sha256, image in turn.images.items()
-        if sha256 not in session.images
-    }
-    size = sum(new.values())
-    for name, held, most in (
-        ("images", len(session.images) + len(new), config.max_session_images),
-        ("image_bytes", session.image_bytes + size, config.max_session_image_bytes),
-    ):
-        if new and held > most:
-            raise SessionLimitError(
-                f"the session would have {held} {name.replace('_', ' ')} with this turn and "
-                f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
-                session_id=session.spec.session_id,
-            )
-    return size

@@ -14,10 +14,11 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.journal import Journal, read_image_bytes
+from rollmesh.gateway.limits import check_limits, reserve
 from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
 from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
-from rollmesh.gateway.session import Session, Turn, TurnRequest, check_limits, reserve
+from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
 from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
 from rollmesh.mesh.generation import Generation, Sampled, joined
