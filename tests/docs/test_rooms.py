@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_839, 51),
+    "services/runtime/rollmesh/runtime": (7_840, 51),
     "services/runtime/rollmesh/mesh": (4_589, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_524, 25),
@@ -13,8 +13,8 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_357, 16),
     "services/collector/rollmesh/collector": (5_172, 13),
     "services/collector/rollmesh/scorer": (364, 6),
-    "clients/rollmesh/sidecar": (5_682, 15),
-    "clients/rollmesh/client": (4_971, 15),
+    "clients/rollmesh/sidecar": (5_752, 16),
+    "clients/rollmesh/client": (5_013, 16),
     "clients/rollmesh/batches": (897, 5),
     "clients/rollmesh/integrations": (3_288, 16),
     "clients/rollmesh/launch": (576, 4),

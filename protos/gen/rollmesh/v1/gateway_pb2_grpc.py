@@ -173,8 +173,8 @@ class GatewayServiceServicer(object):
 
     def DeclareLineage(self, request, context):
         """Declares how model requests of an open session belong together, also requests that are running or
-        that follow. A declared edge counts more than what a request says of itself, and more than what the
-        tree looks like. The edges are durable before the response is sent. An edge that the session has
+        that follow. A declared edge counts more than the `lineage` of a request, and more than the shape of
+        the tree. The edges are durable before the response is sent. An edge that the session has
         already changes nothing. Edges are taken until the session's close arrives.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would

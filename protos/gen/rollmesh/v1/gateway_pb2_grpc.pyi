@@ -77,8 +77,8 @@ class GatewayServiceStub:
     """
     DeclareLineage: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DeclareLineageRequest, _gateway_pb2.DeclareLineageResponse]
     """Declares how model requests of an open session belong together, also requests that are running or
-    that follow. A declared edge counts more than what a request says of itself, and more than what the
-    tree looks like. The edges are durable before the response is sent. An edge that the session has
+    that follow. A declared edge counts more than the `lineage` of a request, and more than the shape of
+    the tree. The edges are durable before the response is sent. An edge that the session has
     already changes nothing. Edges are taken until the session's close arrives.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
@@ -158,8 +158,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """
     DeclareLineage: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DeclareLineageRequest, _gateway_pb2.DeclareLineageResponse]  # type: ignore[assignment]
     """Declares how model requests of an open session belong together, also requests that are running or
-    that follow. A declared edge counts more than what a request says of itself, and more than what the
-    tree looks like. The edges are durable before the response is sent. An edge that the session has
+    that follow. A declared edge counts more than the `lineage` of a request, and more than the shape of
+    the tree. The edges are durable before the response is sent. An edge that the session has
     already changes nothing. Edges are taken until the session's close arrives.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
     (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
@@ -284,8 +284,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.DeclareLineageResponse, _abc.Awaitable[_gateway_pb2.DeclareLineageResponse]]:
         """Declares how model requests of an open session belong together, also requests that are running or
-        that follow. A declared edge counts more than what a request says of itself, and more than what the
-        tree looks like. The edges are durable before the response is sent. An edge that the session has
+        that follow. A declared edge counts more than the `lineage` of a request, and more than the shape of
+        the tree. The edges are durable before the response is sent. An edge that the session has
         already changes nothing. Edges are taken until the session's close arrives.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG). NOT_FOUND (SESSION_UNKNOWN). FAILED_PRECONDITION
         (SESSION_CLOSED). INVALID_ARGUMENT names the field. OUT_OF_RANGE (SESSION_LIMIT) if the session would
