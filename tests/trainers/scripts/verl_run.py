@@ -104,7 +104,9 @@ def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
     )
 
 
-def prompts(uids: list[str], broken: list[bool], *, validate: bool = False) -> Any:
+def prompts(
+    uids: list[str], broken: list[bool], *, validate: bool = False, **more: list[Any]
+) -> Any:
     """Makes a batch as verl's data loader does."""
     columns: dict[str, list[Any]] = {
         "uid": uids,
@@ -119,6 +121,7 @@ def prompts(uids: list[str], broken: list[bool], *, validate: bool = False) -> A
         ],
         "index": list(range(len(uids))),
         "tools_kwargs": [{}] * len(uids),
+        **more,
     }
     arrays: dict[str, Any] = {}
     for name, values in columns.items():
