@@ -18,12 +18,41 @@ from tests.processes import reserved_port
 from tests.waiting import until
 
 KEY = "a-key-of-the-tests"
-_HARBOR = ROOT / ".venv-harbor" / "bin" / "harbor"
+PYTHON = ROOT / ".venv-harbor" / "bin" / "python"
+_HARBOR = PYTHON.with_name("harbor")
 _TEST = """\
 #!/bin/bash
 [ -s "$ROOT/app/done.txt" ] && reward=0.75 || reward=0
 echo "{\\"reward\\": $reward, \\"speed\\": 2}" > "$ROOT/logs/verifier/reward.json"
 """
+
+
+def server_side(sandboxes: Path) -> dict[str, str]:
+    """Returns the environment in which Harbor has the agents and the sandboxes of the tests.
+
+    Skips the test where Harbor is not set up: it needs Python 3.12.
+    """
+    if not _HARBOR.exists():
+        pytest.skip("Harbor is not set up: it needs Python 3.12 or newer (HARBOR_PYTHON)")
+    return {
+        "HARBOR_TELEMETRY": "off",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "TMPDIR": str(sandboxes),
+        "PYTHONPATH": str(Path(__file__).parent / "server_side"),
+    }
+
+
+def make_task(folder: Path, instruction: str) -> dict[str, str]:
+    """Makes a task of which an agent is asked the instruction."""
+    for part in ("environment", "tests"):
+        (folder / part).mkdir(parents=True)
+    limits = "[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 60\n"
+    (folder / "task.toml").write_text(f'schema_version = "1.0"\n{limits}')
+    (folder / "instruction.md").write_text(instruction)
+    (folder / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    (folder / "tests" / "test.sh").write_text(_TEST)
+    (folder / "tests" / "test.sh").chmod(0o755)
+    return {"path": str(folder)}
 
 
 @dataclass
@@ -36,16 +65,7 @@ class Harbor:
 
     def task(self, name: str, instruction: str) -> dict[str, str]:
         """Makes a task of which an agent is asked the instruction."""
-        folder = self.folder / "tasks" / name
-        for part in ("environment", "tests"):
-            (folder / part).mkdir(parents=True)
-        limits = "[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 60\n"
-        (folder / "task.toml").write_text(f'schema_version = "1.0"\n{limits}')
-        (folder / "instruction.md").write_text(instruction)
-        (folder / "environment" / "Dockerfile").write_text("FROM scratch\n")
-        (folder / "tests" / "test.sh").write_text(_TEST)
-        (folder / "tests" / "test.sh").chmod(0o755)
-        return {"path": str(folder)}
+        return make_task(self.folder / "tasks" / name, instruction)
 
     async def submit(
         self, name: str, tasks: list[dict[str, str]], attempts: int = 1, **agent: Any
@@ -102,17 +122,9 @@ class Harbor:
 
 @asynccontextmanager
 async def harbor_server(folder: Path, *flags: str, relay: str = "") -> AsyncIterator[Harbor]:
-    """Runs a server. Skips the test where Harbor is not set up: it needs Python 3.12."""
-    if not _HARBOR.exists():
-        pytest.skip("Harbor is not set up: it needs Python 3.12 or newer (HARBOR_PYTHON)")
+    """Runs a server."""
     (folder / "sandboxes").mkdir(parents=True, exist_ok=True)
-    environ = os.environ | {
-        "HARBOR_API_KEY": KEY,
-        "HARBOR_TELEMETRY": "off",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "TMPDIR": str(folder / "sandboxes"),
-        "PYTHONPATH": str(Path(__file__).parent / "server_side"),
-    }
+    environ = os.environ | server_side(folder / "sandboxes") | {"HARBOR_API_KEY": KEY}
     with reserved_port() as holder, (folder / "harbor.log").open("wb") as log:
         port = holder.getsockname()[1]
         url = f"http://127.0.0.1:{port}"

@@ -2,15 +2,16 @@
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import transfer_queue as tq
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.import_utils import load_class_from_fqn
-from verl_run import SimpleNamespace, configuration, prompts
 
 from rollmesh.integrations.harbor import HarborRunner
 from tests.trainers.queues import buffer, described
+from tests.trainers.scripts.verl_run import configuration, prompts
 from tests.trainers.transfer_queue_server import running_queue
 
 _GIVEN: dict[str, Any] = json.loads(sys.argv[1])

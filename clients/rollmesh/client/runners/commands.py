@@ -123,8 +123,7 @@ class CommandRunner:
 
     def _environment(self, session: Session, filled: Mapping[str, str]) -> dict[str, str]:
         return {
-            **os.environ,  # noqa: TID251 - passed on unchanged, as a shell does
-            **self.env,
+            **inherited(self.env),
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
             "OPENAI_MODEL": self.model or session.model,
@@ -147,6 +146,11 @@ class CommandRunner:
             _signal(process, signal.SIGKILL)
             _REAPER.forget(process.pid)
             await shielded(process.wait(), _REAP_S)
+
+
+def inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a child of this process, which has these variables too."""
+    return {**os.environ, **env}  # noqa: TID251 - passed on unchanged, as a shell does
 
 
 class _Tail(asyncio.Protocol):

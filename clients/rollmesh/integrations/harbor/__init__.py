@@ -1,7 +1,7 @@
 """Agents of [Harbor](https://www.harborframework.com) as agents of a mesh.
 
 `Connector` answers the agents of jobs that somebody submits. `HarborRunner` submits a job for each
-session of a rollout. `docs/harbor.md` describes both.
+session of a rollout, and `HarborTrialRunner` runs them without a server. See `docs/harbor.md`.
 """
 
 from rollmesh.integrations.harbor.connector import (
@@ -11,6 +11,8 @@ from rollmesh.integrations.harbor.connector import (
     ending_of,
     path_of,
 )
+from rollmesh.integrations.harbor.details import atif_of, rollout_details_of, write_details
+from rollmesh.integrations.harbor.local import HarborTrialRunner
 from rollmesh.integrations.harbor.runner import (
     HarborRolloutError,
     HarborRunner,
@@ -23,9 +25,13 @@ __all__ = [
     "HarborError",
     "HarborRolloutError",
     "HarborRunner",
+    "HarborTrialRunner",
     "Relay",
+    "atif_of",
     "ending_of",
     "path_of",
+    "rollout_details_of",
     "settle",
     "task_of",
+    "write_details",
 ]

@@ -88,6 +88,7 @@ def settle(
         AgentStoppedError: It was cancelled.
     """
     error = result.get("exception_info") or {}
+    agent = result.get("agent_info") or {}
     kind, said = error.get("exception_type", ""), str(error.get("exception_message", ""))
     rewards: dict[str, Any] = (result.get("verifier_result") or {}).get("rewards") or {}
     if not result.get("reward_valid"):
@@ -106,7 +107,8 @@ def settle(
         ("harbor_error_text", said[:_TEXT_CHARS]),
         ("harbor_trial", result.get("trial_name")),
         ("harbor_task", result.get("task_name")),
-        ("harbor_agent", (result.get("agent_info") or {}).get("name")),
+        ("harbor_agent", agent.get("name")),
+        ("harbor_agent_version", agent.get("version")),
     ):
         if text:
             session.metadata[name] = text
