@@ -78,7 +78,7 @@ print(json.dumps([detail, document.model_dump(mode="json")]))
 
 
 @pytest.mark.parametrize("is_written_by_agent", [True, False])
-async def test_harbor_reads_back_what_was_sampled(
+async def test_harbor_reads_back_the_sampled_tokens(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, is_written_by_agent: bool
 ) -> None:
     runner = HarborTrialRunner(**settings_of(tmp_path, turns=2))

@@ -18,7 +18,7 @@ _NOBODY = -1
 
 
 class Reaper:
-    """The runner's side: tells the process what runs."""
+    """The runner's side: tells the process of running work."""
 
     def __init__(self, script: str = __file__) -> None:
         """Starts no process yet.

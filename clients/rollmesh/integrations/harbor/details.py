@@ -46,7 +46,7 @@ def atif_of(session: SessionResult, decode: Decode) -> dict[str, Any]:
 
 
 def write_details(session: SessionResult, folder: str | Path, decode: Decode) -> None:
-    """Writes what was sampled into the folder of an ended trial, for Harbor's viewer and others.
+    """Writes a session's sampled tokens into the folder of an ended trial, as Harbor reads them.
 
     `result.json` gets the `rollout_details`. The ATIF document is `agent/trajectory.json`, or
     `agent/trajectory.sampled.json` if the agent has written the former.
