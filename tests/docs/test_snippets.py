@@ -12,13 +12,20 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec, patch
+from unittest.mock import AsyncMock, create_autospec, patch
 
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
+from rollmesh.client import (
+    MeshAddresses,
+    Retries,
+    Session,
+    SubscribeOptions,
+    register_runner,
+)
+from rollmesh.integrations.harbor import HarborRunner, HarborTrialRunner, task_of
 from rollmesh.integrations.trl import MeshRollouts
 from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
@@ -202,6 +209,33 @@ async def scorer(block: Block, folder: Path) -> None:
     assert names["score"](session).reward == 1.0
 
 
+async def harbor_samples(block: Block, folder: Path) -> None:
+    with patch("rollmesh.client.rollout", AsyncMock()) as rolled:
+        await run(block, {"key": "key"})
+    assert rolled.await_args is not None
+    assert isinstance(rolled.await_args.kwargs["runner"], HarborRunner)
+    assert all(map(task_of, rolled.await_args.args[1]))
+
+
+async def harbor_of_verl(block: Block, folder: Path) -> None:
+    names: dict[str, Any] = {"HarborRunner": HarborRunner, "key": "key"}
+    await run(block, names)
+    assert isinstance(names["codex"], HarborRunner)
+
+
+async def harbor_trials(block: Block, folder: Path) -> None:
+    rolled = AsyncMock()
+    names = {
+        "HarborTrialRunner": HarborTrialRunner,
+        "Retries": Retries,
+        "rollout": rolled,
+        "client": None,
+    }
+    await run(block, names)
+    assert rolled.await_args is not None
+    assert isinstance(rolled.await_args.kwargs["runner"], HarborTrialRunner)
+
+
 @contextmanager
 def _patched(name: str, **settings: Any) -> Iterator[Any]:
     with patch(name, autospec=True, **settings) as stand_in:
@@ -219,6 +253,9 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
 }
 ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/chat.md python 1": chat,
+    "docs/harbor.md python 1": harbor_samples,
+    "docs/harbor.md python 2": harbor_of_verl,
+    "docs/harbor.md python 3": harbor_trials,
     "docs/operations.md python 1": scorer,
     "docs/trainers.md python 3": verl_runner,
     "docs/trainers.md python 5": trl_trainer,
