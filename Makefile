@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async kills soak chaos fuzz lock clean
+.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -200,6 +200,9 @@ bench-weights: .venv/.ready  # Weights whole and by difference: bytes, and the p
 
 bench-async: .venv/.ready  # GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo
+
+bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over Harbor's relay, and of one at the sidecar
+	.venv/bin/python -m benchmarks.relay
 
 kills: .venv/.ready  # SIGKILL 500 times at every boundary; answered turns must arrive once
 	.venv/bin/python -m benchmarks.kills

@@ -1,6 +1,7 @@
 """A TCP proxy that fails as networks do: connections fall silent, break or are slow."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -98,10 +99,10 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy_to(server: str) -> AsyncIterator[Proxy]:
-    """Serves a proxy in front of `host:port` until the block ends."""
+async def proxy_to(server: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """Serves a proxy in front of `host:port` until the block ends, to clients over TLS if given."""
     proxy = Proxy(server)
-    listening = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    listening = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
     proxy.address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     try:
         yield proxy

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,42 @@ class Harbor:
     url: str
     folder: Path
     http: aiohttp.ClientSession
+    command: list[str]
+    programs: str = ""
+    """Folders of programs for sandboxes, in front of those of PATH."""
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Starts the server, and waits until it answers."""
+        environ = os.environ | server_side(self.folder / "sandboxes")
+        environ |= {
+            "HARBOR_API_KEY": KEY,
+            "PATH": f"{self.programs}:{os.environ['PATH']}".removeprefix(":"),
+        }
+        with (self.folder / "harbor.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+        await until(self._answers)
+
+    async def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.returncode is None
+        with suppress(aiohttp.ClientError):
+            async with self.http.get(f"{self.url}/jobs") as response:
+                return bool(response.status == 200)
+        return False
+
+    async def kill(self) -> None:
+        """Sends SIGKILL to the server and its sandboxes."""
+        if self.process is not None and self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+
+    async def post(self, path: str, body: object = None) -> None:
+        """Tells the server something."""
+        async with self.http.post(f"{self.url}{path}", json=body or {}) as response:
+            assert response.status == 200, await response.text()
 
     def task(self, name: str, instruction: str) -> dict[str, str]:
         """Makes a task of which an agent is asked the instruction."""
@@ -71,19 +107,22 @@ class Harbor:
         self, name: str, tasks: list[dict[str, str]], attempts: int = 1, **agent: Any
     ) -> str:
         """Submits a job whose agents use the relay's session of this name. Returns its id."""
+        return await self.submit_agents(name, tasks, [_asking(agent)], attempts)
+
+    async def submit_agents(
+        self,
+        name: str,
+        tasks: list[dict[str, str]],
+        agents: list[dict[str, Any]],
+        attempts: int = 1,
+    ) -> str:
+        """Submits a job of these agents."""
         config = {
             "n_attempts": attempts,
             "n_concurrent_trials": 16,
             "quiet": True,
             "environment": {"import_path": "folders:FolderEnvironment", "delete": True},
-            "agents": [
-                {
-                    "import_path": "agents:Asking",
-                    "model_name": "openai/policy",
-                    "model_api_format": "openai_chat_completions",
-                    "kwargs": agent,
-                }
-            ],
+            "agents": agents,
             "tasks": tasks,
         }
         body = {"config": config, "relay_inference": True, "session_id": name}
@@ -110,54 +149,46 @@ class Harbor:
             found: list[dict[str, Any]] = (await response.json())["results"][0]["rows"]
             return found
 
-    async def post(self, path: str) -> None:
-        """Tells the server to do something."""
-        async with self.http.post(f"{self.url}{path}", json={}) as response:
-            assert response.status == 200, await response.text()
-
     def sandboxes(self) -> list[Path]:
         """Returns the sandboxes that exist."""
         return list((self.folder / "sandboxes").glob("harbor-*"))
 
 
+def _asking(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "import_path": "agents:Asking",
+        "model_name": "openai/policy",
+        "model_api_format": "openai_chat_completions",
+        "kwargs": arguments,
+    }
+
+
 @asynccontextmanager
-async def harbor_server(folder: Path, *flags: str, relay: str = "") -> AsyncIterator[Harbor]:
-    """Runs a server."""
+async def harbor_server(
+    folder: Path, *flags: str, relay: str = "", programs: str = ""
+) -> AsyncIterator[Harbor]:
+    """Runs a server, with folders of programs for its sandboxes in front of those of PATH."""
     (folder / "sandboxes").mkdir(parents=True, exist_ok=True)
-    environ = os.environ | server_side(folder / "sandboxes") | {"HARBOR_API_KEY": KEY}
-    with reserved_port() as holder, (folder / "harbor.log").open("wb") as log:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with reserved_port() as holder:
         port = holder.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        process = await asyncio.create_subprocess_exec(
-            *(str(_HARBOR), "serve", "--port", str(port), "--data-dir", str(folder / "data")),
-            *("--relay-url", relay or url, *flags),
-            env=environ,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        headers = {"Authorization": f"Bearer {KEY}"}
-        try:
-            async with aiohttp.ClientSession(headers=headers) as http:
-                await until(lambda: _answers(http, url, process))
-                yield Harbor(url, folder, http)
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-
-
-async def _answers(
-    http: aiohttp.ClientSession, url: str, process: asyncio.subprocess.Process
-) -> bool:
-    assert process.returncode is None
-    try:
-        async with http.get(f"{url}/jobs") as response:
-            return bool(response.status == 200)
-    except aiohttp.ClientError:
-        return False
+        command = [str(_HARBOR), "serve", "--port", str(port), "--relay-url", relay or url]
+        command += ["--data-dir", str(folder / "data"), *flags]
+        async with aiohttp.ClientSession(headers=headers) as http:
+            harbor = Harbor(url, folder, http, command, programs)
+            try:
+                await harbor.start()
+                yield harbor
+            finally:
+                await harbor.kill()
 
 
 def answers_of(folder: Path) -> list[list[str]]:
     """Returns the ids of the answers that each agent got."""
     return [json.loads(one.read_text()) for one in folder.glob("data/**/answers.json")]
+
+
+def statuses_of(folder: Path) -> list[dict[str, int]]:
+    """Returns the number of responses that each agent got, by status. Also of broken streams."""
+    return [json.loads(one.read_text()) for one in folder.glob("data/**/statuses.json")]

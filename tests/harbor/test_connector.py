@@ -1,68 +1,19 @@
 """Harbor's agents train through the inference relay of a real Harbor server."""
 
-import asyncio
-import sqlite3
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, SessionResult, SubscribeOptions
+from rollmesh.client import Client
 from rollmesh.integrations.harbor import Connector, HarborError, ending_of, path_of
+from tests.certificates import Authority
 from tests.faults.proxy import proxy_to
-from tests.harbor.serving import KEY, Harbor, answers_of, harbor_server
-from tests.meshes import Mesh, scripted_mesh
+from tests.harbor.connecting import ASKED, answered, both, command, connected, trained
+from tests.harbor.serving import harbor_server
 from tests.waiting import until
 
-ASKED = "What is 6 times 7?"
-RULES = [(ASKED, "The answer is 42.")]
 pytestmark = pytest.mark.timeout(300)
-
-
-@asynccontextmanager
-async def connected(client: Client, server: str, name: str) -> AsyncIterator[Connector]:
-    connector = Connector(client, server, name, KEY)
-    running = asyncio.create_task(connector.run())
-    waiting = asyncio.create_task(connector.connected.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    try:
-        yield connector
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-
-
-async def trained(client: Client, count: int) -> list[SessionResult]:
-    """Returns the next sessions that a trainer receives."""
-    found: list[SessionResult] = []
-    options = SubscribeOptions()
-    async with (
-        asyncio.timeout(120),
-        client.subscribe("trainer", unit="group", options=options) as deliveries,
-    ):
-        async for delivery in deliveries:
-            await deliveries.acknowledge(delivery)
-            found += delivery.sessions
-            if len(found) >= count:
-                return found
-    raise AssertionError("the deliveries ended")
-
-
-@asynccontextmanager
-async def both(
-    folder: Path, model: Path, *flags: str, **engine: Any
-) -> AsyncIterator[tuple[Mesh, Harbor]]:
-    async with (
-        scripted_mesh(folder / "mesh", model, RULES, **engine) as mesh,
-        harbor_server(folder / "harbor", *flags) as harbor,
-    ):
-        yield mesh, harbor
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,59 +40,6 @@ async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(
             assert trajectory.reasons == ("EXACT",)
 
 
-async def test_cut_connections_double_and_lose_no_turn(tmp_path: Path, tokenizer_dir: Path) -> None:
-    turns = 6
-    async with (
-        both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
-        mesh.client() as client,
-        proxy_to(harbor.url.removeprefix("http://")) as proxy,
-        connected(client, f"http://{proxy.address}", "training-1"),
-    ):
-        tasks = [harbor.task("one", ASKED)]
-        whole = await harbor.submit("training-1", tasks, attempts=2, turns=turns)
-        streamed = await harbor.submit("training-1", tasks, attempts=2, turns=turns, stream=True)
-
-        async def cutting() -> None:
-            while True:
-                await asyncio.sleep(0.7)
-                with proxy.cut():
-                    await asyncio.sleep(0.05)
-
-        cuts = asyncio.create_task(cutting())
-        rollouts = [*await harbor.ended(whole), *await harbor.ended(streamed)]
-        cuts.cancel()
-        assert [one["error_type"] for one in rollouts] == [None] * 4
-        sessions = await trained(client, 4)
-        ids = answers_of(harbor.folder)
-    assert [len(set(one)) for one in ids] == [turns] * 4
-    assert [one.turns for one in sessions] == [turns] * 4
-
-
-@asynccontextmanager
-async def command(mesh: Mesh, harbor: Harbor) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs `rollmesh harbor connect`."""
-    key = harbor.folder / "key"
-    key.write_text(KEY)
-    flags = (f"--server={harbor.url}", "--session=training-1", f"--key-file={key}")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.cli", "harbor", "connect", *flags),
-        f"--router={mesh.address('router')}",
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            assert await process.wait() == 0
-
-
-def answered(mesh: Mesh) -> int:
-    """Number of answers in the gateway's journal."""
-    counts = "SELECT count(*) FROM nodes WHERE sample IS NOT NULL"
-    with closing(sqlite3.connect(mesh.folder / "gateway" / "journal.sqlite")) as journal:
-        return int(journal.execute(counts).fetchone()[0])
-
-
 async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_doubles_no_turn(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -149,7 +47,6 @@ async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_double
         both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
         mesh.client() as client,
     ):
-        await mesh.run("sidecar", "sidecar-2", port=0, router=mesh.address("router"))
         async with command(mesh, harbor) as first:
             job = await harbor.submit(
                 "training-1", [harbor.task("one", ASKED)], attempts=2, turns=6, stream=True
@@ -161,6 +58,23 @@ async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_double
             await harbor.ended(job)
             sessions = await trained(client, 2)
     assert [(one.turns, one.reward) for one in sessions] == [(6, 0.75)] * 2
+
+
+async def test_a_server_behind_tls_is_known_by_a_private_authority(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    authority = Authority(tmp_path)
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        proxy_to(harbor.url.removeprefix("http://"), authority.server("localhost")) as proxy,
+    ):
+        server = f"https://localhost:{proxy.address.rpartition(':')[2]}"
+        async with command(mesh, harbor, server, SSL_CERT_FILE=str(authority.certificate)):
+            job = await harbor.submit("training-1", [harbor.task("one", ASKED)], stream=True)
+            await harbor.ended(job)
+            (session,) = await trained(client, 1)
+    assert (session.turns, session.reward) == (3, 0.75)
 
 
 async def test_a_failed_sandbox_is_not_the_policys_zero(

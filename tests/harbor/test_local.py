@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from rollmesh.integrations.harbor import HarborTrialRunner, write_details
+from tests.harbor.connecting import ASKED, RULES, trained
 from tests.harbor.serving import PYTHON, make_task, server_side
-from tests.harbor.test_connector import ASKED, RULES, trained
 from tests.harbor.test_runner import FOLDERS, rolled
 from tests.meshes import scripted_mesh
 from tests.processes import run_to_end

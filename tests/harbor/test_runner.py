@@ -14,8 +14,8 @@ from rollmesh.client import Client, GroupOutcome, Retries, Session, rollout, rol
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.integrations.harbor import HarborRolloutError, HarborRunner, settle, task_of
 from rollmesh.runtime.errors import InvalidFieldError
+from tests.harbor.connecting import ASKED, both, trained
 from tests.harbor.serving import KEY, Harbor
-from tests.harbor.test_connector import ASKED, both, trained
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollmesh.integrations.trl import MeshRollouts
+from tests.harbor.connecting import ASKED, both, trained
 from tests.harbor.serving import KEY, Harbor
-from tests.harbor.test_connector import ASKED, both, trained
 from tests.harbor.test_runner import FOLDERS, runner_of
 from tests.trainers.processes import run_script
 from tests.trainers.test_trl import arguments

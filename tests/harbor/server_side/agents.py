@@ -1,6 +1,9 @@
-"""An agent that Harbor's server runs in its own process, with OpenAI's SDK."""
+"""Agents that Harbor's server runs: one in its own process, and programs in sandboxes."""
 
+import asyncio
 import json
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +11,11 @@ from harbor.agents.agent_auth_resolution import ModelConnectionSpec
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.models.model_api_format import ModelApiFormat
-from openai import APIError, AsyncOpenAI
+from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 
-class Asking(BaseAgent):  # type: ignore[misc]
-    """Asks the same question again and again, and writes down the ids of its answers.
-
-    An answer that breaks off is asked for again, as the SDK does: with the same key.
-    """
+class _Agent(BaseAgent):  # type: ignore[misc]
+    """An agent of the tests, which takes every API."""
 
     capabilities = AgentCapabilities(base_url=True)
     MODEL_CONNECTION = ModelConnectionSpec(
@@ -23,20 +23,6 @@ class Asking(BaseAgent):  # type: ignore[misc]
         base_url_destination_names={"default": "OPENAI_BASE_URL"},
         default_api_format_by_provider={},
     )
-
-    def __init__(
-        self,
-        *args: Any,
-        turns: int = 3,
-        stream: bool = False,
-        fails: str = "",
-        until: str = "",
-        **kwargs: Any,
-    ) -> None:
-        """Fails with an error of the name `fails`, as long as the file `until` is missing."""
-        super().__init__(*args, **kwargs)
-        self._turns, self._stream, self._fails = turns, stream, fails
-        self._until = Path(until) if until else None
 
     @staticmethod
     def name() -> str:
@@ -48,28 +34,92 @@ class Asking(BaseAgent):  # type: ignore[misc]
     async def setup(self, environment: Any) -> None:
         pass
 
+
+class Program(_Agent):
+    """Runs a program in the sandbox, which has the base URL and the key where SDKs look."""
+
+    def __init__(self, *args: Any, command: list[str], env: dict[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._command, self._env = command, env
+
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        connection = self.model_connection
+        base_url = str(connection.resolved_base_url).removesuffix("/v1")
+        settings = {
+            "OPENAI_BASE_URL": f"{base_url}/v1",
+            "OPENAI_API_KEY": connection.api_key,
+            "ANTHROPIC_BASE_URL": base_url,
+            "ANTHROPIC_API_KEY": connection.api_key,
+        }
+        done = await environment.exec(shlex.join(self._command), env={**settings, **self._env})
+        (self.logs_dir / "said").write_text(done.stdout)
+        assert done.return_code == 0, done.stderr
+        await environment.exec("echo done > /app/done.txt")
+
+
+class Asking(_Agent):
+    """Asks the same question again and again, and writes down the ids of its answers.
+
+    An answer that breaks off is asked for again, as the SDK does: with the same key. While a
+    streamed answer arrives, there is a file `begun`. `statuses.json` has the number of responses
+    by status, and of streams that broke off.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        turns: int = 3,
+        at_once: int = 1,
+        stream: bool = False,
+        fails: str = "",
+        until: str = "",
+        waits_for: str = "",
+        **kwargs: Any,
+    ) -> None:
+        """Asks each turn `at_once` times. Reads a stream on once the file `waits_for` exists.
+
+        Fails with an error of the name `fails`, as long as the file `until` is missing.
+        """
+        super().__init__(*args, **kwargs)
+        self._turns, self._at_once, self._stream, self._fails = turns, at_once, stream, fails
+        self._until = Path(until) if until else None
+        self._waits_for = Path(waits_for) if waits_for else None
+        self._statuses = Counter[str]()
+
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         connection = self.model_connection
         messages: list[dict[str, str]] = []
         ids: list[str] = []
-        async with AsyncOpenAI(
-            base_url=connection.resolved_base_url,
-            api_key=connection.api_key,
-            max_retries=40,
-            timeout=60,
-        ) as client:
+        async with (
+            DefaultAsyncHttpxClient(event_hooks={"response": [self._count]}) as http,
+            AsyncOpenAI(
+                base_url=connection.resolved_base_url,
+                api_key=connection.api_key,
+                max_retries=40,
+                timeout=120,
+                http_client=http,
+            ) as client,
+        ):
             for turn in range(self._turns):
                 messages.append({"role": "user", "content": instruction.strip()})
-                key = f"{self.context_id}-{turn}"
-                id_, text = await self._answer(client, messages, key)
-                ids.append(id_)
-                messages.append({"role": "assistant", "content": text})
+                answers = await asyncio.gather(
+                    *(
+                        self._answer(client, messages, f"{self.context_id}-{turn}-{at}")
+                        for at in range(self._at_once)
+                    )
+                )
+                ids += [id_ for id_, _ in answers]
+                messages.append({"role": "assistant", "content": answers[0][1]})
         if self._fails and not (self._until and self._until.exists()):
             if self._until:
                 self._until.touch()
             raise type(self._fails, (Exception,), {})("as the test wants")
         (self.logs_dir / "answers.json").write_text(json.dumps(ids))
+        (self.logs_dir / "statuses.json").write_text(json.dumps(self._statuses))
         await environment.exec("echo done > /app/done.txt")
+
+    async def _count(self, response: Any) -> None:
+        self._statuses[str(response.status_code)] += 1
 
     async def _answer(
         self, client: Any, messages: list[dict[str, str]], key: str
@@ -81,19 +131,32 @@ class Asking(BaseAgent):  # type: ignore[misc]
                 whole = await client.chat.completions.create(**asked, extra_headers=headers)
                 return whole.id, whole.choices[0].message.content or ""
             try:
-                text, ended, id_ = "", False, ""
-                stream = await client.chat.completions.create(
-                    **asked, stream=True, extra_headers=headers
-                )
-                async for chunk in stream:
-                    id_ = chunk.id
-                    for choice in chunk.choices:
-                        text += choice.delta.content or ""
-                        ended = ended or choice.finish_reason is not None
-                if ended:
-                    return id_, text
+                if found := await self._streamed(client, asked, headers):
+                    return found
             except APIError:
-                continue
+                self._statuses["broken"] += 1
             except Exception as error:  # a stream that breaks off
                 if "peer closed" not in str(error) and "incomplete" not in str(error):
                     raise
+                self._statuses["broken"] += 1
+
+    async def _streamed(
+        self, client: Any, asked: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[str, str] | None:
+        """Returns an answer, or None if it ends early."""
+        id_, text, ended, begun = "", "", False, self.logs_dir / "begun"
+        stream = await client.chat.completions.create(**asked, stream=True, extra_headers=headers)
+        try:
+            async for chunk in stream:
+                begun.touch()
+                id_ = chunk.id
+                while self._waits_for:
+                    if self._waits_for.exists():
+                        break
+                    await asyncio.sleep(0.05)
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    ended = ended or choice.finish_reason is not None
+        finally:
+            begun.unlink(missing_ok=True)
+        return (id_, text) if ended else None

@@ -1,7 +1,7 @@
 """A Harbor environment without a container: a folder of this machine, for trusted tasks.
 
-Harbor's server imports it. Paths of the environment lie in the folder. Commands run with them
-replaced, and with the folder in ROOT.
+Harbor's server imports it. Paths of the environment lie in the folder. Commands and their variables
+have them replaced, and the folder is in ROOT.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 
-_PATHS = re.compile(r"(?<![\w/.])/(?=(?:app|logs|tests|solution)(?:[/\s'\";)]|$))")
+_PATHS = re.compile(r"(?<![\w/.])/(?=(?:app|logs|tests|solution|installed-agent)(?:[/\s'\";)]|$))")
 
 
 class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
@@ -43,7 +43,15 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     async def start(self, force_build: bool) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="harbor-"))
-        for name in ("app", "logs/agent", "logs/verifier", "logs/artifacts", "tests", "solution"):
+        for name in (
+            "app",
+            "root",
+            "logs/agent",
+            "logs/verifier",
+            "logs/artifacts",
+            "tests",
+            "solution",
+        ):
             self._there(name).mkdir(parents=True)
 
     async def stop(self, delete: bool) -> None:
@@ -63,6 +71,11 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         shutil.copytree(self._there(source_dir), target_dir, dirs_exist_ok=True)
 
+    def _environ(self) -> dict[str, str]:
+        """Returns the environment of a sandbox, which has a home and no modules of the server."""
+        inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+        return inherited | {"ROOT": str(self.root), "HOME": str(self.root / "root")}
+
     async def exec(
         self,
         command: str,
@@ -76,7 +89,11 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
             "-c",
             _PATHS.sub(f"{self.root}/", command),
             cwd=self._there(cwd or "/app"),
-            env={**os.environ, **self._persistent_env, **(env or {}), "ROOT": str(self.root)},
+            env=self._environ()
+            | {
+                name: _PATHS.sub(f"{self.root}/", text)
+                for name, text in {**self._persistent_env, **(env or {})}.items()
+            },
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

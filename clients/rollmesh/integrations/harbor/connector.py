@@ -50,6 +50,8 @@ _NOT_RETURNED = {"date", "server", "content-length", "content-encoding", "connec
 }
 _GIVEN_UP = {"agent_disconnected", "rollout_closed"}
 """Reasons of a cancellation after which no agent waits for the answer or repeats its request."""
+_BUFFER = "buffer_limit"
+_FULL = "256 frames or 16 MiB of an answer, or 64 MiB in all, waited for agents; the relay cut it"
 
 # The end of a rollout.
 
@@ -65,6 +67,7 @@ _OF_THE_POLICY = {
 }
 """Errors of Harbor that are results of the policy: the verifier's reward counts."""
 _ENDED = {"finished", "cancelled"}
+_UNKNOWN = "the Harbor server does not have the rollout"
 
 
 class Ending(NamedTuple):
@@ -75,6 +78,9 @@ class Ending(NamedTuple):
     metadata: dict[str, str]
     superseded: bool
     """Whether Harbor runs the rollout again under another id."""
+
+
+_LOST = Ending("FAILED", None, {"harbor_error": _UNKNOWN}, superseded=False)
 
 
 def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -> Ending | None:
@@ -117,31 +123,38 @@ def path_of(target: str) -> str:
 
 _ROWS = (
     "SELECT id, job_id, name, state, error_type, is_latest_attempt, retry_ids, task_name, "
-    "task_digest, agent_name FROM rollout WHERE id IN (?)"
+    "task_digest, agent_name, json_extract(config, '$.agent') AS agent FROM rollout WHERE id IN (?)"
 )
 _REWARDS = "SELECT * FROM rollout_reward WHERE rollout_id IN (?)"
 _SEATS = (
     "SELECT id FROM rollout WHERE job_id = ? AND task_name = ? AND task_digest = ? "
-    "AND agent_name IS ? AND retry_index = 0 ORDER BY created_at, id"
+    "AND json_extract(config, '$.agent') = ? AND retry_index = 0 ORDER BY created_at, id"
 )
 _MOST_ASKED = 500
 """Rollouts of one question."""
 _POLL_S = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=1800.0)  # the relay waits as long
 _QUERY = aiohttp.ClientTimeout(total=30.0)
+_SIDECAR_S = 30.0
+"""How long a request waits for a sidecar. The relay waits as long for a connector."""
 
 
 class HarborError(Exception):
     """The server refuses the connector, or does not answer."""
 
 
+class RolloutEndedError(HarborError):
+    """The rollout has ended, or the server does not have it."""
+
+
 @dataclass(eq=False)
-class _Rollout:
+class Rollout:
     """A rollout that has called the model."""
 
     id: str
-    opening: asyncio.Task[Session]
+    opening: asyncio.Task[Session] | None = None
     answers: set[asyncio.Task[None]] = field(default_factory=set)
+    has_ended: bool = False
 
 
 class Relay:
@@ -158,7 +171,7 @@ class Relay:
         self._server = server.rstrip("/")
         self._name = name
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._rollouts: dict[str, _Rollout] = {}
+        self._rollouts: dict[str, Rollout] = {}
         self._openings: set[asyncio.Task[Session]] = set()
         self.connected = asyncio.Event()
         """Set while the relay is connected."""
@@ -173,7 +186,9 @@ class Relay:
         try:
             # The relay has a bound on requests of its own.
             async with (
-                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0), timeout=_QUERY
+                ) as http,
                 asyncio.TaskGroup() as tasks,
             ):
                 tasks.create_task(self._close_ended(http))
@@ -239,27 +254,30 @@ class Relay:
                 running[number].add_done_callback(forget)
             elif frame.get("reason") in _GIVEN_UP and number in running:
                 running[number].cancel()
+            elif frame.get("reason") == _BUFFER:
+                _log.warning(_FULL, extra=self._what())
 
     async def _answer(
         self, http: aiohttp.ClientSession, reply: "_Reply", frame: Mapping[str, Any]
     ) -> None:
         """Answers a request through the session of its rollout."""
-        rollout = self._rollout(http, frame["rollout_id"])
+        rollout_id = frame["rollout_id"]
+        rollout = self._rollouts.setdefault(rollout_id, Rollout(rollout_id))
         this = asyncio.current_task()
         assert this is not None
         rollout.answers.add(this)
+        backoff = Backoff(0.1, 2.0)
+        deadline_s = asyncio.get_running_loop().time() + _SIDECAR_S
         try:
-            for is_last in (False, True):
+            while True:
                 try:
-                    session = await asyncio.shield(rollout.opening)
-                    await self._forward(http, session.base_url, reply, frame)
-                except aiohttp.ClientConnectorError as error:  # the sidecar is gone
-                    if is_last:
-                        await reply.fail(503, "unavailable", str(error))
-                        return
-                    rollout.opening = self._open(http, rollout.id)
-                else:
-                    return
+                    session = await asyncio.shield(self._opening(http, rollout))
+                    return await self._forward(http, session.base_url, reply, frame)
+                except aiohttp.ClientConnectorError:  # the sidecar is gone, and has no request
+                    if asyncio.get_running_loop().time() > deadline_s:
+                        raise
+                await asyncio.sleep(backoff.next_s())
+                rollout.opening = None
         except (RollmeshError, HarborError) as error:
             await reply.fail(
                 _status_of(error), getattr(error, "reason", "unavailable").lower(), str(error)
@@ -295,21 +313,16 @@ class Relay:
             await reply.begin(response.status, headers)
             await reply.relay(response.content)
 
-    def _rollout(self, http: aiohttp.ClientSession, rollout_id: str) -> _Rollout:
-        rollout = self._rollouts.get(rollout_id)
-        if rollout is None:
-            rollout = _Rollout(rollout_id, self._open(http, rollout_id))
-            self._rollouts[rollout_id] = rollout
-        elif rollout.opening.done() and (
-            rollout.opening.cancelled() or rollout.opening.exception() is not None
+    def _opening(self, http: aiohttp.ClientSession, rollout: Rollout) -> asyncio.Task[Session]:
+        """Returns the opening of a rollout's session. One that has failed is tried again."""
+        opening = rollout.opening
+        if opening is None or (
+            opening.done() and (opening.cancelled() or opening.exception() is not None)
         ):
-            rollout.opening = self._open(http, rollout_id)
-        return rollout
-
-    def _open(self, http: aiohttp.ClientSession, rollout_id: str) -> asyncio.Task[Session]:
-        opening = asyncio.get_running_loop().create_task(self._session(http, rollout_id))
-        self._openings.add(opening)
-        opening.add_done_callback(self._opened)
+            opening = asyncio.get_running_loop().create_task(self._session(http, rollout))
+            self._openings.add(opening)
+            opening.add_done_callback(self._opened)
+            rollout.opening = opening
         return opening
 
     def _opened(self, opening: asyncio.Task[Session]) -> None:
@@ -325,7 +338,7 @@ class Relay:
             for opening in self._openings:
                 opening.cancel()
 
-    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         """Returns the session of a rollout.
 
         Raises:
@@ -369,28 +382,32 @@ class Connector(Relay):
         self._reward = reward
         self._run_id = run_id
 
-    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         """Opens the session of a rollout, or finds it.
 
         Raises:
-            HarborError: The server does not have the rollout, or does not answer.
+            RolloutEndedError: A request came after the end, or the server lacks the rollout.
+            HarborError: The server does not answer.
             RollmeshError: The mesh cannot open it.
         """
-        (found,) = await self._query(http, [[_ROWS, rollout_id]])
+        (found,) = await self._query(http, [[_ROWS, rollout.id]])
         if not found:
-            raise HarborError(f"the Harbor server does not have rollout {rollout_id}")
+            raise RolloutEndedError(f"{_UNKNOWN} {rollout.id}")
         (row,) = found
-        policy = [row[name] for name in ("job_id", "task_name", "task_digest", "agent_name")]
+        if row["state"] in _ENDED and not rollout.has_ended:
+            raise RolloutEndedError(f"rollout {rollout.id} has ended")
+        policy = [row[name] for name in ("job_id", "task_name", "task_digest", "agent")]
         (seats,) = await self._query(http, [[_SEATS, *policy]])
         first = json.loads(row["retry_ids"])[-1]
+        ids = [one["id"] for one in seats]
         request = self._client.session_request(
-            request_id=f"harbor-{rollout_id}",
+            request_id=f"harbor-{rollout.id}",
             group_id=f"{row['job_id']}/{sha256(json.dumps(policy).encode()).hexdigest()[:16]}",
-            sample_index=[one["id"] for one in seats].index(first),
-            group_size=len(seats),
+            sample_index=ids.index(first),
+            group_size=len(ids),
             run_id=self._run_id,
             metadata={
-                "harbor_rollout": rollout_id,
+                "harbor_rollout": rollout.id,
                 "harbor_job": row["job_id"],
                 "harbor_trial": row["name"],
                 "harbor_task": row["task_name"],
@@ -437,32 +454,41 @@ class Connector(Relay):
         except HarborError as error:
             _log.warning("rollouts were not read", extra=self._what(error=str(error)))
             return
-        for row in rows:
+        found = {row["id"]: row for row in rows}
+        for rollout_id in ids:
             named = {
-                one["reward_key"]: one["value"] for one in rewards if one["rollout_id"] == row["id"]
+                one["reward_key"]: one["value"]
+                for one in rewards
+                if one["rollout_id"] == rollout_id
             }
-            if (ending := ending_of(row, named, self._reward)) is not None:
-                await self._close(self._rollouts[row["id"]], ending)
+            ending: Ending | None = _LOST
+            if row := found.get(rollout_id):
+                ending = ending_of(row, named, self._reward)
+            if ending is not None:
+                await self._close(http, self._rollouts[rollout_id], ending)
 
-    async def _close(self, rollout: _Rollout, ending: Ending) -> None:
+    async def _close(self, http: aiohttp.ClientSession, rollout: Rollout, ending: Ending) -> None:
         """Closes a session. If the mesh is away, the next round tries again."""
+        rollout.has_ended = True
         for answer in rollout.answers:  # no agent waits for them
             answer.cancel()
         try:
-            session = await asyncio.shield(rollout.opening)
+            session = await asyncio.shield(self._opening(http, rollout))
             session.reward = ending.reward
-            with suppress(SessionClosedError):
-                await self._client.close_session(
-                    session,
-                    outcome=ending.outcome,
-                    metadata=ending.metadata,
-                    superseded=ending.superseded,
-                )
+            await self._client.close_session(
+                session,
+                outcome=ending.outcome,
+                metadata=ending.metadata,
+                superseded=ending.superseded,
+            )
+        except (SessionClosedError, RolloutEndedError) as error:
+            _log.info(
+                "session was closed before", extra=self._what(rollout=rollout.id, error=str(error))
+            )
         except (RollmeshError, HarborError) as error:
-            if not isinstance(error, SessionClosedError):
-                what = self._what(rollout=rollout.id, error=str(error))
-                _log.warning("session was not closed, will retry", extra=what)
-                return
+            what = self._what(rollout=rollout.id, error=str(error))
+            _log.warning("session was not closed, will retry", extra=what)
+            return
         del self._rollouts[rollout.id]
 
 
@@ -516,7 +542,7 @@ class _Reply:
 def _status_of(error: Exception) -> int:
     """Returns the HTTP status of an error of a session that cannot be opened."""
     match error:
-        case SessionClosedError():
+        case SessionClosedError() | RolloutEndedError():
             return 410
         case InvalidFieldError():
             return 400

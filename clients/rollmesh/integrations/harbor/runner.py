@@ -22,7 +22,7 @@ from rollmesh.client import Session
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.shielding import shielded
-from rollmesh.integrations.harbor.connector import HarborError, Relay, ending_of, refusal
+from rollmesh.integrations.harbor.connector import HarborError, Relay, Rollout, ending_of, refusal
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.telemetry.logs import fields
 
@@ -139,7 +139,7 @@ class _OneSession(Relay):
         super().__init__(server, session.session_id, key)
         self._open_session = session
 
-    async def _session(self, http: aiohttp.ClientSession, rollout_id: str) -> Session:
+    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         return self._open_session
 
 

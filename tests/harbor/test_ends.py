@@ -1,0 +1,167 @@
+"""Rollouts that end while they are asked for, servers that forget them, and Harbor's limits."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from examples.demo.audit import Audit
+from tests.faults.proxy import proxy_to
+from tests.harbor.connecting import (
+    ASKED,
+    LONG,
+    answered,
+    both,
+    connected,
+    generating,
+    opened,
+    trained,
+)
+from tests.harbor.serving import answers_of, statuses_of
+from tests.meshes import until_free
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_a_server_that_is_killed_ends_its_rollouts_and_serves_again(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1") as connector,
+    ):
+        task = [harbor.task("one", ASKED)]
+        await client.pause_engines()
+        await harbor.submit("training-1", task, attempts=2)
+        await generating(client, 2)
+        await harbor.kill()
+        await until(lambda: not connector.connected.is_set())
+        await client.resume_engines()
+        await harbor.start()
+        lost = await trained(client, 2)
+        job = await harbor.submit("training-1", task, attempts=2)
+        await harbor.ended(job)
+        sessions = (await trained(client, 2))[-2:]
+    assert [(one.outcome, one.reward) for one in lost] == [("FAILED", None)] * 2
+    assert [(one.outcome, one.reward) for one in sessions] == [("COMPLETED", 0.75)] * 2
+
+
+async def test_sessions_of_rollouts_that_the_server_lost_end_and_say_so(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        await client.pause_engines()
+        await harbor.submit("training-1", [harbor.task("one", ASKED)])
+        await generating(client, 1)
+        await harbor.kill()
+        shutil.rmtree(harbor.folder / "data")
+        await harbor.start()
+        (session,) = await trained(client, 1)
+        await until_free(client)
+    assert (session.outcome, session.reward) == ("FAILED", None)
+    assert "does not have the rollout" in session.metadata["harbor_error"]
+
+
+async def test_a_rollout_that_is_cancelled_ends_its_generations_and_its_session(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        await client.pause_engines()
+        task = [harbor.task("one", ASKED)]
+        jobs = [
+            await harbor.submit("training-1", task, stream=stream, at_once=4)
+            for stream in (False, True)
+        ]
+        await generating(client, 8)
+        for job in jobs:
+            await harbor.post(f"/jobs/{job}/cancel", {"force": True})
+        sessions = await trained(client, 2)
+        await until_free(client)
+        await client.resume_engines()
+        assert opened(mesh) == 0
+    assert [(one.outcome, one.turns) for one in sessions] == [("ABORTED", 0)] * 2
+
+
+async def test_a_request_that_arrives_after_the_end_of_its_rollout_opens_no_session(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        proxy_to(harbor.url.removeprefix("http://")) as proxy,
+        connected(client, f"http://{proxy.address}", "training-1") as connector,
+    ):
+        task = [harbor.task("one", ASKED)]
+        with proxy.partitioned():
+            late = await harbor.submit("training-1", task)
+            await until(lambda: "POST /inference" in (harbor.folder / "harbor.log").read_text())
+            await harbor.post(f"/jobs/{late}/cancel", {"force": True})
+            await harbor.ended(late)
+        job = await harbor.submit("training-1", task)
+        await harbor.ended(job)
+        sessions = await trained(client, 1)
+        assert connector.connected.is_set()
+        assert opened(mesh) == 0
+    assert [one.metadata["harbor_job"] for one in sessions] == [job]
+
+
+async def test_an_agent_that_stops_reading_gets_the_whole_answer_later(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        go_on = tmp_path / "go-on"
+        job = await harbor.submit(
+            "training-1", [harbor.task("one", LONG)], turns=1, stream=True, waits_for=str(go_on)
+        )
+        await until(lambda: answered(mesh) == 1)
+        go_on.touch()
+        await harbor.ended(job)
+        (session,) = await trained(client, 1)
+    ((answer,),) = answers_of(harbor.folder)
+    (trajectory,) = session.trajectories
+    (sampled,) = [one for one in trajectory.segments if one.sampled]
+    assert answer.endswith(f"-{sampled.node_id}")
+    assert sampled.end - sampled.start > 500
+    assert statuses_of(harbor.folder) == [{"200": 1}]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_thousand_requests_at_once_are_all_answered_once(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        await client.pause_engines()
+        task = [harbor.task("one", ASKED)]
+        job = await harbor.submit("training-1", task, attempts=4, turns=1, at_once=250)
+        await generating(client, 256)
+        await client.resume_engines()
+        await harbor.ended(job)
+        sessions = await trained(client, 4)
+    audit = Audit()
+    audit.received(sessions)
+    answers = Counter(id_ for ids in answers_of(harbor.folder) for id_ in ids)
+    assert len(answers) == answers.total() == 1000
+    assert audit.trained == answers
+    statuses = sum(map(Counter, statuses_of(harbor.folder)), Counter())
+    assert statuses["200"] == 1000
+    assert statuses["429"] > 0
