@@ -5,6 +5,7 @@ Read first: `sessions`, `deliveries`.
 May import `mesh`, `runtime` and `v1`.
 """
 
+from rollmesh.client.arguments import Budget
 from rollmesh.client.client import Client
 from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
@@ -40,6 +41,7 @@ from rollmesh.v1.sampling_pb2 import AdapterChoice
 __all__ = [
     "AdapterChoice",
     "AgentRunner",
+    "Budget",
     "Client",
     "Delivery",
     "EngineControlError",

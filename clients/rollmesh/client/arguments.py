@@ -1,6 +1,8 @@
 """Turns arguments into messages. Errors name the argument."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -35,13 +37,54 @@ _PURPOSES = {
     "eval": session_pb2.SESSION_PURPOSE_EVAL,
     "other": session_pb2.SESSION_PURPOSE_OTHER,
 }
+_ACTIONS = {
+    "answer": gateway_pb2.BUDGET_ACTION_ANSWER,
+    "refuse": gateway_pb2.BUDGET_ACTION_REFUSE,
+}
 _OUTCOMES = {
     "COMPLETED": session_pb2.SESSION_OUTCOME_COMPLETED,
     "FAILED": session_pb2.SESSION_OUTCOME_FAILED,
     "ABORTED": session_pb2.SESSION_OUTCOME_ABORTED,
 }
+_LONGEST_S = 1e12
 _Message = TypeVar("_Message", bound=Message)
 _Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits on the use of one session. 0 means no limit."""
+
+    calls: int = 0
+    """Most answers. Each choice of a request is one."""
+    sampled_tokens: int = 0
+    """Most sampled tokens of all answers. The last one is cut."""
+    seconds: float = 0.0
+    """Time after which no turn begins, from the opening on."""
+    when_spent: Literal["answer", "refuse"] = "answer"
+    """Whether further requests get a final answer that is not sampled, or fail with 400."""
+
+
+def budget_of(budget: Budget | None) -> gateway_pb2.SessionBudget | None:
+    """Returns the message of a budget. None for None.
+
+    Raises:
+        InvalidFieldError: A field is invalid.
+    """
+    if budget is None:
+        return None
+    if not 0 <= budget.seconds < _LONGEST_S:
+        raise InvalidFieldError("budget", f"seconds is {budget.seconds}; give a number from 0 on")
+    try:
+        return filled(
+            gateway_pb2.SessionBudget,
+            calls=budget.calls,
+            sampled_tokens=budget.sampled_tokens,
+            time_ms=math.ceil(budget.seconds * 1000),
+            action=chosen("when_spent", budget.when_spent, _ACTIONS),
+        )
+    except InvalidFieldError as error:
+        raise InvalidFieldError("budget", error.message) from error
 
 
 def chosen(field: str, name: object, values: Mapping[str, _Value]) -> _Value:

@@ -41,10 +41,12 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from rollmesh.client.arguments import (
+    Budget,
     Column,
     ExportForm,
     Purpose,
     SamplingPolicy,
+    budget_of,
     choices_of,
     export_mode,
     kinds_of,
@@ -464,6 +466,8 @@ class RolloutSettings:
     purpose: Purpose = "train"
     """The use of the sessions: "train", "eval" or "other". Consumers get those to train on by
     default."""
+    budget: Budget | None = None
+    """The calls, sampled tokens and seconds that the agent of each session may use."""
     on_sample: Callable[[SampleOutcome], None] | None = None
     """Called with the outcome of each seat."""
     on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
@@ -508,6 +512,7 @@ class RolloutSettings:
         choices_of(self.adapters)
         kinds_of(self.columns)
         policy_of(self.sampling_policy)
+        budget_of(self.budget)
         if self.runner is not None:
             find_runner(self.runner)
 
@@ -730,6 +735,7 @@ class Attempts:
             metadata=metadata,
             export=self._settings.export,
             purpose=self._settings.purpose,
+            budget=self._settings.budget,
         )
 
     async def _open(self, seat: Seat, request: gateway_pb2.CreateSessionRequest) -> Session:

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.client.arguments import (
+    Budget,
     Column,
     ExportForm,
     Purpose,
     SamplingPolicy,
+    budget_of,
     choices_of,
     export_mode,
     filled,
@@ -220,6 +222,7 @@ class SessionCalls(Connections):
         request_id: str = "",
         reward_timeout_ms: int | None = None,
         run_id: str = "",
+        budget: Budget | None = None,
     ) -> AsyncIterator[Session]:
         """Holds a session open. Leaving closes it with `session.rewards`.
 
@@ -248,6 +251,7 @@ class SessionCalls(Connections):
                 as long as its gateway remembers that.
             reward_timeout_ms: As of `close_session`, if the block ends without an error.
             run_id: The run of the group: with another one, the `group_id` names another group.
+            budget: The calls, sampled tokens and seconds that the agent may use.
 
         Raises:
             RollmeshError: The gateway refuses.
@@ -266,6 +270,7 @@ class SessionCalls(Connections):
             purpose=purpose,
             request_id=request_id,
             run_id=run_id,
+            budget=budget,
         )
         session = await self.open_session(request)
         try:
@@ -295,6 +300,7 @@ class SessionCalls(Connections):
         purpose: Purpose = "train",
         request_id: str = "",
         run_id: str = "",
+        budget: Budget | None = None,
     ) -> gateway_pb2.CreateSessionRequest:
         """Returns the request for a session. The arguments are those of `session`.
 
@@ -316,6 +322,7 @@ class SessionCalls(Connections):
             export_mode=export_mode(export),
             purpose=purpose_of(purpose),
             run_id=run_id,
+            budget=budget_of(budget),
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
@@ -783,6 +790,8 @@ class SessionResult:
     """The numerics of the engines that sampled its tokens, by the ids of the version spans."""
     edges: tuple[trajectory_pb2.DeclaredEdge, ...] = ()
     """The edges that the agent declared between its model requests, with their turns."""
+    budgets_spent: tuple[str, ...] = ()
+    """The budgets that stopped a request or cut a turn: CALLS, SAMPLED_TOKENS, TIME."""
 
     @property
     def group(self) -> tuple[str, str]:
@@ -810,6 +819,7 @@ class SessionResult:
             proto.run_id,
             {one.id: one for one in proto.numerics},
             tuple(proto.edges),
+            tuple(name_of(session_pb2.BudgetKind.DESCRIPTOR, one) for one in proto.budgets_spent),
         )
 
 

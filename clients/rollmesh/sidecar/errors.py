@@ -171,7 +171,8 @@ def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> Ht
     if status in {429, 503}:
         delay = min(max(-(-(error.retry_delay_ms or 1000) // 1000), 1), _MOST_DELAY_S)
         headers.append((b"retry-after", str(delay).encode()))
-    if status in {409, 501}:  # SDKs would retry, but a closed session stays closed
+    # SDKs would retry, but a closed session stays closed, and a spent budget spent.
+    if status in {409, 501} or error.reason == "BUDGET_SPENT":
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
 

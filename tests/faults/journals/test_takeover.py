@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.client import AdapterChoice, Session, SessionResult
+from rollmesh.client import AdapterChoice, Budget, Session, SessionResult
 from rollmesh.engine.scripted import scripted_experts
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
@@ -327,6 +327,36 @@ async def test_edges_are_declared_once_though_the_gateway_dies_before_it_answers
     assert [one.lineage_source for one in result.trajectories] == ["RULE", "DECLARED"]
     (kept,) = result.edges
     assert (len(kept.source_node_ids), len(kept.target_node_ids)) == (1, 1)
+
+
+async def test_a_budget_holds_though_gateways_die_while_agents_use_it(fleet: Fleet) -> None:
+    budget = Budget(calls=9, when_spent="refuse")
+    request = fleet.client.session_request(budget=budget)
+    session = await fleet.client.open_session(request)
+    agent = fleet.agent(session, max_retries=PATIENT)
+    answers: list[str] = []
+
+    async def asks(at: int) -> None:
+        for turn in range(4):
+            try:
+                answer = await agent.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": f"{at} {turn} plain"}],
+                    extra_headers={"Idempotency-Key": f"{at} {turn}"},
+                )
+                answers.append(answer.id)
+            except openai.BadRequestError:
+                return
+
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(120):
+        for at in range(4):
+            tasks.create_task(asks(at))
+        await until(lambda: len(answers) >= 3)
+        await fleet.mesh.processes[await fleet.owner(session)].kill()
+    assert len(set(answers)) == 9
+    await fleet.client.close_session(session)
+    result = (await fleet.results(1))[session.session_id]
+    assert (result.turns, result.budgets_spent) == (9, ("CALLS",))
 
 
 async def test_a_database_that_is_killed_in_the_middle_loses_and_doubles_nothing(

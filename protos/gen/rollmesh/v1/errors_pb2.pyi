@@ -417,6 +417,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Push whole weights, as the client does by itself. The weights in use have not changed.
     """
+    ERROR_REASON_BUDGET_SPENT: _ErrorReason.ValueType  # 70
+    """OUT_OF_RANGE. A budget of the session leaves no room for the request. In the metadata of the
+    google.rpc.ErrorInfo, `budget` is "calls", "sampled_tokens" or "time", and `limit` its size.
+
+    Do not retry: end the agent's work and close the session. Give later sessions more.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -810,6 +816,12 @@ ERROR_REASON_WEIGHTS_BASE_DIFFERS: ErrorReason.ValueType  # 69
 the checksum of a changed tensor is another one.
 
 Push whole weights, as the client does by itself. The weights in use have not changed.
+"""
+ERROR_REASON_BUDGET_SPENT: ErrorReason.ValueType  # 70
+"""OUT_OF_RANGE. A budget of the session leaves no room for the request. In the metadata of the
+google.rpc.ErrorInfo, `budget` is "calls", "sampled_tokens" or "time", and `limit` its size.
+
+Do not retry: end the agent's work and close the session. Give later sessions more.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

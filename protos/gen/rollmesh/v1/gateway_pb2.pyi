@@ -76,6 +76,34 @@ EXPORT_MODE_TREE: ExportMode.ValueType  # 3
 """The tree itself, for tree training: each token once, and nodes with their parents."""
 Global___ExportMode: _TypeAlias = ExportMode  # noqa: Y015
 
+class _BudgetAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BudgetActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BudgetAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BUDGET_ACTION_UNSPECIFIED: _BudgetAction.ValueType  # 0
+    """The field is not set."""
+    BUDGET_ACTION_ANSWER: _BudgetAction.ValueType  # 1
+    """It gets a short final answer with the reason BUDGET, which was not sampled. The session does not keep
+    it: GetAnswer does not know it, and no trajectory has it.
+    """
+    BUDGET_ACTION_REFUSE: _BudgetAction.ValueType  # 2
+    """It fails with OUT_OF_RANGE (BUDGET_SPENT)."""
+
+class BudgetAction(_BudgetAction, metaclass=_BudgetActionEnumTypeWrapper):
+    """How a request is stopped that a budget leaves no room for."""
+
+BUDGET_ACTION_UNSPECIFIED: BudgetAction.ValueType  # 0
+"""The field is not set."""
+BUDGET_ACTION_ANSWER: BudgetAction.ValueType  # 1
+"""It gets a short final answer with the reason BUDGET, which was not sampled. The session does not keep
+it: GetAnswer does not know it, and no trajectory has it.
+"""
+BUDGET_ACTION_REFUSE: BudgetAction.ValueType  # 2
+"""It fails with OUT_OF_RANGE (BUDGET_SPENT)."""
+Global___BudgetAction: _TypeAlias = BudgetAction  # noqa: Y015
+
 class _ToolChoice:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -274,6 +302,7 @@ class CreateSessionRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
     means that each call opens a session.
@@ -326,6 +355,10 @@ class CreateSessionRequest(_message.Message):
         (INVALID_FIELD). Routed experts are asked for and stored once for each node of the tree.
         """
 
+    @_builtins.property
+    def budget(self) -> Global___SessionBudget:
+        """Limits on the use of the session. Default: none."""
+
     def __init__(
         self,
         *,
@@ -343,14 +376,54 @@ class CreateSessionRequest(_message.Message):
         run_id: _builtins.str = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterChoice] | None = ...,
         columns: _abc.Iterable[_sampling_pb2.ColumnKind.ValueType] | None = ...,
+        budget: Global___SessionBudget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "budget", b"budget", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateSessionRequest: _TypeAlias = CreateSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionBudget(_message.Message):
+    """Limits on the use of a session. They hold for calls at the same time, and after another gateway took over. A retry
+    of an answered turn costs nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_MS_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    """Most answers. Each choice of a request is one. 0 means no limit."""
+    sampled_tokens: _builtins.int
+    """Most sampled tokens of all answers. `max_tokens` of a turn is cut to the rest, and the turn carries
+    BUDGET if that ended it. While other turns may use the rest, the next one waits for them. 0 means no
+    limit.
+    """
+    time_ms: _builtins.int
+    """Time after the opening of the session from which on no turn begins. 0 means no limit."""
+    action: Global___BudgetAction.ValueType
+    """How a request is stopped that a budget leaves no room for. Default: ANSWER."""
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        time_ms: _builtins.int = ...,
+        action: Global___BudgetAction.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "calls", b"calls", "sampled_tokens", b"sampled_tokens", "time_ms", b"time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionBudget: _TypeAlias = SessionBudget  # noqa: Y015
 
 @_typing.final
 class CreateSessionResponse(_message.Message):

@@ -77,6 +77,34 @@ SESSION_PURPOSE_OTHER: SessionPurpose.ValueType  # 3
 """Anything else, such as a smoke test."""
 Global___SessionPurpose: _TypeAlias = SessionPurpose  # noqa: Y015
 
+class _BudgetKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BudgetKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BudgetKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BUDGET_KIND_UNSPECIFIED: _BudgetKind.ValueType  # 0
+    """The field is not set."""
+    BUDGET_KIND_CALLS: _BudgetKind.ValueType  # 1
+    """The number of answers."""
+    BUDGET_KIND_SAMPLED_TOKENS: _BudgetKind.ValueType  # 2
+    """The number of sampled tokens."""
+    BUDGET_KIND_TIME: _BudgetKind.ValueType  # 3
+    """The time."""
+
+class BudgetKind(_BudgetKind, metaclass=_BudgetKindEnumTypeWrapper):
+    """A budget of a session: see SessionBudget."""
+
+BUDGET_KIND_UNSPECIFIED: BudgetKind.ValueType  # 0
+"""The field is not set."""
+BUDGET_KIND_CALLS: BudgetKind.ValueType  # 1
+"""The number of answers."""
+BUDGET_KIND_SAMPLED_TOKENS: BudgetKind.ValueType  # 2
+"""The number of sampled tokens."""
+BUDGET_KIND_TIME: BudgetKind.ValueType  # 3
+"""The time."""
+Global___BudgetKind: _TypeAlias = BudgetKind  # noqa: Y015
+
 @_typing.final
 class SessionRewards(_message.Message):
     """Rewards of one session. Rewards that are not set keep their values."""
@@ -234,6 +262,7 @@ class SessionRecord(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
+    BUDGETS_SPENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -298,6 +327,10 @@ class SessionRecord(_message.Message):
         edges whose requests have no turn.
         """
 
+    @_builtins.property
+    def budgets_spent(self) -> _containers.RepeatedScalarFieldContainer[Global___BudgetKind.ValueType]:
+        """The budgets that stopped a request or cut a turn, each once."""
+
     def __init__(
         self,
         *,
@@ -322,10 +355,11 @@ class SessionRecord(_message.Message):
         run_id: _builtins.str = ...,
         numerics: _abc.Iterable[_sampling_pb2.Numerics] | None = ...,
         edges: _abc.Iterable[_trajectory_pb2.DeclaredEdge] | None = ...,
+        budgets_spent: _abc.Iterable[Global___BudgetKind.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "closed_unix_ms", b"closed_unix_ms", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "closed_unix_ms", b"closed_unix_ms", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -122,6 +122,11 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     """The turn belongs to an attempt at a compaction that the agent declared and did not take: see
     LineageEdge. It is kept and not trained.
     """
+    FIDELITY_REASON_BUDGET: _FidelityReason.ValueType  # 23
+    """A budget of the session ended the turn, as LENGTH_CUT does, or stopped a later request of the session.
+    `budgets_spent` of the record says which. On an answer without sampled tokens: it is the final answer
+    of such a request.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
@@ -222,6 +227,11 @@ are trained as the others are.
 FIDELITY_REASON_COMPACTION_REJECTED: FidelityReason.ValueType  # 22
 """The turn belongs to an attempt at a compaction that the agent declared and did not take: see
 LineageEdge. It is kept and not trained.
+"""
+FIDELITY_REASON_BUDGET: FidelityReason.ValueType  # 23
+"""A budget of the session ended the turn, as LENGTH_CUT does, or stopped a later request of the session.
+`budgets_spent` of the record says which. On an answer without sampled tokens: it is the final answer
+of such a request.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 

@@ -560,6 +560,15 @@ def write_head(
             trajectories = export_tree(tree, spec.session_id, record.trajectories.add)
     for _ in trajectories:  # each is written into the record
         limit.check()
+    spent, cut = {*tree.spent}, trajectory_pb2.FIDELITY_REASON_BUDGET
+    if any(cut in node.reasons for node in tree.nodes.values()):
+        spent.add(session_pb2.BUDGET_KIND_SAMPLED_TOKENS)
+    record.budgets_spent.extend(sorted(spent))
+    if tree.spent:
+        for trajectory in record.trajectories:
+            _add_reason(trajectory, cut)
+        if record.HasField("tree"):
+            _add_reason(record.tree, cut)
     turns = turns_by_request(tree)
     for edge in tree.edges:
         record.edges.add(

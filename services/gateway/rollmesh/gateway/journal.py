@@ -284,11 +284,13 @@ def read_facts(tx: Transaction, session_id: str) -> list[str]:
 
 
 def state_facts(tree: Tree, facts: Iterable[str]) -> None:
-    """Adds stored facts to the tree of their session: edges, and request ids of late retries."""
+    """Adds stored facts to the tree of their session: edges, budgets, late request ids."""
     for fact in facts:
         match json.loads(fact):
             case ["edge", source, target, kind]:
                 tree.edges[Edge(source, target, kind)] = None
+            case ["budget", kind]:
+                tree.spent.add(_known(session_pb2.BudgetKind, kind))
             case ["request", node_id, request_id]:
                 sample = tree.nodes[node_id].sample
                 assert sample is not None

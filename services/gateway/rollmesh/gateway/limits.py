@@ -1,11 +1,15 @@
 """Limits on the content of one session."""
 
+import asyncio
 from collections.abc import Sequence
 
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.session import EDGE_BYTES, Session, Turn
-from rollmesh.gateway.tree import Edge
-from rollmesh.runtime.errors import SessionLimitError
+from rollmesh.gateway.tree import Edge, Spent
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.errors import BudgetSpentError, SessionLimitError
+from rollmesh.v1 import sampling_pb2, session_pb2
 
 _MOST_EDGES = 4096  # of one session
 
@@ -50,6 +54,60 @@ def check_edges(config: GatewayConfig, session: Session, new: Sequence[Edge]) ->
             "fewer, or close it",
             session_id=session.spec.session_id,
         )
+
+
+def check_budget(session: Session, new: int) -> None:
+    """Checks that a session's budget has room for `new` more turns.
+
+    Raises:
+        BudgetSpentError: It has not.
+    """
+    budget, tree = session.spec.limits, session.tree
+    held = tree.turns + sum(not turn.is_attached for turn in session.in_flight)
+    if budget.calls and held + new > budget.calls:
+        raise _spent(session, session_pb2.BUDGET_KIND_CALLS, budget.calls)
+    if budget.time_ms and clock.unix_ms() - session.spec.opened_unix_ms >= budget.time_ms:
+        raise _spent(session, session_pb2.BUDGET_KIND_TIME, budget.time_ms)
+    if budget.sampled_tokens and tree.sampled_tokens >= budget.sampled_tokens:
+        raise _spent(session, session_pb2.BUDGET_KIND_SAMPLED_TOKENS, budget.sampled_tokens)
+
+
+async def book_tokens(session: Session, turn: Turn, sampling: sampling_pb2.SamplingParams) -> None:
+    """Books the tokens of a turn and limits its `max_tokens` to the rest of the session's budget.
+
+    A turn for which turns in flight may leave too little waits until one of them has ended.
+
+    Raises:
+        BudgetSpentError: Nothing is left.
+    """
+    most, tree = session.spec.limits.sampled_tokens, session.tree
+    if not most:
+        return
+    while True:
+        held = [one for one in session.in_flight if one.booked_tokens]
+        left = most - tree.sampled_tokens
+        free = left - sum(one.booked_tokens for one in held)
+        tasks = [one.task for one in held if one.task is not None]
+        if free >= sampling.max_tokens or left < 1 or not tasks:
+            break
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if free < 1:
+        raise _spent(session, session_pb2.BUDGET_KIND_SAMPLED_TOKENS, most)
+    turn.is_limited = free < sampling.max_tokens
+    turn.booked_tokens = sampling.max_tokens = min(sampling.max_tokens, free)
+    sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+
+
+def _spent(session: Session, kind: Spent, limit: int) -> BudgetSpentError:
+    name = name_of(session_pb2.BudgetKind.DESCRIPTOR, kind).lower()
+    size = f"{limit} ms" if kind == session_pb2.BUDGET_KIND_TIME else f"{limit}"
+    return BudgetSpentError(
+        f"the session's budget of {name} is spent, which is {size}; end the work and close the "
+        "session",
+        session_id=session.spec.session_id,
+        budget=name,
+        limit=limit,
+    )
 
 
 def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> None:

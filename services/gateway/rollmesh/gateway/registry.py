@@ -24,7 +24,7 @@ from rollmesh.gateway.journal import (
     read_revisions,
     store_revision,
 )
-from rollmesh.gateway.limits import check_edges
+from rollmesh.gateway.limits import check_budget, check_edges
 from rollmesh.gateway.outbox import Outbox, damaged_error, dead_letter
 from rollmesh.gateway.requests import edges_of_close
 from rollmesh.gateway.responses import (
@@ -32,19 +32,23 @@ from rollmesh.gateway.responses import (
     write_answer,
     write_begun,
     write_deltas,
+    write_final,
+    write_final_answer,
     write_prompt,
 )
 from rollmesh.gateway.session import (
+    Budget,
     GroupName,
     Session,
     SessionSpec,
     Turn,
     TurnRequest,
 )
-from rollmesh.gateway.tree import Edge, Node
+from rollmesh.gateway.tree import Edge, Node, Spent
 from rollmesh.gateway.turn import run_turn, tokens_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    BudgetSpentError,
     GroupSizeError,
     RepeatConflictError,
     RollmeshError,
@@ -528,6 +532,12 @@ class Registry:
             run_id=request.run_id,
             adapters=adapters,
             columns=[*request.columns],
+            budget=Budget(
+                request.budget.calls,
+                request.budget.sampled_tokens,
+                request.budget.time_ms,
+                request.budget.action == gateway_pb2.BUDGET_ACTION_REFUSE,
+            ),
         )
         self._groups.check(spec)
         self._groups.add(spec)
@@ -611,6 +621,26 @@ class Registry:
                 known.update(dict.fromkeys(new))
                 await faults.reach("gateway-after-declare")
             return len(known)
+
+    async def mark_spent(self, session: Session, error: BudgetSpentError) -> None:
+        """Records that a budget stopped a request. A caller that leaves does not stop it.
+
+        Raises:
+            SessionClosedError: The close of the session has arrived.
+            RollmeshError: It could not be stored.
+        """
+        kind = session_pb2.BudgetKind.Value(f"BUDGET_KIND_{error.metadata['budget'].upper()}")
+        if kind not in session.tree.spent:
+            await asyncio.shield(begun(self.tasks, self._mark_spent(session, kind)))
+
+    async def _mark_spent(self, session: Session, kind: Spent) -> None:
+        session_id = session.spec.session_id
+        async with session.declaring:
+            if session.closing:
+                raise closed_error(session_id)
+            facts = [("budget", kind)]
+            await self.journal.run(lambda tx: journal.insert_facts(tx, session_id, facts))
+            session.tree.spent.add(kind)
 
     async def mark_replayed(self, session: Session, turn: Turn, node: Node) -> None:
         """Records that one sample answered more than one request, and the ids of these.
@@ -843,12 +873,18 @@ class ChatCall:
             IdempotencyKeyReusedError: The key belongs to the sample of another request.
             RollmeshError: An answer failed, and nothing of it was kept.
         """
-        turns = await self._join(choices)
+        try:
+            turns = await self._join(choices)
+        except BudgetSpentError as error:
+            return gateway_pb2.ChatResponse(
+                answers=[await self._final(error, choice) for choice in choices]
+            )
         while True:
             self._changed.clear()
             outcomes = [turn.outcome for turn in turns]
             for outcome in outcomes:
-                if isinstance(outcome, RollmeshError):
+                is_spent = isinstance(outcome, BudgetSpentError)
+                if isinstance(outcome, RollmeshError) and not is_spent:
                     raise outcome
             if None not in outcomes:
                 break
@@ -856,6 +892,9 @@ class ChatCall:
         await faults.reach("gateway-before-reply")
         response = gateway_pb2.ChatResponse()
         for turn, choice in zip(turns, choices, strict=True):
+            if isinstance(turn.outcome, BudgetSpentError):
+                response.answers.append(await self._final(turn.outcome, choice, turn))
+                continue
             tokens = None
             if choice.settings.returns_tokens and turn.node is not None:
                 prompt, tokens = await tokens_of(
@@ -877,7 +916,16 @@ class ChatCall:
             RollmeshError: An answer failed, and nothing of it was kept.
         """
         streams: list[_ChoiceStream] = []
-        for turn, choice in zip(await self._join(choices), choices, strict=True):
+        try:
+            turns = await self._join(choices)
+        except BudgetSpentError as error:
+            for choice in choices:
+                final = await self._final(error, choice)
+                yield write_begun(final.answer_id, choice.sampling, choice.choice)
+                for response in write_final(final, choice.choice):
+                    yield response
+            return
+        for turn, choice in zip(turns, choices, strict=True):
             is_live = turn.stream and turn.outcome is None
             streams.append(_ChoiceStream(turn, choice, turn.responses if is_live else None))
             yield write_begun(turn.answer_id, turn.sampling, choice.choice)
@@ -898,6 +946,12 @@ class ChatCall:
                         is_prompted = True
                     yield response
                 if outcome is None:
+                    continue
+                if isinstance(outcome, BudgetSpentError):
+                    final = await self._final(outcome, stream.choice, turn)
+                    for response in write_final(final, stream.choice.choice):
+                        yield response
+                    streams.remove(stream)
                     continue
                 if isinstance(outcome, RollmeshError):
                     raise outcome
@@ -922,7 +976,7 @@ class ChatCall:
             begun(self._registry.tasks, faults.reach("gateway-after-reply"))
         while self._turns:
             turn = self._turns.pop()
-            if sent:
+            if sent and turn.node is not None:
                 self._registry.sent.add(self._session, turn)
             self._session.leave(turn, self._changed)
 
@@ -930,6 +984,8 @@ class ChatCall:
         """Joins the turns that the choices retry, begins the others, and returns all of them."""
         registry, session = self._registry, self._session
         session.used_ms = clock.monotonic_ms()
+        if new := sum(session.find_turn(choice) is None for choice in choices):
+            check_budget(session, new)
         turns: list[Turn] = []
         for choice in choices:
             turn = session.find_turn(choice) or registry.begin(session, choice)
@@ -941,6 +997,29 @@ class ChatCall:
                 metrics.REPLAYED_ANSWERS.inc()
                 await registry.mark_replayed(session, turn, turn.node)
         return turns
+
+    async def _final(
+        self, error: BudgetSpentError, choice: TurnRequest, turn: Turn | None = None
+    ) -> gateway_pb2.ChatAnswer:
+        """Returns the final answer to a request without room in the budget, once that is durable.
+
+        Args:
+            error: Which budget is spent.
+            choice: The choice that it answers.
+            turn: Its turn, if it has begun.
+
+        Raises:
+            BudgetSpentError: The session refuses such requests.
+            RollmeshError: It could not be stored.
+        """
+        registry, session = self._registry, self._session
+        await registry.mark_spent(session, error)
+        if turn is None:
+            metrics.TURNS.labels(error.reason).inc()
+        if session.spec.limits.refuses:
+            raise error
+        answer_id = turn.answer_id if turn else session.new_answer_id()
+        return write_final_answer(answer_id, error, choice, turn.prompt_tokens if turn else 0)
 
     async def _replay(
         self, node: Node, choice: TurnRequest

@@ -17,17 +17,19 @@ from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
 from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
-from rollmesh.gateway.session import Session, Turn
+from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
 from rollmesh.mesh.generation import Sampled
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.errors import BudgetSpentError
 from rollmesh.v1 import (
     chat_pb2,
     gateway_pb2,
     sampling_pb2,
     session_pb2,
     template_pb2,
+    trajectory_pb2,
 )
 
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
@@ -150,6 +152,38 @@ def write_answer(
         stop=turn.stop,
         **shown_sampling(sample.sampling),
     )
+
+
+def write_final_answer(
+    answer_id: str, error: BudgetSpentError, request: TurnRequest, prompt_tokens: int
+) -> gateway_pb2.ChatAnswer:
+    """Returns the answer to a request for which the session's budget has no room."""
+    text = f"I have to stop here: the budget of {error.metadata['budget']} is spent."
+    wants, shown = request.settings.returns_tokens, shown_sampling(request.sampling)
+    return gateway_pb2.ChatAnswer(
+        message=write_message(Message("assistant", text.replace("_", " "))),
+        finish_reason=sampling_pb2.FINISH_REASON_STOP,
+        prompt_tokens=prompt_tokens,
+        reasons=[trajectory_pb2.FIDELITY_REASON_BUDGET],
+        answer_id=answer_id,
+        created_unix_ms=clock.unix_ms(),
+        tokens=gateway_pb2.SampledTokens() if wants and not request.stream else None,
+        temperature=shown["temperature"],
+        top_p=shown["top_p"],
+    )
+
+
+def write_final(
+    answer: gateway_pb2.ChatAnswer, choice: int
+) -> list[gateway_pb2.StreamChatResponse]:
+    """Returns the rest of the stream of such an answer, after its beginning."""
+    delta = gateway_pb2.ChatDelta(
+        content=answer.message.content[0].text, prompt_tokens=answer.prompt_tokens
+    )
+    return [
+        gateway_pb2.StreamChatResponse(delta=delta, choice_index=choice),
+        gateway_pb2.StreamChatResponse(done=answer, choice_index=choice),
+    ]
 
 
 def events_of(message: Message) -> list[ParserEvent]:

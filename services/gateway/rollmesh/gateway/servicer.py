@@ -37,6 +37,7 @@ from rollmesh.v1 import (
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
 _MAX_POLICIES = 16
+_MAX_BUDGET = 1 << 53
 _DEFAULT_PAGE, _MAX_PAGE, _PAGE_BYTES = 100, 1000, 4 * 1024 * 1024
 _LARGE_BYTES, _MANY_MESSAGES = 256 * 1024, 512
 """A request of this many bytes or messages is read in a thread."""
@@ -100,6 +101,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         check_ranges(request.sampling)
         if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens:
             raise InvalidSamplingError("sampling.max_tokens", "is 0; give at least 1")
+        if request.budget.action not in gateway_pb2.BudgetAction.values():
+            raise InvalidFieldError("budget.action", "give one of BudgetAction")
+        for field in ("sampled_tokens", "time_ms"):
+            if (given := getattr(request.budget, field)) > _MAX_BUDGET:
+                raise InvalidFieldError(f"budget.{field}", f"is {given}; give at most 2^53")
         _check_policies(request.adapters)
         if len(request.columns) > len(set(request.columns) & set(KINDS.values())):
             raise InvalidFieldError("columns", "give kinds of ColumnKind, each once")

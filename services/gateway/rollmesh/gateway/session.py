@@ -49,6 +49,16 @@ GroupName: TypeAlias = tuple[str, str]
 """The ids of a run and of a group in it."""
 
 
+class Budget(NamedTuple):
+    """Limits on the use of a session: see `SessionBudget`. 0 means no limit."""
+
+    calls: int = 0
+    sampled_tokens: int = 0
+    time_ms: int = 0
+    refuses: bool = False
+    """Whether a request without room fails. Otherwise it gets a final answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
     """The settings with which a session was created."""
@@ -76,6 +86,14 @@ class SessionSpec:
     """Its policies: name and version of each adapter. An empty name is the base model, and a
     version of 0 the newest revision."""
     columns: Sequence[sampling_pb2.ColumnKind.ValueType] = ()
+    budget: Sequence[int] = Budget()
+    """The fields of its `Budget`."""
+
+    @property
+    def limits(self) -> Budget:
+        """Its budget."""
+        calls, sampled_tokens, time_ms, refuses = self.budget
+        return Budget(calls, sampled_tokens, time_ms, bool(refuses))
 
     @property
     def policies(self) -> list[sampling_pb2.AdapterRef]:
@@ -264,6 +282,12 @@ class Turn(AnswerReceipt):
     task: asyncio.Task[None] | None = None
     committing: bool = False
     """Whether the answer is being written to the journal. From then on it is kept."""
+    booked_tokens: int = 0
+    """Number of tokens that the budget of its session holds for it."""
+    is_limited: bool = False
+    """Whether that is less than it may sample otherwise."""
+    is_attached: bool = False
+    """Whether the tree has its answer, so that the budget counts it there."""
     record_bytes: int = 0
     """Approximate upper bound of its path's share of the session's record, bytes."""
     images: Mapping[str, CheckedImage] = field(default_factory=dict)
@@ -456,6 +480,10 @@ class Session:
                 "that it sampled"
             )
         return turn
+
+    def new_answer_id(self) -> str:
+        """Returns an id that no answer has."""
+        return answer_id_of(self.spec.session_id, self.tree.reserve_id())
 
     def begin(self, request: TurnRequest) -> Turn:
         """Begins a turn for a request. It replaces an equal turn that was cut short."""

@@ -32,7 +32,7 @@ from rollmesh.chat.templates import Seen
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, joined, rows_between
-from rollmesh.v1 import sampling_pb2, trajectory_pb2
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 
 # Type aliases for the enums of the contract, under the names that this package uses.
@@ -41,6 +41,7 @@ from rollmesh.v1.sampling_pb2 import TokenColumn
 
 Fidelity: TypeAlias = trajectory_pb2.FidelityReason.ValueType
 Lineage: TypeAlias = trajectory_pb2.Lineage.ValueType
+Spent: TypeAlias = session_pb2.BudgetKind.ValueType
 Finish: TypeAlias = sampling_pb2.FinishReason.ValueType
 
 
@@ -425,6 +426,8 @@ class Tree:
         """Number of sampled nodes."""
         self.tokens = 0
         """Number of ids in all nodes."""
+        self.sampled_tokens = 0
+        """Number of sampled ids in all nodes."""
         self._next_id = 1
         self._bookmarks: dict[tuple[bytes, bytes], Bookmark] = {}
         """The most recent bookmarks, by render context and digest of the conversation."""
@@ -442,6 +445,8 @@ class Tree:
         """Approximate upper bound of a record with the tree itself, bytes."""
         self.edges: dict[Edge, None] = {}
         """The edges that the agent declared, in order."""
+        self.spent: set[Spent] = set()
+        """The budgets that stopped a request."""
 
     def __repr__(self) -> str:
         """Describes the size of the tree."""
@@ -636,6 +641,7 @@ class Tree:
         parent.children.append(node)
         self.nodes[node.node_id] = node
         self.turns += node.sample is not None
+        self.sampled_tokens += tokens - node.scaffold_tokens
         self.tokens += tokens
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
@@ -661,6 +667,7 @@ class Tree:
             if bookmark.match.node is node:
                 del self._bookmarks[name]
         self.turns -= node.sample is not None
+        self.sampled_tokens -= len(node.token_ids) - node.scaffold_tokens
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _sizes(node)[1]
         if not parent.children:

@@ -14,7 +14,7 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.journal import Journal, read_image_bytes
-from rollmesh.gateway.limits import check_limits, reserve
+from rollmesh.gateway.limits import book_tokens, check_limits, reserve
 from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
 from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
@@ -66,6 +66,8 @@ async def run_turn(
         reserve(deps.config, session, turn, turn.record_bytes + size)
     turn.committing = True
     reasons = draft.reasons(request, prompt, sample)
+    if turn.is_limited and sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
+        reasons |= {trajectory_pb2.FIDELITY_REASON_BUDGET}
     return await _commit(store, session, turn, prompt, draft.answer.message(), sample, reasons)
 
 
@@ -178,6 +180,7 @@ async def _sample(
     if settings.returns.token_ids and turn.stream:
         turn.begin(write_prompt(prompt.packed, turn.choice))
     sampling = sampling_of(deps, request, prompt)
+    await book_tokens(session, turn, sampling)
     turn.images = request.conversation.fresh
     tree_only = session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE
     parent = prompt.prompt.match.node  # a trajectory repeats its path
@@ -420,6 +423,7 @@ async def _commit(
         node_id=turn.node_id,
         said=turn.lineage,
     )
+    turn.is_attached, turn.booked_tokens = True, 0
     # Another turn that shares a group may not have stored it yet, or may fail to store it.
     added, one = [node], parent
     while not one.stored and one.parent is not None:

@@ -337,6 +337,10 @@ class SessionLimitError(RollmeshError, code="OUT_OF_RANGE", reason="SESSION_LIMI
     """The session has reached a limit. Its contents are kept, and it can be closed."""
 
 
+class BudgetSpentError(RollmeshError, code="OUT_OF_RANGE", reason="BUDGET_SPENT"):
+    """A budget of the session leaves no room for the request."""
+
+
 class SessionKeyWrongError(RollmeshError, code="UNAUTHENTICATED", reason="SESSION_KEY_WRONG"):
     """The key does not open this session."""
 
