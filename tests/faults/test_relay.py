@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import json
 import random
 import socket
 import ssl
@@ -161,6 +162,33 @@ async def test_each_answer_is_delivered_once_when_sidecars_and_the_relay_are_kil
                 assert sum(trajectory.loss_mask) == len(
                     Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>")
                 )
+
+
+async def test_a_wrong_key_with_a_large_body_is_refused_as_by_a_sidecar(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir) as (mesh, _):
+        url = f"http://{mesh.address('agents')}/v1/chat/completions"
+        large = {**ASK, "messages": [{"role": "user", "content": "x" * 8_000_000}]}
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer rmk-1-2"}) as http:
+            for _ in range(5):
+                async with http.post(url, data=io.BytesIO(json.dumps(large).encode())) as answer:
+                    assert answer.status in {401, 404}
+                    assert (await answer.json())["error"]["code"] != "no_sidecar"
+
+
+async def test_a_relay_that_stops_ends_its_tunnels_and_its_successor_gets_them(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir) as (mesh, _):
+        async with mesh.client() as client, client.session() as session:
+            agent = mesh.agent(far_url(mesh, session), "placeholder")
+            assert (await agent.chat.completions.create(**ASK)).choices
+            async with asyncio.timeout(8):  # its grace is 10 s
+                assert await mesh.processes["relay"].terminate() == 0
+            await start_relay(mesh)
+            assert (await agent.chat.completions.create(**ASK)).choices
+            assert await mesh.processes["sidecar-0"].terminate() == 0
 
 
 async def test_an_agent_that_leaves_ends_its_generation(

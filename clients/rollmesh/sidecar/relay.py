@@ -24,6 +24,7 @@ from rollmesh.runtime.config import Bounds
 from rollmesh.runtime.errors import (
     NoSidecarError,
     OverloadedError,
+    RemoteError,
     RollmeshError,
     ShuttingDownError,
     SupersededError,
@@ -111,16 +112,15 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
                     await self._serving.enter_async_context(server)
                     yield
             finally:
-                for place in self._places.values():
-                    self._end(place, ShuttingDownError("the relay is shutting down; dial again"))
-                    place.is_over.set()
+                self._end_all()
 
     async def ready(self) -> None:
         """Does nothing: a relay without sidecars is ready for the first."""
 
     async def drain(self) -> None:
-        """Ends the HTTP once its running answers are complete."""
+        """Ends the HTTP once its running answers are complete. Then ends the tunnels."""
         await self._serving.aclose()
+        self._end_all()
 
     async def failed(self) -> str:
         """Waits forever: a relay has nothing that fails by itself."""
@@ -164,6 +164,11 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
             place.timer.cancel()
         if self._places.get(sidecar) is place:
             del self._places[sidecar]
+
+    def _end_all(self) -> None:
+        for place in self._places.values():
+            self._end(place, ShuttingDownError("the relay is shutting down; dial again"))
+            place.is_over.set()
 
     def _end(self, place: _Place, error: RollmeshError) -> None:
         if place.is_up:
@@ -265,15 +270,18 @@ async def _forward(connection: Connection, scope: Scope, receive: Receive, send:
 
     async def ask() -> None:
         """Sends the request, and then waits until the client leaves."""
-        await connection.send(_head(scope))
         is_chunked = _is_chunked(scope["headers"])
-        while (message := await receive())["type"] == "http.request":
-            body: bytes = message.get("body", b"")
-            if is_chunked and body:
-                body = b"%x\r\n%s\r\n" % (len(body), body)
-            if is_chunked and not message.get("more_body"):
-                body += b"0\r\n\r\n"
-            await connection.send(body)
+        try:
+            await connection.send(_head(scope))
+            while (message := await receive())["type"] == "http.request":
+                body: bytes = message.get("body", b"")
+                if is_chunked and body:
+                    body = b"%x\r\n%s\r\n" % (len(body), body)
+                if is_chunked and not message.get("more_body"):
+                    body += b"0\r\n\r\n"
+                await connection.send(body)
+        except RemoteError:  # the sidecar has answered before it had all, or it is gone
+            await replying
 
     async def reply() -> None:
         while not answer.is_complete:

@@ -289,9 +289,15 @@ class Tunnel:
     async def close(self, connection: Connection) -> None:
         """Ends a connection. Its bytes still arrive."""
         connection.is_ended = True
-        if connection.is_peer_ended:
-            self._connections.pop(connection.number, None)
         await self.send(connection, end=True)
+        if connection.is_peer_ended and self._connections.get(connection.number) is connection:
+            del self._connections[connection.number]
+
+    def forget(self) -> None:
+        """Breaks its connections: the other end has lost the tunnel, and begins a new one."""
+        for connection in self._connections.values():
+            connection.end()
+        self._connections, self._last = {}, 0
 
     async def send(
         self,
@@ -305,6 +311,8 @@ class Tunnel:
         number = 0 if connection is None else connection.number
         frame = tunnels_pb2.TunnelFrame(connection=number, data=data, credit=credit, end=end)
         async with self._writing:
+            if connection is not None and self._connections.get(number) is not connection:
+                return  # it was forgotten
             if connection is not None and data:
                 connection.kept += data
                 connection.sent += len(data)
@@ -346,14 +354,13 @@ class Tunnel:
         number = frame.connection
         connection = self._connections.get(number)
         if connection is None and self._connect is not None and number > self._last:
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                raise InvalidFieldError(
+                    "connection", f"is one more than {_MOST_CONNECTIONS} at the same time"
+                )
             self._last = number
-            connection = Connection(self, number)
-            if len(self._connections) < _MOST_CONNECTIONS:
-                self._connections[number] = connection
-                self._carry(connection, self._connect)
-            else:
-                self._tasks.create_task(self.send(connection, end=True))
-                return
+            connection = self._connections[number] = Connection(self, number)
+            self._carry(connection, self._connect)
         if connection is None:  # it has ended here
             return
         connection.take(frame)
@@ -636,10 +643,9 @@ class DialOut:
                         with typed_errors():
                             await call.write(hello)
                         answer = await anext(messages, tunnels_pb2.AttachResponse())
-                    if tunnel.name not in {"", answer.tunnel}:
-                        tunnel.name = ""
-                        raise RemoteError("the other end has lost the tunnel", "UNAVAILABLE")
-                    tunnel.name = answer.tunnel
+                    if tunnel.name != answer.tunnel:
+                        tunnel.forget()
+                        tunnel.name = answer.tunnel
                     backoff.reset()
                     self._note(place, up=True)
                     await tunnel.run(
