@@ -18,13 +18,15 @@ _MADE = ("build/", "var/", ".../")
 """Where programs write, and URLs."""
 _OTHER = {
     "additional_chat_templates/",
+    "application/json",
     "arrays/",
     "collector/arrays/",
     "collector/collector.sqlite",
     "gateway/journal.sqlite",
     "sampling/sampling_logp_difference",
+    "text/plain",
 }
-"""Files of a model, of a mesh's `data_dir`, and a metric."""
+"""Files of a model, of a mesh's `data_dir`, a metric, and media types."""
 
 
 @cache

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
         PROTOCOLS as PROTOCOLS,
         ROUTES as ROUTES,
         Opens as Opens,
-        advertised as advertised,
         make_app as make_app,
         prefixes as prefixes,
         protocol_of as protocol_of,
         serving as serving,
     )
-    from rollmesh.sidecar.config import SidecarConfig as SidecarConfig
+    from rollmesh.sidecar.config import SidecarConfig as SidecarConfig, advertised as advertised
     from rollmesh.sidecar.errors import to_http as to_http
     from rollmesh.sidecar.http import (
         Places as Places,
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from rollmesh.sidecar.turn import Head as Head, Protocol as Protocol, read_head as read_head
 
 _MODULES = {
-    "app": "PROTOCOLS ROUTES Opens advertised make_app prefixes protocol_of serving",
-    "config": "SidecarConfig",
+    "app": "PROTOCOLS ROUTES Opens make_app prefixes protocol_of serving",
+    "config": "SidecarConfig advertised",
     "errors": "to_http",
     "http": "Places address_of certificate_of",
     "relay": "RelayConfig RelayService",

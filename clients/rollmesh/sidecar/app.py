@@ -1,32 +1,27 @@
 """The routes of a sidecar, and its HTTP server."""
 
-import asyncio
 import re
-import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from rollmesh.mesh.directory import GatewayDirectory
 from rollmesh.mesh.routers import Membership
 from rollmesh.mesh.tunnels import DialOut
 from rollmesh.runtime.access.identity import Identity
-from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.listening import bind_host
 from rollmesh.sidecar.chat import CHAT
-from rollmesh.sidecar.config import PathPrefix, SidecarConfig
+from rollmesh.sidecar.config import SidecarConfig, advertised
 from rollmesh.sidecar.errors import (
     MethodUnknownError,
     ModelUnknownError,
@@ -35,7 +30,7 @@ from rollmesh.sidecar.errors import (
 )
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
-from rollmesh.sidecar.http import HttpServer
+from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
@@ -84,7 +79,6 @@ _SPOKEN = re.compile(
     r"(?:https?://[^/]*)?(?:/sessions/[^/?]*)?"
     r"(?:/v1/(messages|responses)(?:[/?]|$)|/v1beta/|/v1/models/[^?]*:[a-zA-Z]+(?:\?|$))"
 )
-_PORTS = {"http": 80, "https": 443}
 
 
 def prefixes(path_prefix: str) -> Iterator[str]:
@@ -221,60 +215,7 @@ async def serving(
             )
             member = Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
             await stack.enter_async_context(member)
-        app = make_app(config, directory)
-        await stack.enter_async_context(http_served(app, config, listener))
+        speaks = partial(protocol_of, prefix=config.path_prefix)
+        http = HttpServer(make_app(config, directory), config, speaks)
+        await stack.enter_async_context(http_served(http, listener))
         yield port
-
-
-@contextmanager
-def bound(config: SidecarConfig) -> Iterator[socket.socket]:
-    """Yields a socket that has the address of a server. It does not listen yet.
-
-    Raises:
-        OSError: The port is taken.
-    """
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((bind_host(config).strip("[]"), config.port))
-        yield listener
-
-
-@asynccontextmanager
-async def http_served(
-    app: ASGIApp, config: SidecarConfig, listener: socket.socket
-) -> AsyncIterator[None]:
-    """Serves an application on a socket. At the end running requests may finish in the grace."""
-    speaks = partial(protocol_of, prefix=config.path_prefix)
-    server = HttpServer(app, config, speaks)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve([listener]))
-        listener.listen(1024)
-        try:
-            yield
-        finally:
-            server.should_exit = True
-
-
-def advertised(config: SidecarConfig, port: int) -> tuple[str, bool, str]:
-    """Returns where agents reach a sidecar that listens on a port.
-
-    That is `host:port`, whether it speaks HTTPS, and the beginning of paths, which may be empty.
-
-    Raises:
-        ConfigError: `advertise` is a URL, but not one of HTTP without a query.
-    """
-    given = config.advertise or f"{config.host}:{port}"
-    if "://" not in given:
-        return given, bool(config.https_certificate_file), config.path_prefix
-    problem = ConfigError(f"advertise: is {given!r}; give https://HOST, https://HOST:PORT/PATH")
-    try:
-        url = urlsplit(given)
-        port_of_url = url.port or _PORTS[url.scheme]
-    except (ValueError, KeyError) as error:
-        raise problem from error
-    prefix = url.path.rstrip("/")
-    is_plain = not (url.query or url.fragment or "@" in url.netloc)
-    if not (url.hostname and is_plain) or PathPrefix().problem(prefix):
-        raise problem
-    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return f"{host}:{port_of_url}", url.scheme == "https", prefix

@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
-from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
+from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
 from rollmesh.runtime.rpc.listening import ListeningConfig, Port
 
 _MOST_PREFIX_CHARS = 128
+_PORTS = {"http": 80, "https": 443}
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)*")
 
 
@@ -96,3 +98,28 @@ class SidecarConfig(ListeningConfig):
     """Time without a request after which a connection is closed, milliseconds, rounded up to
     seconds. It should exceed the clients' own limit (httpx: 5 s), so that no client sends a request
     on a closed connection."""
+
+
+def advertised(config: SidecarConfig, port: int) -> tuple[str, bool, str]:
+    """Returns where agents reach a sidecar that listens on a port.
+
+    That is `host:port`, whether it speaks HTTPS, and the beginning of paths, which may be empty.
+
+    Raises:
+        ConfigError: `advertise` is a URL, but not one of HTTP without a query.
+    """
+    given = config.advertise or f"{config.host}:{port}"
+    if "://" not in given:
+        return given, bool(config.https_certificate_file), config.path_prefix
+    problem = ConfigError(f"advertise: is {given!r}; give https://HOST, https://HOST:PORT/PATH")
+    try:
+        url = urlsplit(given)
+        port_of_url = url.port or _PORTS[url.scheme]
+    except (ValueError, KeyError) as error:
+        raise problem from error
+    prefix = url.path.rstrip("/")
+    is_plain = not (url.query or url.fragment or "@" in url.netloc)
+    if not (url.hostname and is_plain) or PathPrefix().problem(prefix):
+        raise problem
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{host}:{port_of_url}", url.scheme == "https", prefix

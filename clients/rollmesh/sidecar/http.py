@@ -14,7 +14,7 @@ import socket
 import ssl
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from http import HTTPStatus
@@ -32,6 +32,7 @@ from rollmesh.runtime.access.tls import Reloaded, read_secret
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import OverloadedError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight, HeldRequest
+from rollmesh.runtime.rpc.listening import bind_host
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import watch_bytes
 from rollmesh.sidecar.config import SidecarConfig
@@ -547,3 +548,28 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Installs no signal handlers."""
         yield
+
+
+@contextlib.contextmanager
+def bound(config: SidecarConfig) -> Iterator[socket.socket]:
+    """Yields a socket that has the address of a server. It does not listen yet.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_host(config).strip("[]"), config.port))
+        yield listener
+
+
+@contextlib.asynccontextmanager
+async def http_served(server: HttpServer, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves on a socket. At the end running requests may finish within the grace."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve([listener]))
+        listener.listen(1024)
+        try:
+            yield
+        finally:
+            server.should_exit = True

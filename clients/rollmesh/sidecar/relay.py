@@ -32,9 +32,10 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import tunnel_address
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
-from rollmesh.sidecar.app import bound, http_served, protocol_of
+from rollmesh.sidecar.app import protocol_of
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import Headers, typed
+from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.v1 import server_pb2
 
 _HOP = {b"connection", b"keep-alive", b"expect", b"transfer-encoding", b"te", b"upgrade"}
@@ -108,8 +109,8 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
                     ports = {"port": listener.getsockname()[1]}
                     sys.stdout.write(f"HTTP {json.dumps(ports)}\n")
                     sys.stdout.flush()
-                    server = http_served(self._relayed, self._http, listener)
-                    await self._serving.enter_async_context(server)
+                    http = HttpServer(self._relayed, self._http, protocol_of)
+                    await self._serving.enter_async_context(http_served(http, listener))
                     yield
             finally:
                 self._end_all()

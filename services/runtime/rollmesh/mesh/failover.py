@@ -93,14 +93,6 @@ class Suspects:
         """Returns the number of requests that are remembered."""
         return len(self._records)
 
-    def check(self, request: engine_pb2.GenerateRequest) -> None:
-        """Refuses a request that is poison.
-
-        Raises:
-            PoisonRequestError: The request is poison.
-        """
-        self._deaths(request)
-
     @asynccontextmanager
     async def attempt(self, request: engine_pb2.GenerateRequest) -> AsyncIterator[Suspicion]:
         """Runs one attempt at a request.
@@ -111,7 +103,7 @@ class Suspects:
         Raises:
             PoisonRequestError: The request is poison.
         """
-        self.check(request)
+        self._deaths(request)  # refuses it if it is poison
         async with AsyncExitStack() as alone:
             attempt = Suspicion(request, clock.monotonic_ms(), alone)
             try:
@@ -194,10 +186,7 @@ class Suspects:
             record.is_poison = True
             _log.error(
                 "request refused: engines die of it",
-                extra=fields(
-                    session_id=attempt.request.session_id,
-                    engines=",".join(engine_id for engine_id, _ in record.deaths),
-                ),
+                extra=fields(session_id=attempt.request.session_id, engines=_names(record.deaths)),
             )
             return _refusal(record)
         return None
@@ -219,8 +208,12 @@ def _is_lost(error: Exception) -> bool:
     return not isinstance(error, RemoteError) or error.code == "UNAVAILABLE"
 
 
+def _names(deaths: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(engine_id for engine_id, _ in deaths)
+
+
 def _refusal(record: _Record) -> PoisonRequestError:
-    engines = ", ".join(engine_id for engine_id, _ in record.deaths[-_POISON:])
+    engines = _names(record.deaths[-_POISON:])
     return PoisonRequestError(
         f"{len(record.deaths)} engines died or fell silent before the first token of this request "
         f"({engines}), so it is refused for {_KEPT_MS // 60_000} minutes; send another request, "

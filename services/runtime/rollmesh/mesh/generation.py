@@ -111,11 +111,6 @@ class Expected:
     experts_start: int = 0
     """Index of the first token whose routed experts were asked for."""
 
-    @property
-    def adapter_name(self) -> str:
-        """Name of the adapter. Empty if the base model samples."""
-        return "" if self.adapter is None else self.adapter.name
-
 
 class AnswerCheck:
     """Checks the messages of one engine's answer, in their order."""
@@ -288,17 +283,15 @@ class AnswerCheck:
         to a lower version in the middle of an answer. An adapter has one version in all of it.
         """
         wanted = self._expected.adapter
-        if adapter != self._expected.adapter_name:
-            raise EngineFaultError(
-                f"the engine sampled with adapter {adapter!r:.80}, not "
-                f"{self._expected.adapter_name!r}"
-            )
+        name = "" if wanted is None else wanted.name
+        if adapter != name:
+            raise EngineFaultError(f"the engine sampled with adapter {adapter!r:.80}, not {name!r}")
         if wanted is not None:
             if version != wanted.version:
-                raise EngineFaultError(
-                    f"the engine sampled with version {version} of adapter {adapter!r}, not "
-                    f"{wanted.version}"
+                problem = (
+                    f"sampled with version {version} of adapter {name!r}, not {wanted.version}"
                 )
+                raise EngineFaultError(f"the engine {problem}")
             return
         if version < 0:
             raise EngineFaultError("the engine gave a negative policy version")
