@@ -33,6 +33,7 @@ _GROUPS = (
     ("tests/gateway/turns/test_prompt.py", "templates"),
     ("tests/faults/test_tunnels_of_vllm.py", "vllm"),
     ("tests/pairs/test_scores_beside_weights.py", "vllm"),
+    ("tests/harbor/", None),
     ("tests/router/test_control_repeats.py", None),  # these wait
     ("tests/faults/", None),
     ("tests/chat/", None),
