@@ -89,7 +89,7 @@ async def test_a_rollout_that_is_cancelled_ends_its_generations_and_its_session(
         sessions = await trained(client, 2)
         await until_free(client)
         await client.resume_engines()
-        assert opened(mesh) == 0
+        await until(lambda: opened(mesh) == 0)
     assert [(one.outcome, one.turns) for one in sessions] == [("ABORTED", 0)] * 2
 
 
@@ -112,7 +112,7 @@ async def test_a_request_that_arrives_after_the_end_of_its_rollout_opens_no_sess
         await harbor.ended(job)
         sessions = await trained(client, 1)
         assert connector.connected.is_set()
-        assert opened(mesh) == 0
+        await until(lambda: opened(mesh) == 0)  # the journal forgets a session after its delivery
     assert [one.metadata["harbor_job"] for one in sessions] == [job]
 
 
