@@ -14,6 +14,7 @@ import asyncio
 import base64
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,7 +158,7 @@ class Rollout:
     has_ended: bool = False
 
 
-class Relay:
+class Relay(ABC):
     """Answers the requests of one session of a Harbor server's relay."""
 
     def __init__(self, server: str, name: str, key: str) -> None:
@@ -338,6 +339,7 @@ class Relay:
             for opening in self._openings:
                 opening.cancel()
 
+    @abstractmethod
     async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         """Returns the session of a rollout.
 
@@ -345,8 +347,8 @@ class Relay:
             HarborError: There is none, or the server does not answer.
             RollmeshError: The mesh cannot open it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def _close_ended(self, http: aiohttp.ClientSession) -> None:
         """Closes the sessions of rollouts that have ended, if the relay opened them."""
 

@@ -142,6 +142,9 @@ class _OneSession(Relay):
     async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         return self._open_session
 
+    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+        """Closes none: the rollout of the mesh closes its session."""
+
 
 class _Server:
     """The API of a Harbor server, for the attempts that run in one event loop."""
