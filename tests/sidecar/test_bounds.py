@@ -2,10 +2,14 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import orjson
 import pytest
 
+from rollmesh.sidecar import SidecarConfig
+from rollmesh.sidecar.app import protocol_of
+from rollmesh.sidecar.http import HttpServer, bound, http_served
 from tests.sidecar.scripted_gateway import (
     ScriptedGateway,
     done,
@@ -17,6 +21,8 @@ from tests.sidecar.wires import (
     CHAT,
     CHUNKED,
     HEALTH,
+    MEGABYTES,
+    TIMEOUT_S,
     held_bytes,
     refused,
     repeated,
@@ -112,6 +118,41 @@ async def test_the_time_of_a_body_does_not_run_while_its_request_waits_for_anoth
         assert (await wire.answer())[0] == 200
         await wire.send([BODY[5:]])
         assert (await wire.answer())[0] == 200
+
+
+async def test_the_time_of_a_body_does_not_run_while_the_application_does_not_read_it() -> None:
+    go_on, received = asyncio.Event(), 0
+
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal received
+        await go_on.wait()
+        more = True
+        while more:
+            message = await receive()
+            received += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = SidecarConfig(port=0, body_idle_timeout_ms=500)
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        listener = stack.enter_context(bound(config))
+        url = f"127.0.0.1:{listener.getsockname()[1]}"
+        http = HttpServer(late, config, protocol_of)
+        await stack.enter_async_context(http_served(http, listener))
+        wire = await stack.enter_async_context(wired(url))
+        large = b"x" * MEGABYTES
+        head = CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(large)
+        sending = asyncio.create_task(wire.send([head, large]))
+        for _ in range(2):  # of those who send no more
+            async with wired(url) as other:
+                await other.send([head + b"x"])
+                assert await other.refusal() == (408, "request_timeout")
+        go_on.set()
+        await sending
+        assert (await wire.answer())[0] == 200
+        assert received >= len(large)
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

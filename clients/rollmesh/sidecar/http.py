@@ -350,6 +350,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deadline > self.loop.time():
             if self._deadline < math.inf:
                 self._timer = self.loop.call_at(self._deadline, self._look_at_deadline)
+        elif self._in_body and self.flow.read_paused:  # the client waits for the application
+            self._begun += self._bounds.body_idle_timeout_ms / 1000
+            self._set_deadline()
         elif self._in_head or self._in_body:
             part = "head" if self._in_head else "body"
             self._refuse(RequestTimeoutError(f"the request's {part} took too long"))

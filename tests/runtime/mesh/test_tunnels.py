@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import uvloop
+
 from rollmesh.internal.v1 import tunnels_pb2
 from rollmesh.mesh.tunnels import Tunnel
 from tests.waiting import until
@@ -128,3 +130,28 @@ async def test_a_connection_of_a_forgotten_tunnel_does_not_end_its_namesake() ->
             await sending
             await near.close(second)
             assert read == DATA
+
+
+def test_a_server_that_has_closed_a_connection_ends_that_one_alone() -> None:
+    async def closed() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        near, far = socket.socketpair()
+        far.close()
+        reader, writer = await asyncio.open_connection(sock=near)
+        writer.transport.abort()
+        await reader.read()
+        return reader, writer
+
+    async def sent() -> None:
+        async with asyncio.timeout(30), AsyncExitStack() as stack:
+            near = await stack.enter_async_context(Tunnel().kept())
+            far = await stack.enter_async_context(Tunnel(closed).kept())
+            async with call(near, far):
+                for _ in range(3):
+                    connection = near.open()
+                    assert connection is not None
+                    await connection.send(b"a request")
+                    assert not await connection.receive()
+                    await near.close(connection)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as services run
+        runner.run(sent())

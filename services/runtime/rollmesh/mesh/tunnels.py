@@ -430,11 +430,12 @@ async def _give(connection: Connection, reader: asyncio.StreamReader) -> None:
 
 
 async def _bring(connection: Connection, writer: asyncio.StreamWriter) -> None:
-    """Writes the bytes that arrive to a socket."""
-    with suppress(OSError):
-        while data := await connection.receive():
+    """Writes the bytes that arrive to a socket. Drops them once it is closed: its reader ends too."""
+    while data := await connection.receive():
+        if not writer.is_closing():  # uvloop raises RuntimeError then, which asyncio does not
             writer.write(data)
-            await writer.drain()
+            with suppress(OSError):
+                await writer.drain()
 
 
 async def _sent(write: _Write, frame: tunnels_pb2.TunnelFrame) -> None:
