@@ -85,7 +85,7 @@ class Connection:
         """Takes the tunnel that carries it, and its number there."""
         self.number = number
         self.sent = self.received = self.consumed = 0  # bytes, since it began
-        self.credited = 0  # consumed bytes of which the other end was told
+        self.told = 0  # consumed bytes of which the other end knows
         self.kept = bytearray()  # the last bytes that were sent
         self.has_room = asyncio.Event()
         self.has_room.set()
@@ -113,16 +113,12 @@ class Connection:
         """Returns the next bytes, or none at the end. The bytes before count as passed on."""
         self.consumed += self._returned
         self._returned = 0
-        if self._tunnel.is_up and self.consumed - self.credited >= _WINDOW_BYTES // 4:
-            await self._tunnel.send(self, credit=self.credit())
+        if self._tunnel.is_up and self.consumed - self.told >= _WINDOW_BYTES // 4:
+            self.told = self.consumed
+            await self._tunnel.send(self, consumed=self.consumed)
         data = await self._arrived.get()
         self._returned = len(data)
         return data
-
-    def credit(self) -> int:
-        """Returns the bytes that were passed on since the other end was told last."""
-        credit, self.credited = self.consumed - self.credited, self.consumed
-        return credit
 
     def take(self, frame: tunnels_pb2.TunnelFrame) -> None:
         """Takes a message.
@@ -133,16 +129,16 @@ class Connection:
         if frame.data:
             self.received += len(frame.data)
             if self.received - self.consumed > _WINDOW_BYTES:
-                raise InvalidFieldError("data", "is larger than the credit")
+                raise InvalidFieldError("data", "is more than there is room for")
             self._arrived.put_nowait(frame.data)
-        if frame.credit:
-            self.passed_on(frame.credit)
+        self.passed_on(frame.consumed)
         if frame.end:
             self.end()
 
-    def passed_on(self, size: int) -> None:
-        """Forgets bytes that the other end has passed on."""
-        if size:
+    def passed_on(self, consumed: int) -> None:
+        """Forgets bytes that the other end has passed on. Takes the number of all of them."""
+        size = consumed - (self.sent - len(self.kept))
+        if size > 0:
             del self.kept[:size]
             self.has_room.set()
 
@@ -154,9 +150,10 @@ class Connection:
 
     def again(self, held: tunnels_pb2.TunnelHeld) -> Iterator[tunnels_pb2.TunnelFrame]:
         """Yields the bytes that the other end lacks, given its part of them."""
-        self.passed_on(max(held.consumed - (self.sent - len(self.kept)), 0))
-        if credit := self.credit():
-            yield tunnels_pb2.TunnelFrame(connection=self.number, credit=credit)
+        self.passed_on(held.consumed)
+        if self.consumed:
+            self.told = self.consumed
+            yield tunnels_pb2.TunnelFrame(connection=self.number, consumed=self.consumed)
         lost = bytes(self.kept[max(held.received - held.consumed, 0) :])
         for at in range(0, len(lost), _CHUNK_BYTES):
             part = lost[at : at + _CHUNK_BYTES]
@@ -223,16 +220,13 @@ class Tunnel:
             raise errors.exceptions[0] from None
 
     def held(self) -> list[tunnels_pb2.TunnelHeld]:
-        """Returns this end's part of each connection, and counts its credit as given."""
-        found: list[tunnels_pb2.TunnelHeld] = []
-        for one in self._connections.values():
-            one.credit()
-            found.append(
-                tunnels_pb2.TunnelHeld(
-                    connection=one.number, received=one.received, consumed=one.consumed
-                )
+        """Returns this end's part of each connection."""
+        return [
+            tunnels_pb2.TunnelHeld(
+                connection=one.number, received=one.received, consumed=one.consumed
             )
-        return found
+            for one in self._connections.values()
+        ]
 
     async def run(
         self,
@@ -303,13 +297,13 @@ class Tunnel:
         self,
         connection: Connection | None,
         data: bytes = b"",
-        credit: int = 0,
+        consumed: int = 0,
         *,
         end: bool = False,
     ) -> None:
         """Sends a part of a connection. Without a call it is kept for the next one."""
         number = 0 if connection is None else connection.number
-        frame = tunnels_pb2.TunnelFrame(connection=number, data=data, credit=credit, end=end)
+        frame = tunnels_pb2.TunnelFrame(connection=number, data=data, consumed=consumed, end=end)
         async with self._writing:
             if connection is not None and self._connections.get(number) is not connection:
                 return  # it was forgotten

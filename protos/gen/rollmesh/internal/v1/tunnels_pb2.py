@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollmesh/internal/v1/tunnels.proto\x12\x14rollmesh.internal.v1\"\x94\x01\n\rAttachRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x30\n\x05\x66rame\x18\x02 \x01(\x0b\x32!.rollmesh.internal.v1.TunnelFrame\x12\x0e\n\x06tunnel\x18\x03 \x01(\t\x12.\n\x04held\x18\x04 \x03(\x0b\x32 .rollmesh.internal.v1.TunnelHeld\"\x82\x01\n\x0e\x41ttachResponse\x12\x30\n\x05\x66rame\x18\x01 \x01(\x0b\x32!.rollmesh.internal.v1.TunnelFrame\x12\x0e\n\x06tunnel\x18\x02 \x01(\t\x12.\n\x04held\x18\x03 \x03(\x0b\x32 .rollmesh.internal.v1.TunnelHeld\"D\n\nTunnelHeld\x12\x12\n\nconnection\x18\x01 \x01(\r\x12\x10\n\x08received\x18\x02 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x03 \x01(\x04\"L\n\x0bTunnelFrame\x12\x12\n\nconnection\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x32h\n\rTunnelService\x12W\n\x06\x41ttach\x12#.rollmesh.internal.v1.AttachRequest\x1a$.rollmesh.internal.v1.AttachResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollmesh/internal/v1/tunnels.proto\x12\x14rollmesh.internal.v1\"\x94\x01\n\rAttachRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x30\n\x05\x66rame\x18\x02 \x01(\x0b\x32!.rollmesh.internal.v1.TunnelFrame\x12\x0e\n\x06tunnel\x18\x03 \x01(\t\x12.\n\x04held\x18\x04 \x03(\x0b\x32 .rollmesh.internal.v1.TunnelHeld\"\x82\x01\n\x0e\x41ttachResponse\x12\x30\n\x05\x66rame\x18\x01 \x01(\x0b\x32!.rollmesh.internal.v1.TunnelFrame\x12\x0e\n\x06tunnel\x18\x02 \x01(\t\x12.\n\x04held\x18\x03 \x03(\x0b\x32 .rollmesh.internal.v1.TunnelHeld\"D\n\nTunnelHeld\x12\x12\n\nconnection\x18\x01 \x01(\r\x12\x10\n\x08received\x18\x02 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x03 \x01(\x04\"N\n\x0bTunnelFrame\x12\x12\n\nconnection\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63onsumed\x18\x03 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x32h\n\rTunnelService\x12W\n\x06\x41ttach\x12#.rollmesh.internal.v1.AttachRequest\x1a$.rollmesh.internal.v1.AttachResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,7 +39,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TUNNELHELD']._serialized_start=344
   _globals['_TUNNELHELD']._serialized_end=412
   _globals['_TUNNELFRAME']._serialized_start=414
-  _globals['_TUNNELFRAME']._serialized_end=490
-  _globals['_TUNNELSERVICE']._serialized_start=492
-  _globals['_TUNNELSERVICE']._serialized_end=596
+  _globals['_TUNNELFRAME']._serialized_end=492
+  _globals['_TUNNELSERVICE']._serialized_start=494
+  _globals['_TUNNELSERVICE']._serialized_end=598
 # @@protoc_insertion_point(module_scope)

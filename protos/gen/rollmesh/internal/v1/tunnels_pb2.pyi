@@ -110,7 +110,7 @@ class TunnelHeld(_message.Message):
     received: _builtins.int
     """Bytes received on it so far."""
     consumed: _builtins.int
-    """Bytes of them that were passed on, for which credit was given."""
+    """Bytes of them that were passed on."""
     def __init__(
         self,
         *,
@@ -134,7 +134,7 @@ class TunnelFrame(_message.Message):
 
     CONNECTION_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    CREDIT_FIELD_NUMBER: _builtins.int
+    CONSUMED_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     connection: _builtins.int
     """Number of the connection. The server counts from 1, and the first message with a number opens
@@ -142,8 +142,10 @@ class TunnelFrame(_message.Message):
     """
     data: _builtins.bytes
     """The next bytes of the connection, at most 16 KiB."""
-    credit: _builtins.int
-    """Number of bytes by which the receiver may send more on the connection. It begins with 1 MiB."""
+    consumed: _builtins.int
+    """Bytes that the sender has received on the connection and passed on so far. Of those beyond them, at
+    most 1 MiB may be under way. 0 says nothing.
+    """
     end: _builtins.bool
     """Whether the connection ends after `data`."""
     def __init__(
@@ -151,12 +153,12 @@ class TunnelFrame(_message.Message):
         *,
         connection: _builtins.int = ...,
         data: _builtins.bytes = ...,
-        credit: _builtins.int = ...,
+        consumed: _builtins.int = ...,
         end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "credit", b"credit", "data", b"data", "end", b"end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "consumed", b"consumed", "data", b"data", "end", b"end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
