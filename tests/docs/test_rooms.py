@@ -16,7 +16,7 @@ CEILINGS = {
     "clients/rollmesh/sidecar": (5_758, 16),
     "clients/rollmesh/client": (5_078, 16),
     "clients/rollmesh/batches": (897, 5),
-    "clients/rollmesh/integrations": (3_606, 19),
+    "clients/rollmesh/integrations": (3_612, 19),
     "clients/rollmesh/launch": (576, 4),
     "clients/rollmesh/cli": (1_541, 9),
     "clients/rollmesh/conformance": (3_656, 36),

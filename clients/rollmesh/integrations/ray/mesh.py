@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -215,7 +215,8 @@ def _differing(wanted: Any, running: Any, where: str = "") -> set[str]:
 _log = logging.getLogger(__name__)
 _NAMESPACE = "rollmesh"
 _DIRECTORY = "mesh"
-_CALL_S = 30.0
+_CALL_S = 120.0
+"""A call may wait for a worker that starts. Ray itself gives one 60 s to register."""
 _POLL_S = 0.2
 _STATUS_S = 2.0
 _STOP_S = 60.0
@@ -247,7 +248,7 @@ class Mesh:
 
         Raises:
             ConfigError: A setting is wrong, or the mesh runs with other settings.
-            MeshError: There is no such mesh, and no file to bring one up.
+            MeshError: There is no such mesh, and no file to bring one up. Or a node starts no worker.
         """
         if not ray.is_initialized():
             raise MeshError("Ray is not connected; call ray.init() first")
@@ -421,7 +422,12 @@ class Mesh:
         planned = places(tables)
         disk = node_of(ray_config(tables).disk or HEAD)
         pinned = [one.process for one in planned if one.process.service in {"router", "scorer"}]
-        found = addresses_at(disk, [one.port for one in pinned], _CALL_S)
+        try:
+            found = addresses_at(disk, [one.port for one in pinned], _CALL_S)
+        except GetTimeoutError as error:
+            raise MeshError(
+                f"node {disk} has started no worker within {_CALL_S:g} s; see its raylet's log"
+            ) from error
         address = dict(zip((one.name for one in pinned), found, strict=True))
         entries = entries_of(tables, [one.process for one in planned], address)
         self._directory = (
