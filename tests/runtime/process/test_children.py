@@ -24,7 +24,7 @@ STARTED = 200
 
 async def test_a_program_reads_and_answers_until_its_input_ends() -> None:
     child = await start_child(sys.executable, "-c", ECHO)
-    child.stdin.write(b"hello\n")
+    await child.send(b"hello\n")
     assert await child.stdout.readline() == b"HELLO\n"
     assert child.exit_code is None
     child.stdin.write_eof()
@@ -39,6 +39,19 @@ async def test_children_of_a_program_are_killed_with_it() -> None:
     async with asyncio.timeout(120):
         assert await child.stdout.read() == b""  # its child held the socket too
         assert await child.wait() == -9
+
+
+def test_a_program_that_has_ended_is_written_to_in_vain() -> None:
+    async def written() -> None:
+        child = await start_child("/bin/sleep", "600")
+        await child.send(b"never read")  # so that its end resets the connection
+        child.kill()
+        await child.wait()
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                await child.send(b"hello\n")
+
+    uvloop.run(written())
 
 
 async def test_a_program_that_does_not_exist_is_an_error() -> None:

@@ -108,8 +108,7 @@ class _Worker:
         assert self._process is not None
         async with self._killed_on_failure(self._timeout_s, "--timeout-ms"):
             data = record.SerializeToString()
-            self._process.stdin.write(len(data).to_bytes(4, "little") + data)
-            await self._process.stdin.drain()
+            await self._process.send(len(data).to_bytes(4, "little") + data)
             scored, data = await _read(self._process)
         if not scored:
             raise ScorerFailedError(f"{self._function}: {data.decode(errors='replace')}")

@@ -131,8 +131,7 @@ class VllmParser:
             ConnectionError: The worker ended.
             ValueError: It said something else.
         """
-        process.stdin.write(json.dumps(question).encode() + b"\n")
-        await process.stdin.drain()
+        await process.send(json.dumps(question).encode() + b"\n")
         while True:
             answer = await _line(process)
             if answer.get("id") == question["id"]:

@@ -168,8 +168,7 @@ async def _exchange(child: Child, data: bytes, *, pixels: bool) -> dict[str, Any
         ValueError: It said something else.
     """
     head = json.dumps({"size": len(data), "pixels": pixels}).encode() + b"\n"
-    child.stdin.writelines([head, data])
-    await child.stdin.drain()
+    await child.send(head + data)
     line = await child.stdout.readline()
     if not line:
         raise BrokenPipeError

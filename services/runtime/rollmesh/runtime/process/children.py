@@ -39,6 +39,17 @@ class Child:
         """Exit code, below 0 for a signal, or None while the program runs."""
         return self._process.poll()
 
+    async def send(self, data: bytes) -> None:
+        """Writes to its standard input. Waits while the program reads slowly.
+
+        Raises:
+            ConnectionError: The program has closed it, or has ended.
+        """
+        if self.stdin.is_closing():  # uvloop raises RuntimeError then, which asyncio does not
+            raise BrokenPipeError(f"process {self.pid} does not read")
+        self.stdin.write(data)
+        await self.stdin.drain()
+
     def kill(self) -> None:
         """Kills the program and the processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
