@@ -248,7 +248,7 @@ class Mesh:
 
         Raises:
             ConfigError: A setting is wrong, or the mesh runs with other settings.
-            MeshError: There is no such mesh, and no file to bring one up. Or a node starts no worker.
+            MeshError: There is no such mesh, and no file to bring one up. A node starts no worker.
         """
         if not ray.is_initialized():
             raise MeshError("Ray is not connected; call ray.init() first")

@@ -424,7 +424,7 @@ async def _give(connection: Connection, reader: asyncio.StreamReader) -> None:
 
 
 async def _bring(connection: Connection, writer: asyncio.StreamWriter) -> None:
-    """Writes the bytes that arrive to a socket. Drops them once it is closed: its reader ends too."""
+    """Writes the bytes that arrive to a socket. Drops them after it is closed."""
     while data := await connection.receive():
         if not writer.is_closing():  # uvloop raises RuntimeError then, which asyncio does not
             writer.write(data)
