@@ -136,7 +136,7 @@ def _router(model: str) -> dict[str, Sequence[Message]]:
         "Attach": [
             tunnels_pb2.AttachRequest(engine_id="fuzz"),
             tunnels_pb2.AttachRequest(
-                frame=tunnels_pb2.TunnelFrame(connection=1, data=b"\0" * 8, credit=8)
+                frame=tunnels_pb2.TunnelFrame(connection=1, data=b"\0" * 8, consumed=8)
             ),
         ],
         "PushWeights": [
