@@ -115,6 +115,13 @@ async def delivery(block: Block, mesh: Mesh) -> None:
         assert consumer.acknowledged == 1
 
 
+async def checkpoint(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer"):
+        names: dict[str, Any] = {"client": client}
+        await run(block, names)
+        assert await client.load_state_dict(names["state"]) == 0
+
+
 async def runners(block: Block, mesh: Mesh) -> None:
     register_runner("coder", agent)
     async with mesh.client() as client:
@@ -246,6 +253,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "README.md python 1": readme,
     "docs/agents.md python 1": an_agent,
     "docs/delivery.md python 1": delivery,
+    "docs/delivery.md python 2": checkpoint,
     "docs/getting-started.md python 1": first_session,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,

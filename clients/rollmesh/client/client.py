@@ -7,6 +7,7 @@ from rollmesh.client.deliveries import DeliveryCalls
 from rollmesh.client.engines import EngineCalls
 from rollmesh.client.scores import ScoreCalls
 from rollmesh.client.sessions import SessionCalls
+from rollmesh.client.states import StateCalls
 from rollmesh.client.weights import WeightCalls
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import server_pb2, server_pb2_grpc
@@ -36,5 +37,7 @@ class ServerCalls(Connections):
         return found
 
 
-class Client(SessionCalls, DeliveryCalls, ScoreCalls, WeightCalls, EngineCalls, ServerCalls):
+class Client(
+    SessionCalls, DeliveryCalls, StateCalls, ScoreCalls, WeightCalls, EngineCalls, ServerCalls
+):
     """One mesh: its sessions, deliveries, weights and engines. Use it as a context."""

@@ -527,22 +527,228 @@ class GetConsumerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def consumer(self) -> Global___Consumer:
         """The consumer."""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """Its checkpoints, oldest first."""
 
     def __init__(
         self,
         *,
         consumer: Global___Consumer | None = ...,
+        checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "consumer", b"consumer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetConsumerResponse: _TypeAlias = GetConsumerResponse  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """The place of a consumer at a checkpoint of its trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    checkpoint_id: _builtins.str
+    """Its id."""
+    created_unix_ms: _builtins.int
+    """When it was made, milliseconds since 1970 UTC."""
+    units: _builtins.int
+    """Number of units that RestoreCheckpoint would redeliver now: those acknowledged or filtered since, and
+    those that were acknowledged and not trained.
+    """
+    policy_version: _builtins.int
+    """The policy_version that the consumer had."""
+    def __init__(
+        self,
+        *,
+        checkpoint_id: _builtins.str = ...,
+        created_unix_ms: _builtins.int = ...,
+        units: _builtins.int = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "checkpoint_id", b"checkpoint_id", "created_unix_ms", b"created_unix_ms", "policy_version", b"policy_version", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class CreateCheckpointRequest(_message.Message):
+    """Makes a checkpoint of a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    UNTRAINED_DELIVERY_IDS_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Name of the consumer."""
+    checkpoint_id: _builtins.str
+    """Id of the checkpoint, which the caller chooses, 1 to 128 characters."""
+    keep: _builtins.int
+    """Number of the consumer's newest checkpoints to keep, this one included, 1 to 64. Older ones are
+    released. Default: all, and at most 64.
+    """
+    @_builtins.property
+    def untrained_delivery_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of deliveries that were acknowledged and are not trained yet, at most 65,536. They are redelivered
+        after a restore, as if they were acknowledged after the checkpoint. INVALID_ARGUMENT if one is not
+        stored any more: without an earlier checkpoint, acknowledged units may be removed.
+        """
+
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+        untrained_delivery_ids: _abc.Iterable[_builtins.str] | None = ...,
+        keep: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "keep", b"keep"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "keep", b"keep", "untrained_delivery_ids", b"untrained_delivery_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
+    _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+
+Global___CreateCheckpointRequest: _TypeAlias = CreateCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class CreateCheckpointResponse(_message.Message):
+    """The checkpoint is made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateCheckpointResponse: _TypeAlias = CreateCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class RestoreCheckpointRequest(_message.Message):
+    """Moves a consumer back to a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Name of the consumer."""
+    checkpoint_id: _builtins.str
+    """Id of the checkpoint."""
+    request_id: _builtins.str
+    """Makes the call repeatable, see server.proto."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreCheckpointRequest: _TypeAlias = RestoreCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class RestoreCheckpointResponse(_message.Message):
+    """The consumer is at the checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGAIN_FIELD_NUMBER: _builtins.int
+    again: _builtins.int
+    """Number of units that were acknowledged or filtered since the checkpoint and are redelivered."""
+    def __init__(
+        self,
+        *,
+        again: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreCheckpointResponse: _TypeAlias = RestoreCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseCheckpointRequest(_message.Message):
+    """Releases a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Name of the consumer."""
+    checkpoint_id: _builtins.str
+    """Id of the checkpoint."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseCheckpointRequest: _TypeAlias = ReleaseCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseCheckpointResponse(_message.Message):
+    """The checkpoint is released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseCheckpointResponse: _TypeAlias = ReleaseCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class ListConsumersRequest(_message.Message):

@@ -91,6 +91,21 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
                 _registered_method=True)
+        self.CreateCheckpoint = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/CreateCheckpoint',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointResponse.FromString,
+                _registered_method=True)
+        self.RestoreCheckpoint = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/RestoreCheckpoint',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointResponse.FromString,
+                _registered_method=True)
+        self.ReleaseCheckpoint = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ReleaseCheckpoint',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.FromString,
+                _registered_method=True)
         self.ListFiltered = channel.unary_unary(
                 '/rollmesh.v1.CollectorService/ListFiltered',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
@@ -211,8 +226,39 @@ class CollectorServiceServicer(object):
     def Seek(self, request, context):
         """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
         are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
-        count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+        count. Its checkpoints are released. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateCheckpoint(self, request, context):
+        """Marks the place of a consumer for the checkpoint of its trainer. Sessions of units that are
+        acknowledged afterwards are kept until the checkpoint is released, so that RestoreCheckpoint can
+        redeliver them. It is durable when the call returns. A checkpoint_id that the consumer has already
+        changes nothing.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). RESOURCE_EXHAUSTED (TOO_MANY_CHECKPOINTS). INVALID_ARGUMENT
+        names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreCheckpoint(self, request, context):
+        """Redelivers the units that a consumer has acknowledged or filtered since a checkpoint, and no others of
+        those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
+        The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
+        (CONSUMER_MOVED) and may be reopened at once.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseCheckpoint(self, request, context):
+        """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,6 +346,21 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.Seek,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.SerializeToString,
+            ),
+            'CreateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCheckpoint,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointResponse.SerializeToString,
+            ),
+            'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreCheckpoint,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointResponse.SerializeToString,
+            ),
+            'ReleaseCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseCheckpoint,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.SerializeToString,
             ),
             'ListFiltered': grpc.unary_unary_rpc_method_handler(
                     servicer.ListFiltered,
@@ -616,6 +677,87 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/Seek',
             rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/CreateCheckpoint',
+            rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.CreateCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/RestoreCheckpoint',
+            rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.RestoreCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ReleaseCheckpoint',
+            rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

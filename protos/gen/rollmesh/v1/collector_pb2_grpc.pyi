@@ -90,8 +90,27 @@ class CollectorServiceStub:
     Seek: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]
     """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
     are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
-    count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+    count. Its checkpoints are released. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    """
+    CreateCheckpoint: _grpc.UnaryUnaryMultiCallable[_collector_pb2.CreateCheckpointRequest, _collector_pb2.CreateCheckpointResponse]
+    """Marks the place of a consumer for the checkpoint of its trainer. Sessions of units that are
+    acknowledged afterwards are kept until the checkpoint is released, so that RestoreCheckpoint can
+    redeliver them. It is durable when the call returns. A checkpoint_id that the consumer has already
+    changes nothing.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). RESOURCE_EXHAUSTED (TOO_MANY_CHECKPOINTS). INVALID_ARGUMENT
+    names the field.
+    """
+    RestoreCheckpoint: _grpc.UnaryUnaryMultiCallable[_collector_pb2.RestoreCheckpointRequest, _collector_pb2.RestoreCheckpointResponse]
+    """Redelivers the units that a consumer has acknowledged or filtered since a checkpoint, and no others of
+    those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
+    The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
+    (CONSUMER_MOVED) and may be reopened at once.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+    """
+    ReleaseCheckpoint: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ReleaseCheckpointRequest, _collector_pb2.ReleaseCheckpointResponse]
+    """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
     """Lists the units that a consumer did not get with the reasons, oldest first.
@@ -169,8 +188,27 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     Seek: _aio.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]  # type: ignore[assignment]
     """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
     are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
-    count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+    count. Its checkpoints are released. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    """
+    CreateCheckpoint: _aio.UnaryUnaryMultiCallable[_collector_pb2.CreateCheckpointRequest, _collector_pb2.CreateCheckpointResponse]  # type: ignore[assignment]
+    """Marks the place of a consumer for the checkpoint of its trainer. Sessions of units that are
+    acknowledged afterwards are kept until the checkpoint is released, so that RestoreCheckpoint can
+    redeliver them. It is durable when the call returns. A checkpoint_id that the consumer has already
+    changes nothing.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). RESOURCE_EXHAUSTED (TOO_MANY_CHECKPOINTS). INVALID_ARGUMENT
+    names the field.
+    """
+    RestoreCheckpoint: _aio.UnaryUnaryMultiCallable[_collector_pb2.RestoreCheckpointRequest, _collector_pb2.RestoreCheckpointResponse]  # type: ignore[assignment]
+    """Redelivers the units that a consumer has acknowledged or filtered since a checkpoint, and no others of
+    those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
+    The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
+    (CONSUMER_MOVED) and may be reopened at once.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+    """
+    ReleaseCheckpoint: _aio.UnaryUnaryMultiCallable[_collector_pb2.ReleaseCheckpointRequest, _collector_pb2.ReleaseCheckpointResponse]  # type: ignore[assignment]
+    """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
     """Lists the units that a consumer did not get with the reasons, oldest first.
@@ -311,8 +349,45 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_collector_pb2.SeekResponse, _abc.Awaitable[_collector_pb2.SeekResponse]]:
         """Moves a consumer forwards or back. Units before the position are skipped. Units at or after it
         are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
-        count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+        count. Its checkpoints are released. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def CreateCheckpoint(
+        self,
+        request: _collector_pb2.CreateCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.CreateCheckpointResponse, _abc.Awaitable[_collector_pb2.CreateCheckpointResponse]]:
+        """Marks the place of a consumer for the checkpoint of its trainer. Sessions of units that are
+        acknowledged afterwards are kept until the checkpoint is released, so that RestoreCheckpoint can
+        redeliver them. It is durable when the call returns. A checkpoint_id that the consumer has already
+        changes nothing.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). RESOURCE_EXHAUSTED (TOO_MANY_CHECKPOINTS). INVALID_ARGUMENT
+        names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def RestoreCheckpoint(
+        self,
+        request: _collector_pb2.RestoreCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.RestoreCheckpointResponse, _abc.Awaitable[_collector_pb2.RestoreCheckpointResponse]]:
+        """Redelivers the units that a consumer has acknowledged or filtered since a checkpoint, and no others of
+        those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
+        The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
+        (CONSUMER_MOVED) and may be reopened at once.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseCheckpoint(
+        self,
+        request: _collector_pb2.ReleaseCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ReleaseCheckpointResponse, _abc.Awaitable[_collector_pb2.ReleaseCheckpointResponse]]:
+        """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
 
     @_abc_1.abstractmethod

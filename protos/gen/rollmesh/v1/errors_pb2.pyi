@@ -423,6 +423,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Do not retry: end the agent's work and close the session. Give later sessions more.
     """
+    ERROR_REASON_CHECKPOINT_UNKNOWN: _ErrorReason.ValueType  # 71
+    """NOT_FOUND. The consumer has no such checkpoint.
+
+    It was released: by ReleaseCheckpoint, by `keep` of a later one, by a restore of an older one, or by
+    Seek. Restore another one, which GetConsumer lists.
+    """
+    ERROR_REASON_TOO_MANY_CHECKPOINTS: _ErrorReason.ValueType  # 72
+    """RESOURCE_EXHAUSTED. The consumer has its maximum number of checkpoints.
+
+    Release some, or give `keep`.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -822,6 +833,17 @@ ERROR_REASON_BUDGET_SPENT: ErrorReason.ValueType  # 70
 google.rpc.ErrorInfo, `budget` is "calls", "sampled_tokens" or "time", and `limit` its size.
 
 Do not retry: end the agent's work and close the session. Give later sessions more.
+"""
+ERROR_REASON_CHECKPOINT_UNKNOWN: ErrorReason.ValueType  # 71
+"""NOT_FOUND. The consumer has no such checkpoint.
+
+It was released: by ReleaseCheckpoint, by `keep` of a later one, by a restore of an older one, or by
+Seek. Restore another one, which GetConsumer lists.
+"""
+ERROR_REASON_TOO_MANY_CHECKPOINTS: ErrorReason.ValueType  # 72
+"""RESOURCE_EXHAUSTED. The consumer has its maximum number of checkpoints.
+
+Release some, or give `keep`.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

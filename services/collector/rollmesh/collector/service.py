@@ -19,7 +19,7 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created, key_of
 from rollmesh.collector.scoring import Scoring, Teachers, wants_score
 from rollmesh.collector.sqlite import open_sqlite
-from rollmesh.collector.store import Store
+from rollmesh.collector.store import MOST_CHECKPOINTS, Store
 from rollmesh.collector.streams import Consumer, Subscriptions, check_count
 from rollmesh.mesh.routers import Membership
 from rollmesh.mesh.scores import ScoringEngines
@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 _READ_PAGE = 100
 _MAX_REASON_CHARS = 4096
 _MAX_METADATA = 65_536
+_MAX_UNTRAINED = 65_536
 _MAX_SESSIONS = 4096
 """Of one message."""
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
@@ -220,7 +221,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def GetConsumer(
         self, request: pb.GetConsumerRequest, context: Context
     ) -> pb.GetConsumerResponse:
-        return pb.GetConsumerResponse(consumer=await self.store.consumer(request.consumer))
+        consumer = await self.store.consumer(request.consumer)
+        checkpoints = await self.store.checkpoints(request.consumer)
+        return pb.GetConsumerResponse(consumer=consumer, checkpoints=checkpoints)
 
     async def ListConsumers(
         self, request: pb.ListConsumersRequest, context: Context
@@ -269,6 +272,36 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             return await self.subscriptions.finish(work)
 
         return await self._repeats.once(request, seek)
+
+    async def CreateCheckpoint(
+        self, request: pb.CreateCheckpointRequest, context: Context
+    ) -> pb.CreateCheckpointResponse:
+        check_name("checkpoint_id", request.checkpoint_id)
+        if request.HasField("keep") and not 0 < request.keep <= MOST_CHECKPOINTS:
+            raise InvalidFieldError("keep", f"is {request.keep}; give 1 to {MOST_CHECKPOINTS}")
+        if (count := len(request.untrained_delivery_ids)) > _MAX_UNTRAINED:
+            raise InvalidFieldError(
+                "untrained_delivery_ids", f"has {count} ids; give at most {_MAX_UNTRAINED}"
+            )
+        work = self.store.create_checkpoint(request, clock.steady_unix_ms())
+        checkpoint = await self.subscriptions.finish(work)
+        return pb.CreateCheckpointResponse(checkpoint=checkpoint)
+
+    async def RestoreCheckpoint(
+        self, request: pb.RestoreCheckpointRequest, context: Context
+    ) -> pb.RestoreCheckpointResponse:
+        async def restore() -> pb.RestoreCheckpointResponse:
+            work = self.subscriptions.restore(request.consumer, request.checkpoint_id)
+            return pb.RestoreCheckpointResponse(again=await self.subscriptions.finish(work))
+
+        return await self._repeats.once(request, restore)
+
+    async def ReleaseCheckpoint(
+        self, request: pb.ReleaseCheckpointRequest, context: Context
+    ) -> pb.ReleaseCheckpointResponse:
+        work = self.store.release_checkpoint(request.consumer, request.checkpoint_id)
+        await self.subscriptions.finish(work)
+        return pb.ReleaseCheckpointResponse()
 
     async def ListFiltered(
         self, request: pb.ListFilteredRequest, context: Context

@@ -38,6 +38,7 @@ from rollmesh.collector.log import (
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.database import Row, Statements
 from rollmesh.runtime.errors import (
+    CheckpointUnknownError,
     ConsumerExistsError,
     ConsumerUnknownError,
     GroupSizeError,
@@ -46,6 +47,7 @@ from rollmesh.runtime.errors import (
     SessionDamagedError,
     SessionUnknownError,
     StoreFullError,
+    TooManyCheckpointsError,
 )
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
@@ -198,7 +200,9 @@ def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int) -> list[bo
 
 def _check_room(tx: Transaction, size: int) -> None:
     if tx.store.stored_bytes(tx) + size > tx.store.retention.max_bytes:
-        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+        held: int = tx.db.value("SELECT count(*) FROM marks")
+        why = f"; {held} of its units are kept for checkpoints, so release some" if held else ""
+        raise StoreFullError(f"the collector's store is full{why}", retry_delay_ms=RETRY_MS)
 
 
 def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
@@ -746,6 +750,7 @@ def seek(tx: Transaction, name: str, position: pb.Position, now_ms: int) -> pb.S
         first,
     )
     tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", first - 1, name)
+    _forget_checkpoints(tx, name)
     tx.db.run("DELETE FROM scores WHERE length(scores) = 0")  # a teacher may have changed
     _count_open(tx, name)
     tx.store.tell(tx, name, moved=True)
@@ -756,6 +761,7 @@ def delete_consumer(tx: Transaction, name: str) -> bool:
     """Deletes a consumer and its data, and returns whether it was known."""
     deleted = tx.db.rows("DELETE FROM consumers WHERE name = ?1 RETURNING name", name)
     tx.db.run("DELETE FROM progress WHERE consumer = ?1", name)
+    _forget_checkpoints(tx, name)
     _leave_own_log(tx, name)
     tx.db.run("DELETE FROM filtered WHERE owner = ?1", own_log(name))
     tx.db.run("DELETE FROM filtered_counts WHERE owner = ?1", own_log(name))
@@ -836,6 +842,144 @@ def _count_open(tx: Transaction, name: str) -> None:
     left: int = tx.db.value(_OPEN, consumer.log, consumer.start_seq, name, _NO_END)
     settled = tx.total(f"log:{consumer.log}") - left
     tx.db.run("UPDATE consumers SET settled = ?1 WHERE name = ?2", settled, name)
+
+
+# Checkpoints of a consumer. A unit that is settled after one has the number of the last one as its
+# mark. A unit that a checkpoint would redeliver is therefore one with its number or a higher mark.
+
+MOST_CHECKPOINTS = 64
+"""Maximum number of checkpoints of a consumer."""
+_LAST_CHECKPOINT = "last_checkpoint"
+_MARK = (
+    "INSERT INTO marks (consumer, unit_id, mark) SELECT p.consumer, p.unit_id, k.n FROM progress p"
+    " JOIN (SELECT max(n) AS n FROM checkpoints WHERE consumer = ?1) k ON k.n IS NOT NULL"
+    " WHERE p.consumer = ?1 AND p.settled_ms IS NOT NULL AND p.unit_id {within}"
+    " ON CONFLICT (consumer, unit_id) DO UPDATE SET mark = excluded.mark"
+)
+
+
+def create_checkpoint(
+    tx: Transaction, request: pb.CreateCheckpointRequest, now_ms: int
+) -> pb.Checkpoint:
+    """Makes a checkpoint and returns it. One with this id stays as it is.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+        TooManyCheckpointsError: The consumer has as many as it may have.
+        InvalidFieldError: A delivery that is not trained was removed.
+    """
+    name, made = request.consumer, request.checkpoint_id
+    known, settings = _known(tx, name), find_consumer(tx, name)
+    found = {one.checkpoint_id: one for one in find_checkpoints(tx, name)}
+    if made not in found:
+        if not request.HasField("keep") and len(found) >= MOST_CHECKPOINTS:
+            raise TooManyCheckpointsError(
+                f"consumer: {name!r} has {len(found)} checkpoints; release some, or give `keep`"
+            )
+        version = settings.policy_version if settings.HasField("policy_version") else None
+        tx.db.run(
+            "INSERT INTO checkpoints (consumer, checkpoint_id, n, start_seq, policy_version,"
+            " made_ms) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+            *(name, made, tx.add(_LAST_CHECKPOINT), known.start_seq, version, now_ms),
+        )
+        untrained = tx.db.listed(request.untrained_delivery_ids)
+        rows = tx.db.rows(
+            f"SELECT unit_id FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
+            untrained,
+            known.log,
+        )
+        if gone := set(request.untrained_delivery_ids) - {unit_id for (unit_id,) in rows}:
+            raise InvalidFieldError(
+                "untrained_delivery_ids",
+                f"{sorted(gone)[0]!r} is not stored any more; make a checkpoint before the first "
+                "acknowledgement, or acknowledge what is trained",
+            )
+        tx.db.run(_MARK.format(within=tx.db.within(2)), name, untrained)
+        if request.HasField("keep"):
+            for older in [*found, made][: -request.keep]:
+                release_checkpoint(tx, name, older)
+        found = {one.checkpoint_id: one for one in find_checkpoints(tx, name)}
+    return found[made]
+
+
+def find_checkpoints(tx: Transaction, name: str) -> list[pb.Checkpoint]:
+    """Returns the checkpoints of a consumer, oldest first."""
+    rows = tx.db.rows(
+        "SELECT checkpoint_id, made_ms, policy_version, (SELECT count(*) FROM marks m"
+        " WHERE m.consumer = k.consumer AND m.mark >= k.n)"
+        " FROM checkpoints k WHERE consumer = ?1 ORDER BY n",
+        name,
+    )
+    return [
+        pb.Checkpoint(
+            checkpoint_id=id_, created_unix_ms=made_ms, units=units, policy_version=version
+        )
+        for id_, made_ms, version, units in rows
+    ]
+
+
+def restore_checkpoint(tx: Transaction, name: str, checkpoint_id: str) -> int:
+    """Moves a consumer back to a checkpoint. Returns the number of units that it gets again.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+        CheckpointUnknownError: It has no such checkpoint.
+    """
+    consumer = find_consumer(tx, name)
+    row = tx.db.row(
+        "SELECT n, start_seq, policy_version FROM checkpoints"
+        " WHERE consumer = ?1 AND checkpoint_id = ?2",
+        name,
+        checkpoint_id,
+    )
+    if row is None:
+        raise CheckpointUnknownError(
+            f"checkpoint_id: consumer {name!r} has no checkpoint {checkpoint_id!r}; it was "
+            "released, by a restore of an older one or by Seek too. Restore another one"
+        )
+    n, start_seq, version = row
+    marked = "FROM marks WHERE consumer = ?1 AND mark >= ?2"
+    again: int = tx.db.value(f"SELECT count(*) {marked}", name, n)
+    tx.db.run(
+        "DELETE FROM progress WHERE consumer = ?1"
+        f" AND (settled_ms IS NULL OR unit_id IN (SELECT unit_id {marked}))",
+        name,
+        n,
+    )
+    tx.db.run(f"DELETE {marked}", name, n)
+    tx.db.run("DELETE FROM checkpoints WHERE consumer = ?1 AND n > ?2", name, n)
+    tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", start_seq, name)
+    for field in ("seen_unix_ms", "policy_version"):
+        consumer.ClearField(field)
+    if version is not None:
+        consumer.policy_version = version
+    _set_settings(tx, consumer)
+    _count_open(tx, name)
+    tx.store.tell(tx, name, moved=True)
+    return again
+
+
+def release_checkpoint(tx: Transaction, name: str, checkpoint_id: str) -> None:
+    """Releases a checkpoint of a consumer. An unknown one changes nothing.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+    """
+    _known(tx, name)
+    tx.db.run(
+        "DELETE FROM checkpoints WHERE consumer = ?1 AND checkpoint_id = ?2", name, checkpoint_id
+    )
+    tx.db.run(
+        "DELETE FROM marks WHERE consumer = ?1 AND mark < coalesce("
+        "(SELECT min(n) FROM checkpoints WHERE consumer = ?1), ?2)",
+        name,
+        _NO_END,
+    )
+
+
+def _forget_checkpoints(tx: Transaction, name: str) -> None:
+    tx.db.run("DELETE FROM checkpoints WHERE consumer = ?1", name)
+    tx.db.run("DELETE FROM marks WHERE consumer = ?1", name)
 
 
 # Units on their way to a consumer: fetched, loaded and settled.
@@ -1008,6 +1152,7 @@ def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms
         _list_filtered(tx, own_log(name), entries)
         done |= dropped
     if done:
+        tx.db.run(_MARK.format(within=tx.db.within(2)), name, tx.db.listed(done))
         tx.db.run(
             "UPDATE consumers SET settled = settled + ?1, acknowledged = acknowledged + ?2"
             " WHERE name = ?3",
@@ -1105,9 +1250,10 @@ LEFT JOIN progress p ON p.consumer = c.name
   AND p.unit_id = CASE WHEN c.log = ?1 THEN s.session_id ELSE s.group_key END
 WHERE (c.log = ?1 OR EXISTS (SELECT 1 FROM groups g WHERE g.group_key = k.group_key))
   AND (u.seq IS NULL OR CASE WHEN p.settled_ms IS NULL THEN u.seq > c.start_seq
-    ELSE p.settled_ms > ?4 END)"""
+    ELSE p.settled_ms > ?4 OR EXISTS (SELECT 1 FROM marks m
+      WHERE m.consumer = p.consumer AND m.unit_id = p.unit_id) END)"""
 """Units of a group that some consumer needs: it waits for them, or has not settled them, or settled
-them too recently."""
+them too recently, or a checkpoint of it would redeliver them."""
 _OVER = f"""
 SELECT k.group_key FROM (SELECT DISTINCT group_key FROM sessions WHERE n > ?2 AND n <= ?3) k
 WHERE NOT EXISTS (SELECT 1 FROM sessions w WHERE w.group_key = k.group_key AND w.ready = 0)
@@ -1407,6 +1553,10 @@ class Store:
     unscored = _method(find_unscored, reads=True)
     add_scores = _method(add_scores)
     seek = _method(seek)
+    create_checkpoint = _method(create_checkpoint)
+    restore_checkpoint = _method(restore_checkpoint)
+    release_checkpoint = _method(release_checkpoint)
+    checkpoints = _method(find_checkpoints, reads=True)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
     delete_consumer = _method(delete_consumer)
@@ -1488,6 +1638,13 @@ CREATE TABLE IF NOT EXISTS consumers (
 CREATE TABLE IF NOT EXISTS progress (
   consumer {text} NOT NULL, unit_id {text} NOT NULL, attempts BIGINT NOT NULL, settled_ms BIGINT
   {of_progress}, PRIMARY KEY (consumer, unit_id)){by_key};
+CREATE TABLE IF NOT EXISTS checkpoints (
+  n BIGINT PRIMARY KEY, consumer {text} NOT NULL, checkpoint_id {text} NOT NULL,
+  start_seq BIGINT NOT NULL, policy_version BIGINT, made_ms BIGINT NOT NULL,
+  UNIQUE (consumer, checkpoint_id));
+CREATE TABLE IF NOT EXISTS marks (
+  consumer {text} NOT NULL, unit_id {text} NOT NULL, mark BIGINT NOT NULL,
+  PRIMARY KEY (consumer, unit_id)){by_key};
 CREATE TABLE IF NOT EXISTS filtered (
   n {key}, owner {text} NOT NULL, unit_id {text} NOT NULL, entry {blob} NOT NULL);
 CREATE INDEX IF NOT EXISTS filtered_by_owner ON filtered (owner, n);

@@ -370,12 +370,25 @@ class Subscriptions:
         Raises:
             RollmeshError: The consumer is unknown, or the position does not exist.
         """
+        return await self._move(name, self.store.seek(name, position, clock.steady_unix_ms()))
+
+    async def restore(self, name: str, checkpoint_id: str) -> int:
+        """Moves a consumer to a checkpoint. Returns the number of units that it gets again.
+
+        Raises:
+            RollmeshError: The consumer or the checkpoint is unknown.
+        """
+        again = await self._move(name, self.store.restore_checkpoint(name, checkpoint_id))
+        self._know(await self.store.consumer(name))  # with its policy version
+        return again
+
+    async def _move(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
         consumer = self._known.get(name) or Consumer(pb.Consumer(name=name))
         async with consumer.paging:
-            sought = await self.store.seek(name, position, clock.steady_unix_ms())
+            result = await work
             consumer.reset()
         self._end_of(name)
-        return sought
+        return result
 
     async def moved(self, name: str) -> None:
         """Ends the streams of a consumer that another collector moved. They must be reopened."""

@@ -108,6 +108,16 @@ class ConsumerUnknownError(RollmeshError, code="NOT_FOUND", reason="CONSUMER_UNK
     """No consumer has this name."""
 
 
+class CheckpointUnknownError(RollmeshError, code="NOT_FOUND", reason="CHECKPOINT_UNKNOWN"):
+    """The consumer has no such checkpoint: it was released, or it is another consumer's."""
+
+
+class TooManyCheckpointsError(
+    RollmeshError, code="RESOURCE_EXHAUSTED", reason="TOO_MANY_CHECKPOINTS"
+):
+    """The consumer has its maximum number of checkpoints."""
+
+
 class ConsumerMovedError(RollmeshError, code="UNAVAILABLE", reason="CONSUMER_MOVED"):
     """The consumer was moved or got another group policy, so its streams must be reopened."""
 

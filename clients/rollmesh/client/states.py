@@ -1,0 +1,111 @@
+"""The state of a consumer, which a trainer saves in its checkpoint."""
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollmesh.client.arguments import filled
+from rollmesh.client.connections import Connections
+from rollmesh.client.sessions import Delivery
+from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.v1 import collector_pb2
+
+_STATE_FORMAT = 1
+
+
+class StateCalls(Connections):
+    """Saves, restores and releases the states of consumers."""
+
+    async def state_dict(
+        self, consumer: str, *, untrained: Iterable[Delivery] = (), keep: int | None = None
+    ) -> dict[str, Any]:
+        """Makes a checkpoint of a consumer, and returns the state that restores it.
+
+        Acknowledge the trained deliveries, then call this, then save the state with the weights.
+        The collector keeps later acknowledged units until the checkpoint is released.
+
+        Args:
+            consumer: Its name. The call waits a while until it is created.
+            untrained: Deliveries that were acknowledged and are not trained yet.
+            keep: Number of the consumer's newest checkpoints to keep, 1 to 64. Older ones are
+                released. None keeps all, at most 64.
+
+        Returns:
+            A dictionary for JSON or `torch.save`. Its `policy_version` is the one that the consumer
+            had reported, or None.
+
+        Raises:
+            ConsumerUnknownError: No consumer has this name.
+            TooManyCheckpointsError: There are 64 already.
+            InvalidFieldError: `keep` is invalid.
+        """
+        request = filled(
+            collector_pb2.CreateCheckpointRequest,
+            consumer=consumer,
+            checkpoint_id=uuid.uuid4().hex,
+            untrained_delivery_ids=[delivery.delivery_id for delivery in untrained],
+            keep=keep,
+        )
+        response: collector_pb2.CreateCheckpointResponse
+        response = await self._at_collector(
+            lambda stub: stub.CreateCheckpoint, request, ConsumerUnknownError
+        )
+        made = response.checkpoint
+        version = made.policy_version if made.HasField("policy_version") else None
+        return {
+            "format": _STATE_FORMAT,
+            "consumer": consumer,
+            "checkpoint_id": made.checkpoint_id,
+            "policy_version": version,
+        }
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Moves a consumer back to the checkpoint of a state. Call it before you subscribe.
+
+        Units acknowledged or filtered since then are delivered again, and none from before. Later
+        checkpoints are released.
+
+        Args:
+            state: As returned by `state_dict`.
+
+        Returns:
+            The number of units that are delivered again.
+
+        Raises:
+            ConsumerUnknownError: The consumer was deleted.
+            CheckpointUnknownError: The checkpoint was released.
+            InvalidFieldError: It is not such a state.
+        """
+        consumer, checkpoint_id = _read_state(state)
+        request = collector_pb2.RestoreCheckpointRequest(
+            consumer=consumer, checkpoint_id=checkpoint_id, request_id=uuid.uuid4().hex
+        )
+        response: collector_pb2.RestoreCheckpointResponse
+        response = await self._at_collector(lambda stub: stub.RestoreCheckpoint, request)
+        return response.again
+
+    async def release_state(self, state: Mapping[str, Any]) -> None:
+        """Releases the checkpoint of a state, which can no longer be loaded. A repeat is no error.
+
+        Raises:
+            ConsumerUnknownError: The consumer was deleted.
+            InvalidFieldError: It is not such a state.
+        """
+        consumer, checkpoint_id = _read_state(state)
+        request = collector_pb2.ReleaseCheckpointRequest(
+            consumer=consumer, checkpoint_id=checkpoint_id
+        )
+        await self._at_collector(lambda stub: stub.ReleaseCheckpoint, request)
+
+
+def _read_state(state: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the consumer and the checkpoint of a state."""
+    if state.get("format") != _STATE_FORMAT:
+        raise InvalidFieldError(
+            "state.format",
+            f"is {state.get('format')!r}; give what `state_dict` of this release returned",
+        )
+    for name in ("consumer", "checkpoint_id"):
+        if not isinstance(state.get(name), str):
+            raise InvalidFieldError(f"state.{name}", "is not a string; give what was saved")
+    return state["consumer"], state["checkpoint_id"]
