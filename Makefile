@@ -201,7 +201,7 @@ bench-weights: .venv/.ready  # Weights whole and by difference: bytes, and the p
 bench-async: .venv/.ready  # GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo
 
-bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over Harbor's relay, and of one at the sidecar
+bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over the relays of Harbor and of rollmesh, and at the sidecar
 	.venv/bin/python -m benchmarks.relay
 
 kills: .venv/.ready  # SIGKILL 500 times at every boundary; answered turns must arrive once

@@ -1,14 +1,16 @@
-"""What a turn costs over the relay of a Harbor server, compared with a request to a sidecar.
+"""What a turn costs over the relays of Harbor and of rollmesh, and at a sidecar.
 
     make bench-relay
 
 Eight rollouts of sixteen turns run at a time, with texts of 3.5 KB and answers of 40 words at 200
 tokens a second, whole and streamed: by agents of a real Harbor server over the connector, with and
-without deflate, and by agents that call the sidecar. Bytes are those of the connection between
-connector and relay, or of agents and sidecar, in both directions. CPU time is that of the process,
-work after the last answer included. `hop_cpu_ms` is the CPU time of both ends of a request of the
-connector's HTTP client that a sidecar answers by itself. A connector with the protocols in its own
-process would save that and the copy of the body. Figures are medians of the rounds.
+without deflate, by agents that call the sidecar, and by agents that call `rollmesh relay`. Bytes
+are those of the connection between connector and Harbor's relay, between agents and sidecar, or of
+the sidecar's tunnel, in both directions. CPU time is that of the process, work after the last
+answer included. That of Harbor's server is without what trials of no turns cost it. `hop_cpu_ms`
+is the CPU time of both ends of a request of the connector's HTTP client that a sidecar answers by
+itself. A connector with the protocols in its own process would save that and the copy of the body.
+Figures are medians of the rounds.
 
 The last line of the output is one JSON object.
 """
@@ -21,8 +23,7 @@ import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,18 +31,23 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 
+from benchmarks.harness.converse import converse
 from benchmarks.harness.measure import at_rest, cpu_ms
 from benchmarks.harness.systems import Mesh, make_model, read_line, run_process, running_mesh
 from benchmarks.harness.workload import user_text, vocabulary
+from rollmesh.cli.up import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.integrations.harbor import Connector
 from rollmesh.v1 import gateway_pb2
 from tests.harbor.serving import KEY, Harbor, harbor_server
+from tests.waiting import until
 
 _ROUNDS = 3
 _SESSIONS, _TURNS = 8, 16
 _HOPS = 500
+_TRIALS_S = 300
 _SPEED = 'backend = "scripted"\ntokens_per_second = 200.0\n'
+_AGENT = Path(__file__).parent / "harness" / "converse.py"
 _MODES = {"plain": 0, "deflate": 15}
 
 Figures = dict[str, float]
@@ -110,60 +116,95 @@ class Bench:
         """Takes both."""
         self._folder, self._mesh, self._harbor = folder, mesh, harbor
         self._texts = user_text(random.Random(5), vocabulary())
+        (question := folder / "question").write_text(self._texts)
+        self._question = str(question)
         self._task = harbor.task("one", self._texts)
-        self._jobs = 0
+        self._jobs = self._trials_begun = 0
 
-    async def relayed(self, mode: str, stream: bool) -> Figures:
-        """Measures turns over the relay."""
+    async def over_harbor(self, mode: str, kind: str) -> Figures:
+        """Measures turns over Harbor's relay. The server's CPU time is without that of trials."""
         self._jobs += 1
         name = f"bench-{self._jobs}"
         addresses = json.dumps({"router": self._mesh.client.addresses.router})
+        assert self._harbor.process is not None
+        server = {"harbor": self._harbor.process.pid}
         async with metered(self._harbor.url.removeprefix("http://")) as (meter, at):
             command = ("-m", "benchmarks.relay", "connector", addresses, f"http://{at}", name, mode)
             log = self._folder / "connector.log"
             async with run_process(log, sys.executable, *command) as process:
                 await read_line(process, "READY", self._folder)
-                pids = {"connector": process.pid, **self._mesh.pids}
-                async with used(pids, {}) as figures:
-                    job = await self._harbor.submit(
-                        name, [self._task], attempts=_SESSIONS, turns=_TURNS, stream=stream
-                    )
-                    rollouts = await self._harbor.ended(job)
-                assert [one["error_type"] for one in rollouts] == [None] * _SESSIONS
-            figures["bytes"] = meter.counts[0] / (_SESSIONS * _TURNS)
+                without = await self._trials(name, ["true"], server)
+                before = meter.counts[0]
+                pids = {"connector": process.pid, **self._mesh.pids, **server}
+                agent = [sys.executable, "-P", str(_AGENT), str(_TURNS), kind, self._question]
+                figures = await self._trials(name, agent, pids)
+            figures["bytes"] = (meter.counts[0] - before) / (_SESSIONS * _TURNS)
+        figures["harbor_cpu_ms"] -= without["harbor_cpu_ms"]
         return figures
 
-    async def direct(self, stream: bool) -> Figures:
+    async def warm(self) -> None:
+        """Lets the server load what its first trials need."""
+        await self._trials("warm", ["true"], {})
+
+    async def _trials(self, name: str, command: list[str], pids: dict[str, int]) -> Figures:
+        """Runs a job. Asks the server for its end only when it is over: questions cost it time."""
+        agent = {
+            "import_path": "agents:Program",
+            "model_name": "openai/policy",
+            "model_api_format": "openai_chat_completions",
+            "kwargs": {"command": command, "env": {}},
+        }
+        self._trials_begun += _SESSIONS
+        async with used(pids, {}) as figures:
+            job = await self._harbor.submit_agents(name, [self._task], [agent], _SESSIONS)
+            await until(self._trials_are_over, _TRIALS_S)
+        rollouts = await self._harbor.ended(job)
+        assert [one["error_type"] for one in rollouts] == [None] * _SESSIONS
+        return figures
+
+    def _trials_are_over(self) -> bool:
+        ended = len(list(self._harbor.folder.glob("data/**/said")))
+        return ended == self._trials_begun and not self._harbor.sandboxes()
+
+    async def direct(self, kind: str) -> Figures:
         """Measures turns of agents that call the sidecar."""
+        async with metered(f"127.0.0.1:{self._mesh.port}") as (meter, at):
+            return await self._called(at, kind, meter, self._mesh.pids)
+
+    async def over_tunnel(self, kind: str) -> Figures:
+        """Measures turns of agents that call `rollmesh relay`, which has a sidecar of its own."""
+        with closing(free_ports()) as ports:
+            port, http = next(ports), next(ports)
+        gateway = f"--gateway={self._mesh.client.addresses.gateway}"
+        log = self._folder / "tunnel.log"
+        relay = ("-m", "rollmesh.cli", "relay", f"--port={port}", f"--http-port={http}")
+        async with AsyncExitStack() as stack:
+            far = await stack.enter_async_context(run_process(log, sys.executable, *relay))
+            await read_line(far, "READY", self._folder)
+            meter, at = await stack.enter_async_context(metered(f"127.0.0.1:{port}"))
+            sidecar = ("-m", "rollmesh.sidecar", gateway, "--port=0", f"--relay={at}")
+            near = await stack.enter_async_context(run_process(log, sys.executable, *sidecar))
+            await read_line(near, "READY", self._folder)
+            pids = {**self._mesh.pids, "sidecar": near.pid, "relay": far.pid}
+            return await self._called(f"127.0.0.1:{http}", kind, meter, pids)
+
+    async def _called(self, at: str, kind: str, meter: Meter, pids: dict[str, int]) -> Figures:
+        """Measures agents that call an address."""
         sessions = [
             await self._mesh.client.open_session(gateway_pb2.CreateSessionRequest())
             for _ in range(_SESSIONS)
         ]
-        async with metered(f"127.0.0.1:{self._mesh.port}") as (meter, at):
-            async with used(self._mesh.pids, {}) as figures:
-                await asyncio.gather(*(self._converse(one, at, stream) for one in sessions))
-                for one in sessions:
-                    await self._mesh.client.close_session(one)
-            figures["bytes"] = sum(meter.counts) / (_SESSIONS * _TURNS)
-        return figures
+        before = sum(meter.counts)
+        async with used(pids, {}) as figures:
+            await asyncio.gather(*(self._converse(one, at, kind) for one in sessions))
+            for one in sessions:
+                await self._mesh.client.close_session(one)
+        return figures | {"bytes": (sum(meter.counts) - before) / (_SESSIONS * _TURNS)}
 
-    async def _converse(self, session: Session, at: str, stream: bool) -> None:
-        messages: list[Any] = []
+    async def _converse(self, session: Session, at: str, kind: str) -> None:
         url = f"http://{at}/sessions/{session.base_url.partition('/sessions/')[2]}"
         async with AsyncOpenAI(base_url=url, api_key=session.api_key) as agent:
-            for _ in range(_TURNS):
-                messages.append({"role": "user", "content": self._texts})
-                ask: Any = partial(agent.chat.completions.create, model="policy", messages=messages)
-                if stream:
-                    parts = [
-                        one.choices[0].delta.content or ""
-                        async for one in await ask(stream=True)
-                        if one.choices
-                    ]
-                    text = "".join(parts)
-                else:
-                    text = (await ask()).choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": text})
+            await converse(agent, _TURNS, kind, self._texts)
 
     async def hop(self) -> float:
         """Returns the CPU time of a request that a sidecar answers by itself, milliseconds."""
@@ -195,9 +236,10 @@ async def used(
 async def measure(bench: Bench) -> Figures:
     """Runs one round."""
     figures: Figures = {"hop_cpu_ms": await bench.hop()}
-    for kind, stream in (("whole", False), ("streamed", True)):
-        found = {mode: await bench.relayed(mode, stream) for mode in _MODES}
-        found["direct"] = await bench.direct(stream)
+    for kind in ("whole", "streamed"):
+        found = {mode: await bench.over_harbor(mode, kind) for mode in _MODES}
+        found["direct"] = await bench.direct(kind)
+        found["tunnel"] = await bench.over_tunnel(kind)
         for mode, one in found.items():
             figures |= {f"{name}_{kind}_{mode}": value for name, value in one.items()}
     return figures
@@ -215,6 +257,7 @@ async def main(rounds: int) -> None:
             mesh = await stack.enter_async_context(running_mesh(folder))
             harbor = await stack.enter_async_context(harbor_server(folder / "harbor"))
             bench = Bench(folder, mesh, harbor)
+            await bench.warm()
             for at in range(rounds):
                 found.append(await measure(bench))
                 print(f"round {at + 1}:", json.dumps(found[-1]), flush=True)

@@ -15,7 +15,8 @@ from typing import Any
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 
-_PATHS = re.compile(r"(?<![\w/.])/(?=(?:app|logs|tests|solution|installed-agent)(?:[/\s'\";)]|$))")
+_OWN = "app|logs|tests|solution|installed-agent|tmp/harbor-pi-agent"
+_PATHS = re.compile(rf"(?<![\w/.])/(?=(?:{_OWN})(?:[/\s'\";)]|$))")
 
 
 class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
