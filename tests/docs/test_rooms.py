@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_867, 51),
+    "services/runtime/rollmesh/runtime": (7_866, 51),
     "services/runtime/rollmesh/mesh": (4_576, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_751, 25),
     "services/engine/rollmesh/engine": (7_889, 32),
     "services/router/rollmesh/router": (4_357, 16),
-    "services/collector/rollmesh/collector": (5_375, 13),
+    "services/collector/rollmesh/collector": (5_376, 13),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_758, 16),
     "clients/rollmesh/client": (5_195, 17),

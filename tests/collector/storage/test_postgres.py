@@ -24,9 +24,27 @@ from tests.collector.collectors import (
 )
 from tests.collector.postgres_server import Database
 from tests.collector.records import record
-from tests.collector.stores import ingest, postgres_store
+from tests.collector.stores import Reader, ingest, postgres_store
 from tests.processes import running
 from tests.waiting import until
+
+
+async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
+    database: Database,
+) -> None:
+    async with postgres_store(database.url) as store:
+        await ingest(store, record("a"), 0)
+    for lacking in ("TABLE scores", "TABLE checkpoints", "TABLE marks", "INDEX groups_overdue"):
+        database.sql(f"DROP {lacking}")
+    database.sql("UPDATE version SET version = 3")
+    async with postgres_store(database.url) as store:
+        reader = await Reader.open(store)
+        request = pb.CreateCheckpointRequest(consumer="c", checkpoint_id="1")
+        assert (await store.create_checkpoint(request, 0)).units == 0
+        assert await reader.take_all() == ["a"]
+        assert await store.restore_checkpoint("c", "1") == 1
+    assert database.sql("SELECT version FROM version") == "4"
+    assert database.sql("SELECT to_regclass('groups_overdue') IS NULL") == "f"
 
 
 async def test_a_store_of_another_version_is_refused_untouched(database: Database) -> None:

@@ -32,8 +32,9 @@ from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-VERSION = 3
+VERSION = 4
 """Version of the tables. Incremented with a change that an older release cannot read."""
+UPGRADES = ("",)
 SCHEMA = (
     TABLES.format(
         key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -300,7 +301,7 @@ async def open_postgres(
         Lane(address, _WRITING, "writer") as writer,
         Lane(address, _READING, "reader") as reader,
     ):
-        await prepare_database(writer, address, SCHEMA, VERSION)
+        await prepare_database(writer, address, SCHEMA, VERSION, UPGRADES)
         store = PostgresStore(writer, reader, retention)
         store.store_id = await store.write(store_id)
         await store.enter()

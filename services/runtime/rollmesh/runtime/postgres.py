@@ -435,10 +435,10 @@ async def prepare_database(
     Args:
         lane: A connection that writes.
         address: The database and the schema of the tables.
-        tables: Statements that create the tables.
+        tables: Statements that create the tables that are missing.
         version: Their version.
         upgrades: Statements that each bring tables of one version to the next, the last one to
-            this version.
+            this version. An empty one is for a version that only has further tables.
 
     Raises:
         StoreAwayError: The server could not be reached for a minute.
@@ -476,12 +476,11 @@ def _prepare(
         if db.value("SELECT to_regnamespace(?1) IS NULL", address.schema):
             db.run(f"CREATE SCHEMA {address.schema}")
         db.run("CREATE TABLE version (version BIGINT NOT NULL)")
-        for statement in filter(str.strip, tables.split(";")):
-            db.run(statement)
-        db.run("INSERT INTO version VALUES (?1)", version)
+        db.run("INSERT INTO version VALUES (0)")
     found = db.value("SELECT version FROM version")
-    if version - len(upgrades) <= found < version:
-        for statement in upgrades[found - version :]:
+    if not found or version - len(upgrades) <= found < version:
+        steps = upgrades[found - version :] if found else ()
+        for statement in filter(str.strip, (*steps, *tables.split(";"))):
             db.run(statement)
         db.run("UPDATE version SET version = ?1", version)
     elif found != version:
