@@ -40,6 +40,8 @@ rollmesh-conformance --base-url http://127.0.0.1:8000/v1 --key-file key --junit 
   protocol that the server does not serve is one skipped row.
 - `--model` names the model; the default is the first one listed. `--context-tokens` is its
   context length, for the checks that exceed it.
+- `--capture-url` names a place that opens sessions and shows their records, for the checks of
+  training. Without it, they are one skipped row.
 - `--timeout-s` bounds each check.
 
 The exit code is 0 if nothing failed, 1 if a check failed, and 2 if the run could not begin.
@@ -52,6 +54,14 @@ are short, answers at most 192 tokens; a run is a few hundred requests.
 Two things cannot be provoked from outside and are not checked: that a stream which fails ends
 without its last chunk, and that a silent stream carries keep-alive comments. `make test` runs the
 kit against a mesh, where every check passes.
+
+The checks of `training.records` drive a session and compare its record, as a trainer reads it, with
+the prompts and samples of the engine. The degradations that they find raise no error elsewhere. A
+small adapter at the capture URL translates a server's record: the docstring of
+`rollmesh.conformance.training.capture` describes it, and `benchmarks/peers/ours.py` is the one of
+rollmesh. A server that records each request by itself needs no other form: rows that continue each
+other count as one sequence. Two checks need an engine that follows a script, and are not seen
+at another one.
 """
 _VLLM = """
 ## vLLM's own server

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,17 +11,24 @@ from xml.etree import ElementTree as ET
 import pytest
 import pytest_asyncio
 
+from benchmarks.peers.door import door
+from benchmarks.peers.ours import Ours
 from rollmesh.conformance.asked import CALCULATE
+from rollmesh.conformance.training.records import NO_TEXT
 from tests.meshes import Mesh, scripted_mesh
 
 CALL = '{"name": "calculator", "arguments": {"a": 6,  "b":7, "note": "caf\\u00e9 "}}'
 RULES = [
     ("calculator: what is 6 times 7?", f"<tool_call>\n{CALL}\n</tool_call>"),
     ("What is 6 times 7?", "The answer is 42. I am not sure. The answer is 42. I am not sure."),
+    (NO_TEXT, ""),
 ]
 CONTEXT = 2048
-NO_OCCASION = {"retry-after", "thinking", "served"}
-"""The mesh is never busy, and the model does not think. One protocol need not be served."""
+NO_OCCASION = {"retry-after", "thinking", "served", "missing-ids"}
+"""The mesh is never busy, and the model does not think. One protocol need not be served. No engine
+leaves out the ids of an answer."""
+GLUE = "{{- '<|im_start|>assistant\\n' }}\n"
+EMPTY_THOUGHT = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,7 +36,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, vision_dir: Path) -> AsyncIterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    async with scripted_mesh(folder, vision_dir, RULES, max_context_tokens=CONTEXT) as mesh:
+    model = shutil.copytree(vision_dir, folder / "model")
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    assert text.count(GLUE) == 1
+    template.write_text(text.replace(GLUE, f"{GLUE}{EMPTY_THOUGHT}"))
+    async with scripted_mesh(folder, model, RULES, max_context_tokens=CONTEXT) as mesh:
         yield mesh
 
 
@@ -46,9 +59,14 @@ async def conformance(*flags: object, key: str = "") -> tuple[int, str, str]:
 async def test_a_mesh_passes_all_checks(mesh: Mesh, tmp_path: Path) -> None:
     assert CALCULATE.endswith(RULES[0][0])
     report = tmp_path / "report.xml"
-    async with mesh.client() as client, client.session() as session:
+    async with (
+        mesh.client() as client,
+        client.session() as session,
+        door(Ours(client)) as capture,
+    ):
         code, output, errors = await conformance(
             "--base-url", session.keyless_url, "--junit", report, "--context-tokens", CONTEXT,
+            "--capture-url", capture,
             key=session.api_key,
         )  # fmt: skip
     assert code == 0, output + errors

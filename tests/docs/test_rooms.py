@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/integrations": (3_612, 19),
     "clients/rollmesh/launch": (576, 4),
     "clients/rollmesh/cli": (1_541, 9),
-    "clients/rollmesh/conformance": (3_656, 36),
+    "clients/rollmesh/conformance": (4_122, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""
 

@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         "without it, those that are served are checked")  # fmt: skip
     add("--context-tokens", type=int, help="context length of the model; without it, the checks "
         "that exceed it are not seen, unless the server's models say it (vLLM)")  # fmt: skip
+    add("--capture-url", default="", help="opens sessions and shows their records, for the checks "
+        "of training; without it, they are not run")  # fmt: skip
     add("--timeout-s", type=float, default=120.0, help="seconds for each check; default 120")
     add("--junit", type=Path, help="file for the results as JUnit XML")
     return parser
@@ -78,13 +80,20 @@ async def _check(given: argparse.Namespace, named: list[str], key: str) -> int:
     async with httpx2.AsyncClient(
         base_url=base_url, headers=headers, timeout=given.timeout_s
     ) as client:
-        server = Server(client, given.model or "policy", given.context_tokens, key)
+        server = Server(
+            client,
+            given.model or "policy",
+            given.context_tokens,
+            key,
+            given.capture_url.rstrip("/"),
+        )
         try:
             await _learn(server, given.model)
         except httpx2.HTTPError as error:
             print(f"rollmesh conformance: {base_url}: {error or type(error)}", file=sys.stderr)
             return 2
-        checks = [one for one in CHECKS if not named or one.protocol in {*named, "http"}]
+        also = {"http", "training"} if given.capture_url else {"http"}
+        checks = [one for one in CHECKS if not named or one.protocol in {*named, *also}]
         results = await run_checks(server, checks, named, given.timeout_s)
     print(table(results))
     if given.junit is not None:

@@ -26,6 +26,7 @@ from rollmesh.conformance.responses import (
     refusals as responses_refusals,
     streams as responses_streams,
 )
+from rollmesh.conformance.training.records import RECORDS
 
 _FAMILIES = (
     HTTP,
@@ -49,6 +50,7 @@ _FAMILIES = (
     messages_images.IMAGES,
     messages_refusals.RETRIES,
     messages_refusals.REFUSALS,
+    RECORDS,
     OBSERVED,  # looks back at the others
 )
 CHECKS: tuple[Check, ...] = tuple(check for family in _FAMILIES for check in family.checks)

@@ -11,6 +11,8 @@ from rollmesh.conformance.server import FailedError, Server
 
 PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 """Path of each protocol below the base URL."""
+_TRAINING = "training"
+"""The checks of sessions' records. They need a capture."""
 _NOT_SERVED = {404, 405, 501}
 
 
@@ -30,6 +32,10 @@ async def run_checks(
     served: dict[str, bool] = {}
     for check in checks:
         protocol = check.protocol
+        if protocol == _TRAINING and not server.capture_url:
+            if protocol not in served:
+                results.append(Result(_RECORDED, Verdict.SKIPPED, "no capture URL is given"))
+            served[protocol] = False
         if protocol in PATHS and protocol not in served:
             served[protocol] = await _serves(server, protocol, limit_s)
             if not served[protocol]:
@@ -61,6 +67,14 @@ def _absent(protocol: str, *, fails: bool) -> Result:
 
 async def _nothing(_server: Server) -> None:
     """The row of a protocol that is not served stands for its checks."""
+
+
+_RECORDED = Check(
+    f"{_TRAINING}.served",
+    "The record of a session can be read.",
+    "Trainers: nobody sees what their samples lack.",
+    _nothing,
+)
 
 
 async def _run(server: Server, check: Check, limit_s: float) -> Result:

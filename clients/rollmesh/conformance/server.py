@@ -135,6 +135,8 @@ class Server:
     context_tokens: int | None = None
     """Context length of the model. None if it is not known."""
     key: str = ""
+    capture_url: str = ""
+    """Where the records of sessions are read. Empty if there is no such place."""
     seen: list[tuple[int, httpx2.Headers]] = field(default_factory=list)
     """Status and headers of the answers so far."""
 

@@ -1,0 +1,1 @@
+"""The checks of training records at rollmesh and at other servers that record for trainers."""
