@@ -134,7 +134,7 @@ def _router(model: str) -> dict[str, Sequence[Message]]:
             leases_pb2.DispatchRequest(releases=[leases_pb2.ReleaseLease(lease_id="l")]),
         ],
         "Attach": [
-            tunnels_pb2.AttachRequest(engine_id="fuzz"),
+            tunnels_pb2.AttachRequest(caller_id="fuzz"),
             tunnels_pb2.AttachRequest(
                 frame=tunnels_pb2.TunnelFrame(connection=1, data=b"\0" * 8, consumed=8)
             ),

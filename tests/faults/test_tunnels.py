@@ -319,9 +319,9 @@ async def test_an_engine_that_breaks_the_protocol_or_falls_silent_is_told(
     async with running_router(tmp_path) as router, gateway_here(router.address) as link:
         async with open_channel(link.address) as channel, asyncio.timeout(60):
             attach = tunnels_pb2_grpc.TunnelServiceStub(channel).Attach
-            address, hello = tunnel_address("e"), tunnels_pb2.AttachRequest(engine_id="e")
-            error = await attached(attach(), tunnels_pb2.AttachRequest(engine_id="a:b"))
-            assert error.metadata["field"] == "engine_id"
+            address, hello = tunnel_address("e"), tunnels_pb2.AttachRequest(caller_id="e")
+            error = await attached(attach(), tunnels_pb2.AttachRequest(caller_id="a:b"))
+            assert error.metadata["field"] == "caller_id"
 
             greedy: Any = attach()
             await greedy.write(hello)

@@ -135,9 +135,9 @@ async def test_the_time_of_a_body_does_not_run_while_the_application_does_not_re
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    config = SidecarConfig(port=0, body_idle_timeout_ms=500)
+    config = SidecarConfig(body_idle_timeout_ms=500)
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
-        listener = stack.enter_context(bound(config))
+        listener = stack.enter_context(bound(config, 0))
         url = f"127.0.0.1:{listener.getsockname()[1]}"
         http = HttpServer(late, config, protocol_of)
         await stack.enter_async_context(http_served(http, listener))

@@ -196,7 +196,7 @@ async def serving(
         OSError: The port is taken.
     """
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(bound(config))
+        listener = stack.enter_context(bound(config, config.port))
         port: int = listener.getsockname()[1]
         if config.relay:
             server = f"{bind_host(config)}:{port}"

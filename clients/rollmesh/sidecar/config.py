@@ -1,4 +1,4 @@
-"""Settings of the sidecar."""
+"""Settings of the sidecar, and of the HTTP that it shares with the relay."""
 
 import re
 from dataclasses import dataclass
@@ -28,48 +28,15 @@ class PathPrefix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SidecarConfig(ListeningConfig):
-    """Settings of a sidecar: OpenAI-compatible HTTP in front of the gateways."""
+class HttpConfig(ListeningConfig):
+    """Settings of the HTTP that agents call."""
 
-    port: Port = 8000
-    """Port to listen on. 0 takes a free one."""
-    router: str = LOCAL_ROUTER
-    """host:port of the router, which knows the gateway of every session, or several separated by
-    commas."""
-    gateway: str = ""
-    """host:port of the gateway, if there is only one. The router is then neither asked nor told of
-    this sidecar."""
-    advertise: str = ""
-    """host:port at which agents reach this sidecar, or behind a proxy the URL, such as
-    https://agents.example.org/rollmesh. The router tells it to the SDK. Empty means the host and
-    the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from which its
-    host reaches the router."""
-    register: bool = True
-    """Tell the router of this sidecar, so that the SDK gives agents its address. Turn it off for
-    one that serves a single sandbox. Trainers name it then: `MeshAddresses(sidecar=...)`."""
-    relay: str = ""
-    """host:port of the relay that this sidecar dials, or several separated by commas. Agents call
-    the relay then: give its URL in `advertise`. The sidecar needs no port that agents reach."""
-    path_prefix: Annotated[str, PathPrefix()] = ""
-    """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
-    it. Paths without it are served too."""
     https_certificate_file: str = ""
     """File with the certificate that agents are shown, and those between it and its CA, PEM. Agents
     then connect by HTTPS only. It is read again when it changes. Empty serves plain HTTP."""
     https_key_file: str = ""
     """File with the key of that certificate, PEM. Others must not be able to read it (mode
     0600)."""
-    unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
-    """How to treat a request that names a model that the mesh does not have: `take` answers it with
-    the session's model under that name, as agents' auxiliary calls need. `refuse` answers 404,
-    `model_not_found`. A name of another model of the mesh is always refused."""
-    turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
-    """Timeout of a turn, milliseconds."""
-    takeover_wait_ms: Annotated[int, Bounds(0)] = 15_000
-    """Longest wait of a turn for another gateway, milliseconds, if the session's gateway has gone
-    before the answer began. 0 answers 503 at once. Not with `gateway`."""
-    keep_alive_ms: Annotated[int, Bounds(1)] = 10_000
-    """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024
     """Largest request body, bytes. A larger one is answered 413."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
@@ -98,6 +65,45 @@ class SidecarConfig(ListeningConfig):
     """Time without a request after which a connection is closed, milliseconds, rounded up to
     seconds. It should exceed the clients' own limit (httpx: 5 s), so that no client sends a request
     on a closed connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig(HttpConfig):
+    """Settings of a sidecar: OpenAI-compatible HTTP in front of the gateways."""
+
+    port: Port = 8000
+    """Port to listen on. 0 takes a free one."""
+    router: str = LOCAL_ROUTER
+    """host:port of the router, which knows the gateway of every session, or several separated by
+    commas."""
+    gateway: str = ""
+    """host:port of the gateway, if there is only one. The router is then neither asked nor told of
+    this sidecar."""
+    advertise: str = ""
+    """host:port at which agents reach this sidecar, or behind a proxy the URL, such as
+    https://agents.example.org/rollmesh. The router tells it to the SDK. Empty means the host and
+    the bound port, or if the sidecar listens on all addresses (0.0.0.0), the address from which its
+    host reaches the router."""
+    register: bool = True
+    """Tell the router of this sidecar, so that the SDK gives agents its address. Turn it off for
+    one that serves a single sandbox. Trainers name it then: `MeshAddresses(sidecar=...)`."""
+    relay: str = ""
+    """host:port of the relay that this sidecar dials, or several separated by commas. Agents call
+    the relay then: give its URL in `advertise`. The sidecar needs no port that agents reach."""
+    path_prefix: Annotated[str, PathPrefix()] = ""
+    """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
+    it. Paths without it are served too."""
+    unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
+    """How to treat a request that names a model that the mesh does not have: `take` answers it with
+    the session's model under that name, as agents' auxiliary calls need. `refuse` answers 404,
+    `model_not_found`. A name of another model of the mesh is always refused."""
+    turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
+    """Timeout of a turn, milliseconds."""
+    takeover_wait_ms: Annotated[int, Bounds(0)] = 15_000
+    """Longest wait of a turn for another gateway, milliseconds, if the session's gateway has gone
+    before the answer began. 0 answers 503 at once. Not with `gateway`."""
+    keep_alive_ms: Annotated[int, Bounds(1)] = 10_000
+    """Idle time after which a comment line is sent on a stream, milliseconds."""
 
 
 def advertised(config: SidecarConfig, port: int) -> tuple[str, bool, str]:

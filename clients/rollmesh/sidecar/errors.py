@@ -126,9 +126,9 @@ class MethodUnknownError(PathUnknownError, reason="METHOD_UNKNOWN"):
 
 
 class StoppingError(RollmeshError, code="UNAVAILABLE", reason="STOPPING"):
-    """The sidecar stopped before the answer was complete.
+    """The sidecar or the relay stopped before the answer was complete.
 
-    Retry: another sidecar, or this one after its restart, gives the answer.
+    Retry: another one, or this one after its restart, gives the answer.
     """
 
 

@@ -35,7 +35,7 @@ from rollmesh.runtime.in_flight import BytesInFlight, HeldRequest
 from rollmesh.runtime.rpc.listening import bind_host
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import watch_bytes
-from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar.config import HttpConfig
 from rollmesh.sidecar.errors import (
     BodyTooLargeError,
     HeadersTooLargeError,
@@ -69,7 +69,7 @@ _UNNAMED = {529: "Overloaded"}
 class Places:
     """Places for the connections of a server, in total and for each address."""
 
-    def __init__(self, config: SidecarConfig) -> None:
+    def __init__(self, config: HttpConfig) -> None:
         """Starts with all places free."""
         self._most = config.max_connections
         self._most_per_address = config.max_connections_per_address
@@ -505,7 +505,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, config: SidecarConfig, protocol_of: Callable[[str], Protocol]
+        self, app: ASGIApp, config: HttpConfig, protocol_of: Callable[[str], Protocol]
     ) -> None:
         """Takes the application, its settings, and the protocol of the errors of each path.
 
@@ -554,7 +554,7 @@ class HttpServer(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def bound(config: SidecarConfig) -> Iterator[socket.socket]:
+def bound(config: HttpConfig, port: int) -> Iterator[socket.socket]:
     """Yields a socket that has the address of a server. It does not listen yet.
 
     Raises:
@@ -562,7 +562,7 @@ def bound(config: SidecarConfig) -> Iterator[socket.socket]:
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((bind_host(config).strip("[]"), config.port))
+        listener.bind((bind_host(config).strip("[]"), port))
         yield listener
 
 

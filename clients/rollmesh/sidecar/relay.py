@@ -33,8 +33,8 @@ from rollmesh.runtime.rpc.channels import tunnel_address
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 from rollmesh.sidecar.app import protocol_of
-from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import Headers, typed
+from rollmesh.sidecar.config import HttpConfig
+from rollmesh.sidecar.errors import Headers, StoppingError, typed
 from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.v1 import server_pb2
 
@@ -43,20 +43,18 @@ _HOP = {b"connection", b"keep-alive", b"expect", b"transfer-encoding", b"te", b"
 _OWN = {b"date", b"server"}
 """Headers that the relay's own server sends."""
 _RETRY_MS = 1000
+_STOPPING = "the relay is stopping; try again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelayConfig(ServerConfig):
+class RelayConfig(HttpConfig, ServerConfig):
     """Settings of a relay. Sidecars dial its port, and agents call the other one."""
 
     http_port: Port = 8443
     """Port for agents. 0 takes a free one."""
-    https_certificate_file: str = ""
-    """File with the certificate that agents are shown, and those between it and its CA, PEM. It is
-    read again when it changes. Empty serves plain HTTP, for a proxy on the same host."""
-    https_key_file: str = ""
-    """File with the key of that certificate, PEM. Others must not be able to read it (mode
-    0600)."""
+    max_connections: Annotated[int, Bounds(1, 2**31 - 1)] = 8192
+    """Maximum number of connections at each of the two ports. Further ones of agents are answered
+    503 with a retry delay."""
     sidecar_wait_ms: Annotated[int, Bounds(0)] = 30_000
     """Longest wait of a request for a sidecar, milliseconds. After it the agent gets 503."""
 
@@ -81,13 +79,13 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
 
     names = ("rollmesh.internal.v1.TunnelService",)
 
-    def __init__(self, config: RelayConfig, http: SidecarConfig) -> None:
-        """Takes the settings: its own, and those of the HTTP that agents call."""
-        self._wait_s = config.sidecar_wait_ms / 1000
-        self._http = http
+    def __init__(self, config: RelayConfig) -> None:
+        """Takes the settings."""
+        self._config = config
         self._places: dict[str, _Place] = {}  # by sidecar
         self._tasks: asyncio.TaskGroup
-        self._dialled = asyncio.Event()
+        self._changed = asyncio.Event()  # a sidecar has dialled, or the relay stops
+        self._is_stopping = False
         self._serving = AsyncExitStack()
 
     @property
@@ -105,11 +103,12 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         async with asyncio.TaskGroup() as self._tasks:
             try:
                 async with self._serving:
-                    listener = self._serving.enter_context(bound(self._http))
+                    config = self._config
+                    listener = self._serving.enter_context(bound(config, config.http_port))
                     ports = {"port": listener.getsockname()[1]}
                     sys.stdout.write(f"HTTP {json.dumps(ports)}\n")
                     sys.stdout.flush()
-                    http = HttpServer(self._relayed, self._http, protocol_of)
+                    http = HttpServer(self._relayed, config, protocol_of)
                     await self._serving.enter_async_context(http_served(http, listener))
                     yield
             finally:
@@ -120,6 +119,8 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
 
     async def drain(self) -> None:
         """Ends the HTTP once its running answers are complete. Then ends the tunnels."""
+        self._is_stopping = True
+        self._changed.set()
         await self._serving.aclose()
         self._end_all()
 
@@ -132,26 +133,28 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         self, request_iterator: AsyncIterator[tunnels_pb2.AttachRequest], context: Context
     ) -> None:
         first = await anext(request_iterator, tunnels_pb2.AttachRequest())
-        tunnel_address(first.engine_id)  # checks it
-        place = self._places.get(first.engine_id)
+        tunnel_address(first.caller_id)  # checks it
+        place = self._places.get(first.caller_id)
         if place is not None:
             self._end(place, SupersededError("the sidecar has dialled again; use the later call"))
+        held = list(first.held)
         if place is None or first.tunnel != place.tunnel.name or place.is_over.is_set():
+            held = []  # the caller forgets them: an end of one would open it
             if place is not None:
                 place.is_over.set()
-            place = self._places[first.engine_id] = _Place(Tunnel())
+            place = self._places[first.caller_id] = _Place(Tunnel())
             place.tunnel.name = uuid.uuid4().hex
             kept = asyncio.Event()
-            self._tasks.create_task(self._keep(first.engine_id, place, kept))
+            self._tasks.create_task(self._keep(first.caller_id, place, kept))
             await kept.wait()
         tunnel = place.tunnel
         async with tunnel.calling:
             if place.timer is not None:
                 place.timer.cancel()
             await context.write(tunnels_pb2.AttachResponse(tunnel=tunnel.name, held=tunnel.held()))
-            self._dialled.set()
+            self._changed.set()
             try:
-                await tunnel.run(answers_of(context), request_iterator, first.held)
+                await tunnel.run(answers_of(context), request_iterator, held)
             finally:
                 loop = asyncio.get_running_loop()
                 place.timer = loop.call_later(RESUME_S, place.is_over.set)
@@ -180,13 +183,16 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
 
         Raises:
             NoSidecarError: No sidecar has dialled for long.
+            StoppingError: None has, and the relay stops.
             OverloadedError: The sidecars have as many connections as they may have.
         """
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self._config.sidecar_wait_ms / 1000):
                 while not (up := [one.tunnel for one in self._places.values() if one.is_up]):
-                    self._dialled.clear()
-                    await self._dialled.wait()
+                    if self._is_stopping:
+                        raise StoppingError(_STOPPING, retry_delay_ms=_RETRY_MS)
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise NoSidecarError(
                 "no sidecar has a tunnel to the relay; start one with --relay, and try again",
@@ -216,9 +222,11 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
                 await _forward(connection, scope, receive, answer)
             finally:
                 await tunnel.close(connection)
-        except Exception as error:  # the edge: everything becomes an answer, if there is time
+        except (Exception, asyncio.CancelledError):  # the edge: all becomes an answer
             if has_begun:
                 raise  # the server closes the connection: the answer is incomplete
+            if self._is_stopping:  # the grace is over
+                error = StoppingError(_STOPPING, retry_delay_ms=_RETRY_MS)
             protocol = protocol_of(scope["path"])
             http = protocol.error(typed(error), uuid.uuid4().hex)
             start = {"type": "http.response.start", "status": http.status, "headers": http.headers}

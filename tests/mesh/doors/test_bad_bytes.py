@@ -60,7 +60,7 @@ FIRST: dict[str, Message] = {
             model="policy",
         )
     ),
-    "Attach": tunnels_pb2.AttachRequest(engine_id="stranger"),
+    "Attach": tunnels_pb2.AttachRequest(caller_id="stranger"),
     "Dispatch": leases_pb2.DispatchRequest(hello=leases_pb2.DispatchHello(gateway_id="stranger")),
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
     "PushAdapter": router_pb2.PushAdapterRequest(header=_ADAPTER),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +21,9 @@ TIMEOUT_S = 300
 
 
 @asynccontextmanager
-async def gateway(mesh: Mesh, name: str, **flags: object) -> AsyncIterator[tuple[Any, int]]:
+async def gateway(
+    mesh: Mesh, name: str, relay: str = "", **flags: object
+) -> AsyncIterator[tuple[Any, int]]:
     """Runs `rollmesh gateway --http 0`. Yields the process and the port of its HTTP."""
     settings = {
         "port": 0,
@@ -34,6 +37,7 @@ async def gateway(mesh: Mesh, name: str, **flags: object) -> AsyncIterator[tuple
     arguments = [f"--{one.replace('_', '-')}={value}" for one, value in settings.items()]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmesh.cli", "gateway", "--http", "0", *arguments),
+        env=os.environ | ({"ROLLMESH_SIDECAR_RELAY": relay} if relay else {}),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -61,9 +65,11 @@ async def test_agents_are_answered_by_the_asked_gateway_wherever_the_session_is(
     async with (
         asyncio.timeout(TIMEOUT_S),
         scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh,
-        gateway(mesh, "gateway-2") as (process, port),
+        gateway(mesh, "gateway-2", mesh.address("relay")) as (process, port),
         AsyncExitStack() as stack,
     ):
+        ports = {name: mesh.address(name).rpartition(":")[2] for name in ("relay", "agents")}
+        await mesh.run("cli.relay", "relay", port=ports["relay"], http_port=ports["agents"])
         addresses = MeshAddresses(
             router=mesh.address("router"), collector=mesh.address("collector")
         )
@@ -75,6 +81,8 @@ async def test_agents_are_answered_by_the_asked_gateway_wherever_the_session_is(
         for session in sessions:
             agent = mesh.openai(session)
             assert await turns(agent, SAID) == ["The answer is 42."] * 2
+            far = session.base_url.replace(f"127.0.0.1:{port}", mesh.address("agents"))
+            assert await turns(mesh.agent(far, "none"), SAID) == ["The answer is 42."] * 2
             with pytest.raises(openai.BadRequestError) as refused:
                 await agent.chat.completions.create(model="policy", messages=SAID, n=10_000)
             assert refused.value.param == "n"

@@ -20,9 +20,16 @@ from rollmesh.runtime.config import (
     describe,
     parse_config,
 )
-from rollmesh.sidecar import SidecarConfig
+from rollmesh.sidecar import RelayConfig, SidecarConfig
 
-SERVICES = (RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig)
+SERVICES = (
+    RouterConfig,
+    EngineConfig,
+    CollectorConfig,
+    GatewayConfig,
+    SidecarConfig,
+    RelayConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ session of a rollout, and `HarborTrialRunner` runs them without a server. See `d
 from rollmesh.integrations.harbor.connector import (
     Connector,
     HarborError,
-    Relay,
+    RelayClient,
     ending_of,
     path_of,
 )
@@ -26,7 +26,7 @@ __all__ = [
     "HarborRolloutError",
     "HarborRunner",
     "HarborTrialRunner",
-    "Relay",
+    "RelayClient",
     "atif_of",
     "ending_of",
     "path_of",

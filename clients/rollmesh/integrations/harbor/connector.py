@@ -158,7 +158,7 @@ class Rollout:
     has_ended: bool = False
 
 
-class Relay(ABC):
+class RelayClient(ABC):
     """Answers the requests of one session of a Harbor server's relay."""
 
     def __init__(self, server: str, name: str, key: str) -> None:
@@ -356,7 +356,7 @@ class Relay(ABC):
         return fields(server=self._server, session=self._name, **more)
 
 
-class Connector(Relay):
+class Connector(RelayClient):
     """Opens a session for each rollout that uses the relay's session, and closes it."""
 
     def __init__(

@@ -22,7 +22,13 @@ from rollmesh.client import Session
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.shielding import shielded
-from rollmesh.integrations.harbor.connector import HarborError, Relay, Rollout, ending_of, refusal
+from rollmesh.integrations.harbor.connector import (
+    HarborError,
+    RelayClient,
+    Rollout,
+    ending_of,
+    refusal,
+)
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.telemetry.logs import fields
 
@@ -132,7 +138,7 @@ def _seconds(timing: Mapping[str, str] | None) -> float | None:
     return (ended - begun).total_seconds() if begun and ended else None
 
 
-class _OneSession(Relay):
+class _OneSession(RelayClient):
     """Answers the rollout of one job with a session that is open."""
 
     def __init__(self, session: Session, server: str, key: str) -> None:

@@ -119,7 +119,7 @@ class EngineService:
 
         config = self._config
         self._tunnels = DialOut(self._engine_id, server, config.router, changed, config.model)
-        return tunnel_address(self._engine_id)
+        return tunnel_address(self._engine_id, "engine_id")
 
     async def _dial(self, tunnels: DialOut) -> None:
         """Keeps the tunnels from the registration on: another process may have this id."""

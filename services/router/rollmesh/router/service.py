@@ -411,7 +411,7 @@ def _checked_hello(first: members_pb2.RegisterRequest | None) -> router_pb2.Repl
         raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")
     if hello.kind != router_pb2.REPLICA_KIND_ENGINE or not is_tunnel(hello.address):
         check_address(hello.address)
-    elif hello.address != tunnel_address(hello.replica_id):
+    elif hello.address != tunnel_address(hello.replica_id, "replica_id"):
         raise InvalidFieldError("address", "is not that of this engine; give tunnel: and its id")
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:
         raise InvalidFieldError("lease_capacity", "is 0; give at least 1")

@@ -466,7 +466,7 @@ class Tunnels(tunnels_pb2_grpc.TunnelServiceServicer):
         self, request_iterator: AsyncIterator[tunnels_pb2.AttachRequest], context: Context
     ) -> None:
         first = await anext(request_iterator, tunnels_pb2.AttachRequest())
-        address = tunnel_address(first.engine_id)
+        address = tunnel_address(first.caller_id)
         if self._ended:
             raise _shutting_down()
         if self._scratch is None:
@@ -480,7 +480,7 @@ class Tunnels(tunnels_pb2_grpc.TunnelServiceServicer):
                 former.end(SupersededError("the engine has dialled again; use the later call"))
             self._tunnels[address] = tunnel
             offer_tunnel(address, f"unix:{path}")
-            _log.info("engine dialled", extra=fields(engine=first.engine_id))
+            _log.info("engine dialled", extra=fields(engine=first.caller_id))
             try:
                 await tunnel.run(answers_of(context), request_iterator)
             finally:
@@ -488,7 +488,7 @@ class Tunnels(tunnels_pb2_grpc.TunnelServiceServicer):
                 withdraw_tunnel(address, f"unix:{path}")
                 if self._tunnels.get(address) is tunnel:
                     del self._tunnels[address]
-                _log.info("engine's tunnel ended", extra=fields(engine=first.engine_id))
+                _log.info("engine's tunnel ended", extra=fields(engine=first.caller_id))
                 await asyncio.to_thread(Path(path).unlink, missing_ok=True)
 
 
@@ -625,7 +625,7 @@ class DialOut:
             RollmeshError: Always, in the end.
         """
         hello = tunnels_pb2.AttachRequest(
-            engine_id=self._caller_id, tunnel=tunnel.name, held=tunnel.held()
+            caller_id=self._caller_id, tunnel=tunnel.name, held=tunnel.held()
         )
         # A new channel each time: its own pause between connections would be too long.
         async with open_channel(

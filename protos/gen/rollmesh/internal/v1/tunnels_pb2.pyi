@@ -26,11 +26,11 @@ class AttachRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    CALLER_ID_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
     TUNNEL_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
+    caller_id: _builtins.str
     """Id of the caller, 1 to 128 letters, digits, dots, hyphens and underscores. Only in the first
     message, which has no frame.
     """
@@ -47,14 +47,14 @@ class AttachRequest(_message.Message):
     def __init__(
         self,
         *,
-        engine_id: _builtins.str = ...,
+        caller_id: _builtins.str = ...,
         frame: Global___TunnelFrame | None = ...,
         tunnel: _builtins.str = ...,
         held: _abc.Iterable[Global___TunnelHeld] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "frame", b"frame", "held", b"held", "tunnel", b"tunnel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller_id", b"caller_id", "frame", b"frame", "held", b"held", "tunnel", b"tunnel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,19 +145,23 @@ _TUNNEL_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _tunnels: dict[str, str] = {}  # gRPC targets by address
 
 
-def tunnel_address(engine_id: str) -> str:
-    """Returns the address of an engine that dials out.
+def tunnel_address(caller_id: str, name: str = "caller_id") -> str:
+    """Returns the address of a process that dials out.
+
+    Args:
+        caller_id: Its id.
+        name: Name of the id in errors.
 
     Raises:
         InvalidFieldError: The id has other characters than an address may have.
     """
-    if not _TUNNEL_ID.fullmatch(engine_id):
+    if not _TUNNEL_ID.fullmatch(caller_id):
         raise InvalidFieldError(
-            "engine_id",
-            f"{engine_id[:_MOST_CHARS]!r} cannot dial out; give 1 to 128 letters, digits, dots, "
+            name,
+            f"{caller_id[:_MOST_CHARS]!r} cannot dial out; give 1 to 128 letters, digits, dots, "
             "hyphens and underscores",
         )
-    return _TUNNEL + engine_id
+    return _TUNNEL + caller_id
 
 
 def is_tunnel(address: str) -> bool:
