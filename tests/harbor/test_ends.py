@@ -93,6 +93,30 @@ async def test_a_rollout_that_is_cancelled_ends_its_generations_and_its_session(
     assert [(one.outcome, one.turns) for one in sessions] == [("ABORTED", 0)] * 2
 
 
+async def test_attempts_that_end_before_their_first_request_complete_their_group(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        first = str(tmp_path / "first")
+        task = [harbor.task("one", ASKED)]
+        job = await harbor.submit("training-1", task, attempts=3, turns=1, alone=first)
+        await harbor.ended(job)
+        sessions = await trained(client, 3)
+        await until(lambda: opened(mesh) == 0)
+    assert len({one.group_id for one in sessions}) == 1
+    assert {one.sample_index for one in sessions} == {0, 1, 2}
+    assert sorted((one.outcome, one.turns, one.reward) for one in sessions) == [
+        ("COMPLETED", 1, 0.75),
+        ("FAILED", 0, None),
+        ("FAILED", 0, None),
+    ]
+    assert {one.metadata.get("harbor_error") for one in sessions} == {None, "SandboxError"}
+
+
 async def test_a_request_that_arrives_after_the_end_of_its_rollout_opens_no_session(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -335,6 +335,27 @@ async def test_a_budget_holds_though_gateways_die_while_agents_use_it(fleet: Fle
     session = await fleet.client.open_session(request)
     agent = fleet.agent(session, max_retries=PATIENT)
     answers: list[str] = []
+    dying = await fleet.owner(session)
+    small = Budget(calls=1, when_spent="refuse")
+
+    async def beside() -> Any:
+        spent = await fleet.client.open_session(fleet.client.session_request(budget=small))
+        return spent if await fleet.owner(spent) == dying else None
+
+    spent: Session = await until(beside)
+    other = fleet.agent(spent, max_retries=PATIENT)
+
+    async def once(text: str) -> str:
+        answer = await other.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": text}],
+            extra_headers={"Idempotency-Key": text},
+        )
+        return answer.id
+
+    first = await once("plain")
+    with pytest.raises(openai.BadRequestError):
+        await once("next")
 
     async def asks(at: int) -> None:
         for turn in range(4):
@@ -352,11 +373,18 @@ async def test_a_budget_holds_though_gateways_die_while_agents_use_it(fleet: Fle
         for at in range(4):
             tasks.create_task(asks(at))
         await until(lambda: len(answers) >= 3)
-        await fleet.mesh.processes[await fleet.owner(session)].kill()
+        await fleet.mesh.processes[dying].kill()
     assert len(set(answers)) == 9
-    await fleet.client.close_session(session)
-    result = (await fleet.results(1))[session.session_id]
-    assert (result.turns, result.budgets_spent) == (9, ("CALLS",))
+    assert await once("plain") == first  # a retry of the answered turn is not counted
+    with pytest.raises(openai.BadRequestError, match="budget of calls is spent"):
+        await once("next")
+    for one in (session, spent):
+        await fleet.client.close_session(one)
+    results = await fleet.results(2)
+    assert [
+        (one.turns, one.budgets_spent)
+        for one in (results[session.session_id], results[spent.session_id])
+    ] == [(9, ("CALLS",)), (1, ("CALLS",))]
 
 
 async def test_a_database_that_is_killed_in_the_middle_loses_and_doubles_nothing(

@@ -120,6 +120,39 @@ async def test_an_edge_is_declared_while_its_turn_streams(mesh: LiveMesh) -> Non
     assert labels(await closed(mesh, session))["sub"] == ("SUB_AGENT", "DECLARED")
 
 
+async def test_an_edge_names_withdrawn_answers_and_no_answer_that_was_given_up(
+    mesh: LiveMesh,
+) -> None:
+    session = await opened(mesh)
+    await ask(mesh, session, "do", "main")
+    cut = Cut(2, "waits")
+    mesh.cuts.append(cut)
+    call = mesh.stub.StreamChat(
+        gateway_pb2.StreamChatRequest(chat=asking(session, "seek", "left")), timeout=TIMEOUT_S
+    )
+    await anext(aiter(call))
+    await until(lambda: len(mesh.generations) == 2)
+    left = ("main", "left", "subagent_call")
+    assert await declared(mesh, session, CALL, left) == 2
+    call.cancel()
+    await until(lambda: not mesh.gateway.session(session.session_id).in_flight)
+    cut.gate.set()
+    with typed_errors():
+        answered = await mesh.stub.Chat(asking(session, "find", "sub"), timeout=TIMEOUT_S)
+    withdrawn = gateway_pb2.WithdrawAnswerRequest(
+        session_id=session.session_id,
+        session_key=session.session_key,
+        answer_id=answered.answers[0].answer_id,
+    )
+    await mesh.stub.WithdrawAnswer(withdrawn, timeout=TIMEOUT_S)
+    await mesh.start_gateway()
+    assert await declared(mesh, session, CALL, left) == 2
+    result = await closed(mesh, session)
+    assert labels(result) == {"main": ("MAIN", "RULE"), "sub": ("SUB_AGENT", "DECLARED")}
+    assert edges(result) == [(*CALL, 1, 1), (*left, 1, 0)]
+    assert all(one.loss_mask.any() for one in result.trajectories)
+
+
 async def test_edges_and_names_survive_the_gateway(mesh: LiveMesh) -> None:
     session = await opened(mesh)
     await ask(mesh, session, "do", "main")

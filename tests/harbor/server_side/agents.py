@@ -74,19 +74,27 @@ class Asking(_Agent):
         fails: str = "",
         until: str = "",
         waits_for: str = "",
+        alone: str = "",
         **kwargs: Any,
     ) -> None:
         """Asks each turn `at_once` times. Reads a stream on once the file `waits_for` exists.
 
-        Fails with an error of the name `fails`, as long as the file `until` is missing.
+        Fails with an error of the name `fails`, as long as the file `until` is missing. With the
+        file `alone`, which the first agent makes, the others fail before they ask.
         """
         super().__init__(*args, **kwargs)
         self._turns, self._at_once, self._stream, self._fails = turns, at_once, stream, fails
         self._until = Path(until) if until else None
         self._waits_for = Path(waits_for) if waits_for else None
+        self._alone = Path(alone) if alone else None
         self._statuses = Counter[str]()
 
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        if self._alone:
+            try:
+                self._alone.touch(exist_ok=False)
+            except FileExistsError:
+                raise type("SandboxError", (Exception,), {})("before its first request") from None
         connection = self.model_connection
         messages: list[dict[str, str]] = []
         ids: list[str] = []

@@ -6,7 +6,8 @@
 Harbor runs agents in sandboxes that cannot reach the mesh. The connector dials the inference relay
 of the server, which passes the requests of the agents on. Each rollout has a session, which the
 connector opens at the first request and closes with the reward once the rollout has ended. The
-attempts at one task are a group. The connector keeps nothing that is not in the mesh or in Harbor:
+attempts at one task are a group. One that ends without a request gets a session too, so that the
+group is complete. The connector keeps nothing that is not in the mesh or in Harbor:
 one that is started again finds the same sessions by the ids of the rollouts.
 """
 
@@ -150,7 +151,7 @@ class RolloutEndedError(HarborError):
 
 @dataclass(eq=False)
 class Rollout:
-    """A rollout that has called the model."""
+    """A rollout that has called the model, or of a group of which another one has."""
 
     id: str
     opening: asyncio.Task[Session] | None = None
@@ -402,6 +403,9 @@ class Connector(RelayClient):
         (seats,) = await self._query(http, [[_SEATS, *policy]])
         first = json.loads(row["retry_ids"])[-1]
         ids = [one["id"] for one in seats]
+        if not any(one in self._rollouts for one in ids if one != rollout.id):
+            # Another one of the group may end before it calls the model. Its seat ends too.
+            self._rollouts |= {one: Rollout(one) for one in ids if one != rollout.id}
         request = self._client.session_request(
             request_id=f"harbor-{rollout.id}",
             group_id=f"{row['job_id']}/{sha256(json.dumps(policy).encode()).hexdigest()[:16]}",
@@ -466,6 +470,9 @@ class Connector(RelayClient):
             ending: Ending | None = _LOST
             if row := found.get(rollout_id):
                 ending = ending_of(row, named, self._reward)
+                if ending is not None and ending.superseded:
+                    latest = json.loads(row["retry_ids"])[0]
+                    self._rollouts.setdefault(latest, Rollout(latest))
             if ending is not None:
                 await self._close(http, self._rollouts[rollout_id], ending)
 
