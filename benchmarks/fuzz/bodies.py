@@ -1,4 +1,4 @@
-"""Bodies of the three HTTP protocols, changed from ones that agents send."""
+"""Bodies of the four HTTP protocols, changed from ones that agents send."""
 
 import copy
 import json
@@ -8,10 +8,11 @@ from typing import Any
 
 from benchmarks.fuzz import values
 
-_PICTURE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWj"
-    "R9awAAAABJRU5ErkJggg=="
+_PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
+    "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
+_PICTURE = f"data:image/png;base64,{_PIXEL}"
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CHAT: Sequence[dict[str, Any]] = (
@@ -142,6 +143,26 @@ GOOGLE: Sequence[dict[str, Any]] = (
             "maxOutputTokens": 4,
             "stopSequences": ["x"],
             "thinkingConfig": {"includeThoughts": True, "thinkingLevel": "LOW"},
+        },
+    },
+    {
+        "contents": [
+            {"parts": [{"text": "see"}, {"inlineData": {"mimeType": "image/png", "data": _PIXEL}}]},
+            {"role": "model", "parts": [{"text": "ok", "thoughtSignature": "c2lnbmVk"}]},
+            {"parts": [{"text": "go on"}]},
+        ],
+        "generationConfig": {
+            "candidateCount": 2,
+            "responseMimeType": "application/json",
+            "responseSchema": {
+                "type": "OBJECT",
+                "properties": {"a": {"type": "STRING", "enum": ["x"], "maxLength": "3"}},
+                "propertyOrdering": ["a"],
+                "anyOf": [{"type": "OBJECT"}],
+            },
+            "responseLogprobs": True,
+            "logprobs": 2,
+            "maxOutputTokens": 4,
         },
     },
 )

@@ -109,6 +109,8 @@ class RouteAttack:
 
     def _head(self, route: str, key: str, body: bytes) -> bytes:
         path = f"/sessions/{key}{route.replace('{model:path}', 'policy')}"
+        if "stream" in route and self._rng.random() < 0.5:
+            path += "?alt=sse"
         lines = [
             f"POST {path} HTTP/1.1",
             "host: sidecar",
@@ -176,7 +178,7 @@ def _problem(status: int, body: bytes) -> str:
     if status >= 400:
         with suppress(ValueError, KeyError, TypeError):
             error = json.loads(text)["error"]
-            if error["message"] and error["type"]:
+            if error["message"] and (error.get("type") or error.get("status")):  # Google's
                 return ""
         return f"{status} without an error: {text[:500]}"
     return "unexpected error in a stream" if "unexpected error; see the log" in text else ""

@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_866, 51),
+    "services/runtime/rollmesh/runtime": (7_870, 51),
     "services/runtime/rollmesh/mesh": (4_576, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_751, 25),
@@ -18,7 +18,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (897, 5),
     "clients/rollmesh/integrations": (3_625, 19),
     "clients/rollmesh/launch": (576, 4),
-    "clients/rollmesh/cli": (1_541, 9),
+    "clients/rollmesh/cli": (1_526, 9),
     "clients/rollmesh/conformance": (4_122, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

@@ -222,13 +222,13 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
                 await _forward(connection, scope, receive, answer)
             finally:
                 await tunnel.close(connection)
-        except (Exception, asyncio.CancelledError):  # the edge: all becomes an answer
+        except (Exception, asyncio.CancelledError) as error:  # the edge: all becomes an answer
             if has_begun:
                 raise  # the server closes the connection: the answer is incomplete
-            if self._is_stopping:  # the grace is over
-                error = StoppingError(_STOPPING, retry_delay_ms=_RETRY_MS)
-            protocol = protocol_of(scope["path"])
-            http = protocol.error(typed(error), uuid.uuid4().hex)
+            said: RollmeshError = StoppingError(_STOPPING, retry_delay_ms=_RETRY_MS)
+            if isinstance(error, Exception) and not self._is_stopping:
+                said = typed(error)
+            http = protocol_of(scope["path"]).error(said, uuid.uuid4().hex)
             start = {"type": "http.response.start", "status": http.status, "headers": http.headers}
             await send(start)
             await send({"type": "http.response.body", "body": http.body})

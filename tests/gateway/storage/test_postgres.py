@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 SHORT_MS = 1000
 FREE = "UPDATE journals SET owner = '' WHERE journal = '{}'"
+TABLES = """
+SELECT table_name, column_name, data_type, is_nullable, collation_name
+FROM information_schema.columns WHERE table_schema = 'rollmesh_gateway' ORDER BY 1, 2
+"""
 EXPIRE = "UPDATE journals SET alive_until = now() - interval '{}'"
 
 
@@ -233,6 +237,34 @@ async def test_a_commit_in_doubt_ends_the_journal_and_its_gateway_takes_it_again
     assert again is not None
     assert (again.journal_id, again.epoch) == (mine.journal_id, 2)
     assert await names(again) == ["s"]
+
+
+@pytest.mark.parametrize("version", [15, 16, 17])
+async def test_two_gateways_bring_the_tables_of_a_former_release_to_this_one(
+    database: Database, version: int
+) -> None:
+    async with postgres_journals(database.url) as journals:
+        mine = await journals.create()
+        await mine.run(write("s"))
+        await mine.release()
+    tables = database.sql(TABLES)
+    added = (
+        "ALTER TABLE nodes DROP COLUMN sampling",
+        "ALTER TABLE nodes DROP COLUMN token_columns",
+        "DROP TABLE facts",
+    )
+    former = "; ".join((*added[version - 15 :], f"UPDATE version SET version = {version:d}"))
+    await asyncio.to_thread(database.sql, former)
+    assert database.sql(TABLES) != tables
+    async with AsyncExitStack() as stack:
+        opening = [stack.enter_async_context(postgres_journals(database.url)) for _ in range(2)]
+        first, second = await asyncio.gather(*opening)
+        assert database.sql(TABLES) == tables
+        assert database.sql("SELECT version FROM version") == str(journal.VERSION)
+        taken = [one for one in (await first.take(), await second.take()) if one is not None]
+        assert [await names(one) for one in taken] == [["s"]]
+        await taken[0].run(write("t"))
+        assert await names(taken[0]) == ["s", "t"]
 
 
 async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
