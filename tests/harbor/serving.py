@@ -20,6 +20,7 @@ from tests.waiting import until
 KEY = "a-key-of-the-tests"
 PYTHON = ROOT / ".venv-harbor" / "bin" / "python"
 _HARBOR = PYTHON.with_name("harbor")
+_ROLLOUTS_S = 420.0  # Harbor ends agents and verifiers before
 _TEST = """\
 #!/bin/bash
 [ -s "$ROOT/app/done.txt" ] && reward=0.75 || reward=0
@@ -141,7 +142,7 @@ class Harbor:
             ended = all(one["state"] in {"finished", "cancelled"} for one in rows)
             return rows if rows and ended else []
 
-        return await until(look)
+        return await until(look, _ROLLOUTS_S)
 
     async def rows(self, sql: str, *values: str) -> list[dict[str, Any]]:
         """Asks the server's database."""

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,14 +23,9 @@ from tests.models import make_thinking_dir
 from tests.paths import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not (ENVIRONMENT / ".ready").exists(), reason="make .venv-agents/.ready"),
 ]
-ENDINGS = (  # of Claude Code's lists of skills and of agents, and of a reminder
-    "review: Complete a security review of the pending changes on the current branch",
-    "so they run concurrently.",
-    "ignore if not applicable.\n",
-)
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 SCRIPTS = ROOT / "tests" / "agents" / "scripts"
 QUESTIONS = [dialogues.QUESTION, dialogues.LAST]
@@ -92,7 +87,6 @@ async def test_the_sdks_of_all_apis_train_exactly_from_sandboxes(tmp_path: Path)
     check_drift(sessions)
 
 
-MARK = json.dumps({"command": "echo done | tee done.txt", "description": "Marks"})
 LAST = "It is done."
 MINI = [
     ("anything\n```", call('{"command": "echo done > done.txt"}', "bash")),
@@ -114,48 +108,139 @@ async def test_mini_swe_agent_as_harbor_runs_it_is_one_exact_trajectory(tmp_path
 
 
 BEGIN = "Please begin."
-PROGRAMS = {
-    "codex": ("codex", "@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex"),
-    "claude-code": ("claude_code", "@anthropic-ai/claude-code-linux-x64/claude"),
-    "opencode": ("opencode", "opencode-linux-x64/bin/opencode"),
+WORDS = ("first", "second", "done")
+MARK = "echo WORD | tee WORD.txt"
+ENDINGS = (  # of first prompts
+    BEGIN,
+    f'"{BEGIN}"',
+    # Claude Code's lists of skills and of agents, and a reminder of it and of Kimi Code
+    "review: Complete a security review of the pending changes on the current branch",
+    "so they run concurrently.",
+    "ignore if not applicable.\n",
+    "on whether to proceed.\n</system-reminder>",
+)
+RESULTS = (  # of a command that prints a word
+    "WORD\n",
+    "WORD",
+    "WORD\nError: (none)\nExit Code: 0\nSignal: (none)\nProcess Group PGID: (none)",
+    "WORD\n<shellId: AT completed with exit code 0>",
+)
+
+
+class Published(NamedTuple):
+    """An agent of Harbor's, the lock of its program, and how it is told to run a command."""
+
+    model: str
+    api: str
+    lock: str
+    program: str
+    tool: str
+    arguments: dict[str, Any]
+
+    def rules(self) -> list[tuple[str, str]]:
+        """The ends of the prompts of a task, and the replies to them."""
+        arguments = json.dumps(self.arguments)
+        first, *others = [call(arguments.replace("WORD", word), self.tool) for word in WORDS]
+        begun = [(ending, first) for ending in ENDINGS]
+        return begun + [
+            (result(ending.replace("WORD", word).replace("AT", str(at))), reply)
+            for at, (word, reply) in enumerate(zip(WORDS, [*others, LAST], strict=True))
+            for ending in RESULTS
+        ]
+
+
+CHAT, RESPONSES = "openai_chat_completions", "openai_responses"
+MESSAGES, GOOGLE = "anthropic_messages", "google_generate_content"
+SHELL = {"command": MARK, "description": "Marks"}
+PACKAGES = {
+    "codex": Published(
+        "openai/policy",
+        RESPONSES,
+        "codex",
+        "@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
+        "exec_command",
+        {"cmd": MARK},
+    ),
+    "claude-code": Published(
+        "anthropic/policy",
+        MESSAGES,
+        "claude_code",
+        "@anthropic-ai/claude-code-linux-x64/claude",
+        "Bash",
+        SHELL,
+    ),
+    # Its base URL lacks the version.
+    "opencode": Published(
+        "anthropic/policy", MESSAGES, "opencode", "opencode-linux-x64/bin/opencode", "bash", SHELL
+    ),
+    "copilot-cli": Published(
+        "openai/policy", CHAT, "copilot", ".bin/copilot", "bash", {**SHELL, "mode": "sync"}
+    ),
+    # What its commands print is followed by the number of a process.
+    "gemini-cli": Published(
+        "google/policy",
+        GOOGLE,
+        "gemini_cli",
+        ".bin/gemini",
+        "write_file",
+        {"file_path": "WORD.txt", "content": "WORD"},
+    ),
+    "kimi-code": Published(
+        "openai/policy", CHAT, "kimi_code", ".bin/kimi", "Bash", {"command": MARK}
+    ),
+    "pi": Published("openai/policy", CHAT, "pi", ".bin/pi", "bash", {"command": MARK}),
+    "qwen-coder": Published(
+        "openai/policy",
+        CHAT,
+        "qwen_code",
+        ".bin/qwen",
+        "run_shell_command",
+        {**SHELL, "is_background": False},
+    ),
 }
-TOOLS = [
-    *((ending, call(MARK, "Bash")) for ending in ENDINGS),
-    (result("done\n"), LAST),
-    (result("done"), LAST),
-]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-@pytest.mark.parametrize(
-    ("name", "model", "api", "begun"),
-    [
-        (
-            "codex",
-            "openai/policy",
-            "openai_responses",
-            call('{"cmd": "echo done | tee done.txt"}', "exec_command"),
-        ),
-        ("claude-code", "anthropic/policy", "anthropic_messages", call(MARK, "Bash")),
-        # Its base URL lacks the version.
-        ("opencode", "anthropic/policy", "anthropic_messages", call(MARK, "bash")),
-    ],
-)
-async def test_a_packaged_agent_as_harbor_runs_it_trains_exactly(
-    tmp_path: Path, name: str, model: str, api: str, begun: str
-) -> None:
+@pytest.mark.parametrize("name", PACKAGES)
+async def test_a_packaged_agent_as_harbor_runs_it_trains_exactly(tmp_path: Path, name: str) -> None:
+    agent = PACKAGES[name]
     (folder := tmp_path / "npm").mkdir()
-    program = await installed(*PROGRAMS[name], folder)
-    rules = [(BEGIN, begun), (f'"{BEGIN}"', begun), *TOOLS]
-    async with thinking(tmp_path, rules, CONTEXT, str(program.parent)) as (_, harbor, client):
+    program = await installed(agent.lock, agent.program, folder)
+    programs = str(program.parent)
+    async with thinking(tmp_path, agent.rules(), CONTEXT, programs) as (_, harbor, client):
         task = [harbor.task("one", BEGIN)]
-        job = await harbor.submit_agents("training-1", task, [published(name, model, api)])
+        asked = [published(name, agent.model, agent.api)]
+        job = await harbor.submit_agents("training-1", task, asked)
         (rollout,) = await harbor.ended(job)
         (session,) = await trained(client, 1)
     assert rollout["error_type"] is None
+    check_task(session)
+
+
+TURNS = 4
+KEYS = json.dumps({"keystrokes": "echo done > done.txt\n", "duration": 0.1})
+STEP = f'{{"analysis": "", "plan": "", "commands": [{KEYS}], "task_complete": false}}'
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+async def test_terminus_2_in_the_process_of_harbor_trains_exactly(tmp_path: Path) -> None:
+    async with thinking(tmp_path, [("", STEP)], CONTEXT) as (mesh, harbor, client):
+        agent = published("terminus-2", "openai/policy", CHAT)
+        agent["kwargs"] = {"max_turns": TURNS, "record_terminal_session": False}
+        task = [harbor.task("one", BEGIN)]
+        job = await harbor.submit_agents("training-1", task, [agent])
+        (rollout,) = await harbor.ended(job)
+        (session,) = await trained(client, 1)
+    assert rollout["error_type"] is None
+    check_task(session)
+    check_main(mesh, session, [STEP] * TURNS)
+
+
+def check_task(session: SessionResult) -> None:
+    """Asserts that a task is done, of one main conversation."""
     assert (session.reward, session.outcome) == (0.75, "COMPLETED")
-    assert [one.turns for one in session.trajectories if one.lineage == "MAIN"] == [2]
+    assert [one.turns for one in session.trajectories if one.lineage == "MAIN"] == [TURNS]
     check_drift([session])
 
 

@@ -23,6 +23,7 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
     """A folder with /app, /logs, /tests and /solution."""
 
     root: Path
+    _tmux: Path
 
     @staticmethod
     def type() -> str:
@@ -44,6 +45,7 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     async def start(self, force_build: bool) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="harbor-"))
+        self._tmux = Path(tempfile.mkdtemp(prefix="tmux-", dir="/tmp"))  # a socket's path is short
         for name in (
             "app",
             "root",
@@ -56,7 +58,10 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
             self._there(name).mkdir(parents=True)
 
     async def stop(self, delete: bool) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+        if any(self._tmux.iterdir()):
+            await self.exec("tmux kill-server")
+        for folder in (self._tmux, self.root):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         self._there(target_path).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +80,8 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
     def _environ(self) -> dict[str, str]:
         """Returns the environment of a sandbox, which has a home and no modules of the server."""
         inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-        return inherited | {"ROOT": str(self.root), "HOME": str(self.root / "root")}
+        own = {"ROOT": self.root, "HOME": self.root / "root", "TMUX_TMPDIR": self._tmux}
+        return inherited | {name: str(path) for name, path in own.items()}
 
     async def exec(
         self,
