@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay kills soak chaos fuzz lock clean
+.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay conformance-peers kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -108,6 +108,13 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python $(PIP) --no-deps --require-hashes -r requirements/bench-peer.txt
+	@touch $@
+
+# Agent Lightning needs Python 3.12, as Harbor does.
+.venv-peers/.ready: requirements/conformance-peers.txt
+	@echo "setup: .venv-peers from requirements/conformance-peers.txt: servers that conformance-peers checks (0.4 GB)"
+	$(HARBOR_PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-peers.txt
 	@touch $@
 
 .venv-routers/.ready: requirements/bench-routers.txt
@@ -204,6 +211,12 @@ bench-async: .venv/.ready  # GRPO step by step and without waiting: samples per 
 bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over the relays of Harbor and of rollmesh, and at the sidecar
 	.venv/bin/python -m benchmarks.relay
 
+# A server that cannot be installed keeps the results that it has.
+conformance-peers: .venv/.ready  # Training records at other servers beside ours; writes docs/conformance and docs/peers.md
+	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready || echo "conformance-peers: not all servers could be installed"
+	.venv/bin/python -m benchmarks.peers
+	.venv/bin/python -m scripts.pages.peers > docs/peers.md
+
 kills: .venv/.ready  # SIGKILL 500 times at every boundary; answered turns must arrive once
 	.venv/bin/python -m benchmarks.kills
 
@@ -252,6 +265,7 @@ docs-generate: .venv/.ready .venv-templates/.ready  # Makes the generated pages 
 	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
 	.venv/bin/python -m scripts.pages.errors > docs/errors.md
 	.venv/bin/python -m scripts.pages.conformance > docs/conformance.md
+	.venv/bin/python -m scripts.pages.peers > docs/peers.md
 	.venv/bin/python -m scripts.pages.security
 	.venv/bin/python -m scripts.curve
 	.venv/bin/python -m tests.chat.parsing.page > docs/parsers.md
@@ -334,6 +348,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group build -c requirements/test.txt -o requirements/build.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
+	$(LOCK:3.11=3.12) --group peers -o requirements/conformance-peers.txt
 	$(LOCK:3.11=3.12) --group harbor -o requirements/harbor.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
@@ -352,4 +367,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache

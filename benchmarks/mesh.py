@@ -217,7 +217,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Chats]]:
         (serve,) = here.children()
         async with running_mesh(folder, policy, CONTEXT_TOKENS) as addresses:
             (up,) = set(here.children()) - {serve}
-            await _until_ready(url)
+            await until_ready(url)
             async with Client(addresses) as client:
                 pids = _processes(serve)
                 yield {
@@ -227,7 +227,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Chats]]:
                 }
 
 
-async def _until_ready(url: str) -> None:
+async def until_ready(url: str) -> None:
     """Waits for `vllm serve`, which prints nothing when it is ready."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(_START_S):
         while True:

@@ -15,7 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-GENERATED = {"configuration.md", "conformance.md", "errors.md", "parsers.md", "templates.md"}
+GENERATED = {
+    "configuration.md",
+    "conformance.md",
+    "errors.md",
+    "parsers.md",
+    "peers.md",
+    "templates.md",
+}
 
 RELATIVE = re.compile(
     r"\b(?:[Ww]hat (?:is|was|are|were|has|had|an?|the|it|they|its|comes|came|becomes|became|others"

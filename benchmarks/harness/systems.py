@@ -242,7 +242,7 @@ async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
             f"--worker=http://127.0.0.1:{worker}/v1",
             "--log-level=warning",
         ) as gateway:
-            await _until_listening(port, gateway, folder)
+            await until_listening(port, gateway, folder)
             yield Peer(port, {"peer_gateway": gateway.pid, "peer_engine": engine.pid})
 
 
@@ -268,7 +268,7 @@ async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
         }
         log = folder / "litellm.log"
         async with run_process(log, str(LITELLM), *flags, environ=settings) as proxy:
-            await _until_listening(port, proxy, folder)
+            await until_listening(port, proxy, folder)
             yield Litellm(port, {"litellm_proxy": proxy.pid, "litellm_engine": engine.pid})
 
 
@@ -328,9 +328,11 @@ async def read_line(
     raise RuntimeError(f"a process ended before it was ready:\n{logs(folder)}")
 
 
-async def _until_listening(port: int, process: Process, folder: Path) -> None:
+async def until_listening(
+    port: int, process: Process, folder: Path, timeout_s: float = _START_TIMEOUT_S
+) -> None:
     """Waits until the peer accepts connections, because it prints nothing when it does."""
-    async with asyncio.timeout(_START_TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         while process.returncode is None:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -61,7 +61,7 @@ small adapter at the capture URL translates a server's record: the docstring of
 `rollmesh.conformance.training.capture` describes it, and `benchmarks/peers/ours.py` is the one of
 rollmesh. A server that records each request by itself needs no other form: rows that continue each
 other count as one sequence. Two checks need an engine that follows a script, and are not seen
-at another one.
+at another one. [Other servers](peers.md) were checked in the same way.
 """
 _VLLM = """
 ## vLLM's own server
@@ -97,7 +97,7 @@ def page() -> str:
         text += f"\n## {family}\n\n| check | required | without it |\n|---|---|---|\n"
         for one in checks:
             name = one.name.rpartition(".")[2]
-            text += f"| `{name}` | {_cell(one.what)} | {_cell(one.breaks)} |\n"
+            text += f"| `{name}` | {cell(one.what)} | {cell(one.breaks)} |\n"
     found = json.loads(RECORD.read_text("utf-8"))
     results: dict[str, list[str]] = found["results"]
     counted = Counter(kind for kind, _ in results.values())
@@ -105,7 +105,7 @@ def page() -> str:
     text += _VLLM.format(version=found["version"], date=found["date"], counts=counts)
     for name, (kind, detail) in results.items():
         if kind != "passed":
-            text += f"| `{name}` | {kind} | {_cell(detail)} |\n"
+            text += f"| `{name}` | {kind} | {cell(detail)} |\n"
     return text
 
 
@@ -113,7 +113,7 @@ def _short(detail: str) -> str:
     return detail if len(detail) <= _LONGEST else f"{detail[:_LONGEST]}..."
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Returns text that Markdown shows as it is, in a table."""
     for mark in "\\`*_[]<>|{}":
         text = text.replace(mark, f"\\{mark}")

@@ -145,7 +145,7 @@ FAULTS = [
     ("one-sequence", "no-logprobs", "another number of log-probabilities"),
     ("one-sequence", "twice", "answer 1 is trained 2 times"),
     ("one-sequence", "shifts", "answer 1 is not in the record as it was sampled"),
-    ("missing-ids", "unlabelled", "no label; the engine sampled 3 answers"),
+    ("missing-ids", "unlabelled", "no label tells the answer without ids apart"),
     ("cut-answers", "loses-cut", "answer 1 is not in the record"),
     ("cut-answers", "first-turn", "answer 2 is not in the record"),
     ("retry", "resamples unlabelled", f"the first attempt is {PLAIN}"),

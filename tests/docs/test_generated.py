@@ -6,7 +6,7 @@ from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1.errors_pb2 import ErrorReason
 from scripts.curve import CURVE, TABLE, draw, measured
-from scripts.pages import configuration, conformance, errors, security
+from scripts.pages import configuration, conformance, errors, peers, security
 from tests.chat.parsing import page as parsers
 from tests.paths import ROOT
 
@@ -20,6 +20,10 @@ def test_the_page_of_errors_is_current() -> None:
 def test_the_page_of_checks_is_current() -> None:
     found = (ROOT / "docs" / "conformance.md").read_text("utf-8")
     assert found == conformance.page(), AGAIN
+
+
+def test_the_page_of_peers_is_current() -> None:
+    assert (ROOT / "docs" / "peers.md").read_text("utf-8") == peers.page(), AGAIN
 
 
 def test_the_table_of_roles_is_current() -> None:

@@ -1,0 +1,132 @@
+"""An engine that follows a script, for servers that forward to an OpenAI-compatible engine.
+
+It answers chat completions as `vllm serve --return-tokens-as-token-ids` does: the prompt is the
+chat template over the messages, the answer is a fixed text. `calls` has the prompts and samples.
+It misbehaves only where a check of the kit asks for it.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from benchmarks.peers.door import listening
+from examples.demo.chatml import END, make_tokenizer
+from rollmesh.conformance.training.records import NO_IDS, NO_TEXT
+
+CONTEXT = 8192
+REPLY = "Sample {}. The answer is 42, as 6 times 7 is 42. I am sure of it."
+_GLUE = "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+_THOUGHT = "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}\n"
+_LOGPROB = -0.5
+
+
+def make_model(folder: Path) -> Path:
+    """Writes a tokenizer and a template that prints an empty thought where thinking is off."""
+    make_tokenizer([REPLY.format(one) for one in range(500)], 600, folder, CONTEXT)
+    template = folder / "chat_template.jinja"
+    template.write_text(f"{template.read_text().rstrip()}\n{_GLUE}{_THOUGHT}")
+    return folder
+
+
+@dataclass
+class Engine:
+    """The engine."""
+
+    model: Path
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Prompt, and sampled ids of each choice: null where they were left out of the answer."""
+    numbers: Any = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        """Reads the model's files."""
+        self.tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
+        text = (self.model / "chat_template.jinja").read_text()
+        self.template = jinja2.Environment(autoescape=False).from_string(text)  # noqa: S701 - text
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a chat completion, and logs it."""
+        options = body.get("chat_template_kwargs") or {}
+        text = self.template.render(
+            messages=body["messages"], tools=None, add_generation_prompt=True, **options
+        )
+        prompt = self.tokenizer.encode(text).ids
+        asked = str(body["messages"][-1]["content"])
+        samples = [self._sample(body, asked) for _ in range(body.get("n") or 1)]
+        shown = bool(body.get("return_token_ids")) and not asked.endswith(NO_IDS)
+        kept = [ids if not asked.endswith(NO_IDS) else None for ids, _, _ in samples]
+        self.calls.append({"prompt": prompt, "sampled": kept})
+        choices = [
+            {
+                "index": at,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": "length" if reason == "length" else "stop",
+                "stop_reason": None if reason == "length" else reason or None,
+                "logprobs": _logprobs(ids) if body.get("logprobs") and kept[at] else None,
+                **({"token_ids": ids} if shown else {}),
+            }
+            for at, (ids, text, reason) in enumerate(samples)
+        ]
+        sampled = sum(len(ids) for ids, _, _ in samples)
+        return {
+            "id": f"chatcmpl-{next(self.numbers)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": sampled,
+                "total_tokens": len(prompt) + sampled,
+            },
+            **({"prompt_token_ids": prompt} if shown else {}),
+        }
+
+    def _sample(self, body: dict[str, Any], asked: str) -> tuple[list[int], str, str]:
+        """Returns ids, text, and why it ended: empty, `length`, or the stop string."""
+        number = 0 if body.get("temperature") == 0 else next(self.numbers)
+        text = "" if asked.endswith(NO_TEXT) else REPLY.format(number)
+        ids = self.tokenizer.encode(text + END).ids
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or CONTEXT
+        stops = body.get("stop") or []
+        for at in range(1, min(len(ids), most) + 1):
+            text = self.tokenizer.decode(ids[:at])
+            for stop in [stops] if isinstance(stops, str) else stops:
+                if stop in text:
+                    return ids[:at], text.partition(stop)[0], stop
+        return ids[:most], text, "length" if most < len(ids) else ""
+
+
+def _logprobs(ids: list[int]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"logprob": _LOGPROB, "bytes": None, "top_logprobs": []}
+    return {"content": [{"token": f"token_id:{one}", **entry} for one in ids]}
+
+
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[str]:
+    """Serves the engine. Yields its base URL without `/v1`."""
+
+    async def chat(request: web.Request) -> web.Response:
+        return web.json_response(engine.answer(await request.json()))
+
+    async def models(_request: web.Request) -> web.Response:
+        entry = {"id": "policy", "object": "model", "owned_by": "", "max_model_len": CONTEXT}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    routes = {
+        ("POST", "/v1/chat/completions"): chat,
+        ("GET", "/v1/models"): models,
+        ("GET", "/health"): health,
+    }
+    async with listening(routes) as url:
+        yield url

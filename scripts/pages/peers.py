@@ -1,0 +1,87 @@
+"""Generates docs/peers.md: the checks of training records at rollmesh and at other servers.
+
+    python -m scripts.pages.peers > docs/peers.md
+
+`make conformance-peers` writes the results in docs/conformance that it shows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rollmesh.conformance.training.records import RECORDS
+from scripts.pages.conformance import cell
+
+RESULTS = Path(__file__).parents[2] / "docs" / "conformance"
+_ORDER = ("rollmesh", "rllm", "agent-lightning", "openenv", "verifiers", "litellm", "vllm")
+_INTRO = """# Training records at other servers
+
+The checks `training.records` of the [conformance kit](conformance.md) compare the record of a
+session, as a trainer reads it, with the samples of the engine. `make conformance-peers` installs
+the servers from locks, runs the checks at each of them, and writes the raw results into
+`docs/conformance`. This page is made from them.
+
+A proxy runs in front of an engine that follows a script and answers as vLLM does with token ids.
+Encoding the text of its answers gives the sampled tokens again, so no split comes from the
+tokenizer. The engine of rollmesh follows the same script. `vllm serve` is an engine itself. It runs
+a small random model on the CPU, whose text is rarely encoded as it was sampled, unlike a trained
+model's. Most of its answers end at `max_tokens`, which counts as a label, so a check that it passes
+says less than the same at the others.
+
+Any form of record can pass. Rows of one request that continue each other count as one sequence, and
+every finish reason, stop reason, finding or role in the record counts as a label. *Not seen* means
+that the server or its engine gave no occasion.
+"""
+_NOT_TRIED = """
+## Not tried
+
+- Code of trainers that reads these records: the trainers of rLLM, Agent Lightning and TRL join
+  rows, and may label or drop more than the servers do.
+- Streams, Responses and Messages: the checks are complete chat completions.
+- rLLM's cumulative token mode, which release 0.1.0 does not have.
+- A real engine behind the proxies. The other checks of the kit were run at `vllm serve`
+  ([conformance](conformance.md)), and not at the proxies.
+- verifiers 0.4.0: it was installed and not run. Its interception server has no command of its own,
+  and needs another version of `mcp` than OpenEnv does.
+- Polar, slime, miles, AReaL, NeMo Gym, SkyRL, Dressage and uni-agent were not installed.
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    found = {name: _read(name) for name in _ORDER if (RESULTS / f"{name}.json").exists()}
+    text = _INTRO + "\n| check | " + " | ".join(one["title"] for one in found.values()) + " |\n"
+    text += "|---" * (len(found) + 1) + "|\n"
+    for check in RECORDS.checks:
+        ends = [one["results"].get(check.name, ["not run"])[0] for one in found.values()]
+        text += f"| `{check.name.rpartition('.')[2]}` | {' | '.join(ends)} |\n"
+    text += (
+        "\n## Settings\n\n| server | version | date | settings | record |\n|---|---|---|---|---|\n"
+    )
+    for one in found.values():
+        version = f"{one['package']} {one['version']}"
+        row = (one["title"], version, one["date"], one["settings"], one["record"])
+        text += f"| {' | '.join(row)} |\n"
+    for one in found.values():
+        text += _details(one)
+    return text + _NOT_TRIED
+
+
+def _read(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text("utf-8")))
+
+
+def _details(found: dict[str, Any]) -> str:
+    """Returns the section of a server: the checks that did not pass, and the reasons."""
+    rest = {name: end for name, end in found["results"].items() if end[0] != "passed"}
+    text = f"\n## {found['title']}\n\n"
+    if not rest:
+        return text + "Every check passed.\n"
+    text += "| check | ended | seen |\n|---|---|---|\n"
+    for name, (kind, detail) in rest.items():
+        text += f"| `{name.rpartition('.')[2]}` | {kind} | {cell(detail)} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    print(page(), end="")
