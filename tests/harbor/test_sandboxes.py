@@ -223,6 +223,7 @@ KEYS = json.dumps({"keystrokes": "echo done > done.txt\n", "duration": 0.1})
 STEP = f'{{"analysis": "", "plan": "", "commands": [{KEYS}], "task_complete": false}}'
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 async def test_terminus_2_in_the_process_of_harbor_trains_exactly(tmp_path: Path) -> None:
     async with thinking(tmp_path, [("", STEP)], CONTEXT) as (mesh, harbor, client):
