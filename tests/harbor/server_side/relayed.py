@@ -25,7 +25,8 @@ def takes(name: str, provider: str, form: Any) -> bool:
 
 
 found: dict[str, list[str]] = {one.value: [] for one in AgentName}
-for agent, form in product(found, ModelApiFormat):
+forms: list[Any] = list(ModelApiFormat)
+for agent, form in product(found, forms):
     if any(takes(agent, provider, form) for provider in _PROVIDERS):
         found[agent].append(form.value)
 sys.stdout.write(json.dumps(found))
