@@ -16,7 +16,7 @@ CEILINGS = {
     "clients/rollmesh/sidecar": (5_772, 16),
     "clients/rollmesh/client": (5_195, 17),
     "clients/rollmesh/batches": (897, 5),
-    "clients/rollmesh/integrations": (3_625, 19),
+    "clients/rollmesh/integrations": (3_636, 19),
     "clients/rollmesh/launch": (576, 4),
     "clients/rollmesh/cli": (1_526, 9),
     "clients/rollmesh/conformance": (4_122, 39),

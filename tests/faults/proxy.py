@@ -22,6 +22,8 @@ class Proxy:
         self._delay_s = 0.0
         self.address = ""
         """host:port for the clients."""
+        self.refused = 0
+        """Connections that were closed at once."""
 
     def silence(self) -> None:
         """Silently stops forwarding on all existing connections."""
@@ -61,6 +63,7 @@ class Proxy:
         await self._open.wait()
         far = None if self._refusing else await self._connect()
         if far is None:
+            self.refused += 1
             writer.close()
             return
         far_reader, far_writer = far

@@ -39,7 +39,7 @@ def server_side(sandboxes: Path) -> dict[str, str]:
         "HARBOR_TELEMETRY": "off",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "TMPDIR": str(sandboxes),
-        "PYTHONPATH": str(Path(__file__).parent / "server_side"),
+        "PYTHONPATH": f"{Path(__file__).parent / 'server_side'}:{ROOT}",
     }
 
 
@@ -122,7 +122,10 @@ class Harbor:
             "n_attempts": attempts,
             "n_concurrent_trials": 16,
             "quiet": True,
-            "environment": {"import_path": "folders:FolderEnvironment", "delete": True},
+            "environment": {
+                "import_path": "examples.demo.harbor.folders:FolderEnvironment",
+                "delete": True,
+            },
             "agents": agents,
             "tasks": tasks,
         }

@@ -14,16 +14,18 @@ from rollmesh.client import Client, GroupOutcome, Retries, Session, rollout, rol
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.integrations.harbor import HarborRolloutError, HarborRunner, settle, task_of
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.harbor.connecting import ASKED, both, trained
-from tests.harbor.serving import KEY, Harbor
+from tests.faults.proxy import proxy_to
+from tests.harbor.connecting import ASKED, both, generating, trained
+from tests.harbor.serving import KEY, Harbor, answers_of, statuses_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
-FOLDERS = {"import_path": "folders:FolderEnvironment", "delete": True}
+ATTEMPTS = 3
+FOLDERS = {"import_path": "examples.demo.harbor.folders:FolderEnvironment", "delete": True}
 
 
 def runner_of(
-    harbor: Harbor, reward: str = "reward", key: str = KEY, **kwargs: Any
+    harbor: Harbor, reward: str = "reward", key: str = KEY, server: str = "", **kwargs: Any
 ) -> HarborRunner:
     """Runs the agent of the tests. `kwargs` are its own, `timeout` is Harbor's limit."""
     timeout = kwargs.pop("timeout", None)
@@ -33,7 +35,7 @@ def runner_of(
         "kwargs": kwargs,
         "override_timeout_sec": timeout,
     }
-    return HarborRunner(harbor.url, key, agent=agent, environment=FOLDERS, reward=reward)
+    return HarborRunner(server or harbor.url, key, agent=agent, environment=FOLDERS, reward=reward)
 
 
 async def rolled(client: Client, samples: list[Any], **settings: Any) -> list[GroupOutcome]:
@@ -118,6 +120,39 @@ async def test_an_agent_that_exceeds_harbors_limit_has_the_verifiers_reward(
         (session,) = await trained(client, 1)
     assert (group.sessions[0].outcome, session.reward) == ("COMPLETED", 0.0)
     assert session.metadata["harbor_error"] == "AgentTimeoutError"
+
+
+async def test_attempts_outlive_cuts_of_all_connections_to_the_server(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
+        mesh.client() as client,
+        proxy_to(harbor.url.removeprefix("http://")) as proxy,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def cut(*, while_it_generates: bool = False) -> None:
+            """Also the next calls of each attempt are refused."""
+            if while_it_generates:
+                await generating(client, ATTEMPTS)
+            with proxy.cut():
+                refused = proxy.refused
+                await until(lambda: proxy.refused > refused + 2 * ATTEMPTS)
+
+        runner = runner_of(harbor, server=f"http://{proxy.address}", turns=2)
+        task = harbor.task("one", ASKED)
+        rolling = tasks.create_task(rolled(client, [task], runner=runner, n=ATTEMPTS))
+        await cut()
+        await cut(while_it_generates=True)
+        await until(lambda: len(answers_of(harbor.folder)) == ATTEMPTS)
+        with proxy.cut():  # the results are read afterwards
+            await until(lambda: _states(harbor, ["finished"] * ATTEMPTS))
+        (group,) = await rolling
+        sessions = await trained(client, ATTEMPTS)
+    assert [(one.outcome, one.reward) for one in group.sessions] == [("COMPLETED", 0.75)] * ATTEMPTS
+    assert [one.turns for one in sessions] == [2] * ATTEMPTS
+    assert min(one.get("503", 0) for one in statuses_of(harbor.folder)) >= 1
 
 
 async def test_a_rollout_that_is_left_cancels_its_jobs(tmp_path: Path, tokenizer_dir: Path) -> None:

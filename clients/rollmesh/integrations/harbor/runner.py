@@ -10,6 +10,7 @@ its agent through the server's relay, and gets the reward of its verifier.
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -29,6 +30,7 @@ from rollmesh.integrations.harbor.connector import (
     ending_of,
     refusal,
 )
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.telemetry.logs import fields
 
@@ -36,6 +38,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=60.0)
 _LEAVE_S = 90.0
+_AWAY_S = 30.0
+"""How long after its first failure a call is repeated. The relay waits as long for a connector."""
 _TEXT_CHARS = 1000
 _REAPER = Reaper(str(Path(__file__).with_name("orphans.py")))
 _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
@@ -252,17 +256,24 @@ class _Server:
                     end.set_result(row["id"])
 
     async def _call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
-        """Returns the status and the JSON of an answer.
+        """Returns the status and the JSON of an answer. All calls may be repeated.
 
         Raises:
-            HarborError: There is none.
+            HarborError: There is none, also after repeats on other connections.
         """
         url = f"{self._url}{path}"
-        try:
-            async with self._http.request(method, url, timeout=_ANSWER, **options) as response:
-                return response.status, await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise HarborError(f"{url}: {error or 'no answer in time'}") from error
+        backoff, loop, deadline_s = Backoff(0.1, 2.0), asyncio.get_running_loop(), math.inf
+        while True:
+            try:
+                async with self._http.request(method, url, timeout=_ANSWER, **options) as response:
+                    return response.status, await response.json(content_type=None)
+            except ValueError as error:
+                raise HarborError(f"{url}: {error}") from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                deadline_s = min(deadline_s, loop.time() + _AWAY_S)
+                if loop.time() > deadline_s:
+                    raise HarborError(f"{url}: {error or 'no answer in time'}") from error
+            await asyncio.sleep(backoff.next_s())
 
 
 def _said(found: Any) -> str:

@@ -27,15 +27,17 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     @staticmethod
     def type() -> str:
+        """Returns the name of the kind."""
         return "folder"
 
     @property
     def capabilities(self) -> Any:
+        """Returns those that it has beyond the least."""
         return EnvironmentCapabilities()
 
     @classmethod
     def resource_capabilities(cls) -> None:
-        return None
+        """Limits no resources."""
 
     def _validate_definition(self) -> None:
         pass
@@ -44,6 +46,7 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
         return self.root / str(path).lstrip("/")
 
     async def start(self, force_build: bool) -> None:
+        """Makes the folder."""
         self.root = Path(tempfile.mkdtemp(prefix="harbor-"))
         self._tmux = Path(tempfile.mkdtemp(prefix="tmux-", dir="/tmp"))  # a socket's path is short
         for name in (
@@ -58,23 +61,28 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
             self._there(name).mkdir(parents=True)
 
     async def stop(self, delete: bool) -> None:
+        """Removes the folder."""
         if any(self._tmux.iterdir()):
             await self.exec("tmux kill-server")
         for folder in (self._tmux, self.root):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        """Copies a file into the folder."""
         self._there(target_path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source_path, self._there(target_path))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        """Copies a folder into the folder."""
         shutil.copytree(source_dir, self._there(target_dir), dirs_exist_ok=True)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        """Copies a file out of the folder."""
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(self._there(source_path), target_path)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        """Copies a folder out of the folder."""
         shutil.copytree(self._there(source_dir), target_dir, dirs_exist_ok=True)
 
     def _environ(self) -> dict[str, str]:
@@ -91,6 +99,7 @@ class FolderEnvironment(BaseEnvironment):  # type: ignore[misc]
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> Any:
+        """Runs a command of bash in the folder."""
         process = await asyncio.create_subprocess_exec(
             "bash",
             "-c",
