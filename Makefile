@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay conformance-peers kills soak chaos fuzz lock clean
+.PHONY: help demo harbor-demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay conformance-peers kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -127,6 +127,9 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO))
+
+harbor-demo: .venv/.ready .venv-harbor/.ready  # The demo with its agents on a Harbor server, whose connections are cut ten times
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo --harbor --folder var/harbor-demo
 
 TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-harbor/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20

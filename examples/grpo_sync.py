@@ -16,24 +16,30 @@ from examples.demo.grpo import Trainer
 from examples.demo.run import (
     AGENT_TIMEOUT_S,
     DELIVERY_TIMEOUT_S,
-    Agents,
     OnStep,
     Plan,
     Run,
+    Running,
+    in_this_process,
     print_failures,
     rows_of,
     run_alone,
-    shared_client,
 )
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.client.rollouts import rollout
 from rollmesh.v1 import collector_pb2
 
 
-async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
+async def train(
+    addresses: MeshAddresses,
+    model: Path,
+    plan: Plan,
+    on_step: OnStep,
+    running: Running = in_this_process,
+) -> Run:
     """Trains only on what the newest policy sampled."""
     torch.set_num_threads(2)  # nothing else runs during a training step
-    trainer, tool_times = plan.trainer(model), plan.tool_times()
+    trainer = plan.trainer(model)
     consumer, options = "trainer", SubscribeOptions()
     if plan.rank:  # other adapters of the mesh may have trainers of their own
         own = collector_pb2.DeliveryFilter(adapters=[plan.adapter])
@@ -42,7 +48,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
     async with (
         Client(addresses) as client,
         client.subscribe(consumer, unit="group", credits=plan.groups, options=options) as groups,
-        shared_client() as openai,
+        running(plan, run.audit) as agents,
     ):
         await client.check_temperature(plan.temperature)
         if plan.rank:  # sessions sample with an adapter from the first one on
@@ -51,7 +57,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
             summary = await rollout(
                 client,
                 plan.tasks(step),
-                runner=Agents(openai, run.audit, tool_times),
+                runner=agents,
                 n=plan.samples,
                 concurrency=plan.concurrency,
                 timeout_s=AGENT_TIMEOUT_S,

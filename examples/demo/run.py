@@ -7,7 +7,8 @@ import logging
 import random
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -22,6 +23,7 @@ from examples.demo.mesh import running_mesh
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import Delivery, MeshAddresses, RolloutSummary, Session
+from rollmesh.client.runners import AgentRunner
 
 # Long enough for a busy machine, because slow is not failed.
 _REQUEST_TIMEOUT_S = 300.0
@@ -121,6 +123,17 @@ class Agents:
         attempt = await ask(client, task.question, next(self.tool_times))
         self.audit.answered.update(attempt.answer_ids)
         return reward(task, attempt.calls, attempt.answer)
+
+
+Running: TypeAlias = Callable[[Plan, Audit], AbstractAsyncContextManager[AgentRunner]]
+"""Has a loop's agents for its time, who tell the audit their answers."""
+
+
+@asynccontextmanager
+async def in_this_process(plan: Plan, audit: Audit) -> AsyncIterator[AgentRunner]:
+    """Yields the agents of this process."""
+    async with shared_client() as openai:
+        yield Agents(openai, audit, plan.tool_times())
 
 
 def shared_client() -> AsyncOpenAI:
