@@ -1639,9 +1639,9 @@ CREATE TABLE IF NOT EXISTS progress (
   consumer {text} NOT NULL, unit_id {text} NOT NULL, attempts BIGINT NOT NULL, settled_ms BIGINT
   {of_progress}, PRIMARY KEY (consumer, unit_id)){by_key};
 CREATE TABLE IF NOT EXISTS checkpoints (
-  n BIGINT PRIMARY KEY, consumer {text} NOT NULL, checkpoint_id {text} NOT NULL,
+  consumer {text} NOT NULL, n BIGINT NOT NULL, checkpoint_id {text} NOT NULL,
   start_seq BIGINT NOT NULL, policy_version BIGINT, made_ms BIGINT NOT NULL,
-  UNIQUE (consumer, checkpoint_id));
+  PRIMARY KEY (consumer, n)){by_key};
 CREATE TABLE IF NOT EXISTS marks (
   consumer {text} NOT NULL, unit_id {text} NOT NULL, mark BIGINT NOT NULL,
   PRIMARY KEY (consumer, unit_id)){by_key};
