@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (9_751, 25),
     "services/engine/rollmesh/engine": (7_889, 32),
     "services/router/rollmesh/router": (4_357, 16),
-    "services/collector/rollmesh/collector": (5_376, 13),
+    "services/collector/rollmesh/collector": (5_374, 13),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_772, 16),
     "clients/rollmesh/client": (5_195, 17),

@@ -378,9 +378,7 @@ class Subscriptions:
         Raises:
             RollmeshError: The consumer or the checkpoint is unknown.
         """
-        again = await self._move(name, self.store.restore_checkpoint(name, checkpoint_id))
-        self._know(await self.store.consumer(name))  # with its policy version
-        return again
+        return await self._move(name, self.store.restore_checkpoint(name, checkpoint_id))
 
     async def _move(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
         consumer = self._known.get(name) or Consumer(pb.Consumer(name=name))
