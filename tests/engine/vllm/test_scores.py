@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 IDS = np.random.default_rng(7).integers(2, 300, 2048).astype(np.uint32)
+LANES = 4
 
 
 def difference(scored: Scored, model: Path, ids: np.ndarray, start: int = 1) -> float:
@@ -79,28 +80,34 @@ async def test_no_sequence_is_scored_by_the_weights_before_and_after_an_update(
     vllm_engine: Engine, model_dir: Path, other_model_dir: Path
 ) -> None:
     """Long sequences, some of which are in the middle of their steps when an update comes."""
-    engine, ended = vllm_engine, list[Scored]()
+    engine, ended = vllm_engine, list[tuple[int, Scored]]()
     first = (await engine.info()).policy_version
     models = {first: model_dir}
 
-    async def until_ended(least: int) -> None:
-        await until(lambda: len(ended) >= least)
+    async def until_scored_by(version: int) -> None:
+        await until(lambda: any(scored.version == version for _, scored in ended))
 
-    async def score(at: int) -> Scored:
-        ended.append(await engine.score(np.roll(IDS, at)[:LONG], top_k=2))
-        return ended[-1]
+    async def score(lane: int) -> None:
+        """Scores one sequence after another, until the newest weights have scored one."""
+        version, at = -1, lane
+        while version < first + 3:
+            scored = await engine.score(np.roll(IDS, at)[:LONG], top_k=2)
+            ended.append((at, scored))
+            version, at = scored.version, at + LANES
 
     async with asyncio.timeout(500), asyncio.TaskGroup() as group:
-        scored = [group.create_task(score(at)) for at in range(12)]
-        for count in (2, 5, 8):
-            await until_ended(count)
-            models[first + count] = model_dir if count == 5 else other_model_dir
-            await engine.update(first + count, models[first + count])
-    assert len({one.version for one in ended}) > 2
-    for at, task in enumerate(scored):
-        version = task.result().version
-        assert difference(task.result(), models[version], np.roll(IDS, at)[:LONG]) < 1e-3, version
-    await engine.update(first + 9, model_dir)
+        for lane in range(LANES):
+            group.create_task(score(lane))
+        for version in range(first, first + 3):
+            await until_scored_by(version)
+            models[version + 1] = model_dir if version == first + 1 else other_model_dir
+            await engine.update(version + 1, models[version + 1])
+    assert {scored.version for _, scored in ended} == models.keys()
+    # The last sequence of each weights is the likeliest to have been in the middle of an update.
+    for version, model in models.items():
+        for at, scored in [one for one in ended if one[1].version == version][-LANES:]:
+            assert difference(scored, model, np.roll(IDS, at)[:LONG]) < 1e-3, version
+    await engine.update(first + 4, model_dir)
 
 
 async def test_a_policy_scores_its_own_trajectory_as_it_was_sampled(vllm_mesh: Mesh) -> None:

@@ -20,7 +20,13 @@ from rollmesh.runtime.errors import (
     TokenOutOfVocabularyError,
 )
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, trajectory_pb2
+from rollmesh.v1 import (
+    engine_pb2,
+    engine_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    trajectory_pb2,
+)
 from tests.batches.records import linear, session
 from tests.controls import ABORT_ALL, KEEP, RESUME, pause, sleep
 from tests.processes import ServiceProcess, running
@@ -56,6 +62,17 @@ class Fleet:
             open_channel(self.engines[engine_id].address)
         )
         return engine_pb2_grpc.EngineServiceStub(channel)
+
+    async def until_left(self, engine_id: str) -> None:
+        """Waits until the router no longer lists an engine."""
+        async with open_channel(self.router.address) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+
+            async def look() -> bool:
+                found = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=60)
+                return engine_id not in {one.hello.replica_id for one in found.replicas}
+
+            await until(look)
 
     @property
     def addresses(self) -> MeshAddresses:

@@ -259,6 +259,7 @@ async def test_a_teacher_with_another_vocabulary_ends_the_stream_and_loses_nothi
         ):
             await take(client, 1)
         await school.fleet.engines["t1"].kill()
+        await school.fleet.until_left("t1")
         await school.teacher("t2")
         (session,) = sessions_of(await take(client, 1))
         await check(client, session)
