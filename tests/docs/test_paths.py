@@ -14,8 +14,8 @@ _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 _QUOTED = re.compile(r"`([\w.][\w./-]*)`")
 _LISTED = re.compile(r"^    ([\w./-]+/)(?=\s)", re.M)
 _ENDINGS = (".py", ".proto", ".toml", ".md", ".rst", ".txt", ".yml", ".sh")
-_MADE = ("build/", "var/", ".../")
-"""Where programs write, and URLs."""
+_MADE = ("build/", "var/", ".../", "training/", "rollout_corr/")
+"""Where programs write, URLs, and metrics of verl."""
 _OTHER = {
     "additional_chat_templates/",
     "application/json",

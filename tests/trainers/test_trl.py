@@ -81,6 +81,7 @@ async def test_a_failed_attempt_is_superseded_by_one_that_is_trained(ran: Any) -
 async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran: Any) -> None:
     trained = _STEPS * _SAMPLES - 1
     assert ran["counts"] == {"trained": trained, "failed": 1, "retried": 1, "left_out": 1}
+    assert [step["failed"] for step in ran["steps"]] == [1, 0, 0]  # as the trainer prints it
 
 
 def arguments(**settings: Any) -> Any:

@@ -16,7 +16,8 @@ from tests.trainers.processes import run_script
 
 _SAMPLES = 3
 _SUPERSEDED = _SAMPLES + 1  # of the broken agent, which is tried again, and of the flaky one
-_SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1  # of four prompts and one of the validation set
+_HOPELESS = 2  # the attempts of the step that ends verl
+_SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1 + _HOPELESS  # of four prompts and a validation set
 _TRAINED = 3 * _SAMPLES  # of four prompts. One is broken
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -197,6 +198,21 @@ async def test_sessions_of_the_broken_agent_are_closed_as_failed(ran: Ran) -> No
     outcomes = {place: session.outcome for place, session in ran.sessions.items()}
     assert {outcomes["third", at] for at in range(_SAMPLES)} == {"FAILED"}
     assert {outcomes["first", at] for at in range(_SAMPLES)} == {"COMPLETED"}
+
+
+async def test_the_record_of_a_failed_session_has_the_agents_error(ran: Ran) -> None:
+    errors = {place: one.metadata.get("error") for place, one in ran.sessions.items()}
+    assert errors["third", 0] == "RuntimeError: this agent is broken"
+    assert errors["first", 0] is None
+
+
+async def test_verl_prints_the_failed_sessions_of_a_step_with_its_metrics(ran: Ran) -> None:
+    assert ran.read["metrics"]["training/rollout_failure/failed_sessions"] == _SAMPLES
+
+
+async def test_the_error_that_ends_verl_has_the_agents_error(ran: Ran) -> None:
+    assert "no materializable trajectories" in ran.read["ended"]
+    assert f"{_SAMPLES + 1} failed: RuntimeError: this agent is broken" in ran.read["ended"]
 
 
 async def test_verls_own_reward_manager_scores_sessions_without_a_reward(ran: Ran) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import re
 import sys
 import threading
 import traceback
@@ -525,6 +526,9 @@ class RolloutSettings:
 # does not wait for it.
 
 _ERROR_CHARS = 4000
+_FRAMES = -4  # the last ones, which are the agent's
+_WITH_DIGIT = re.compile(r"[\w-]*\d[\w-]*")
+"""Ids, ports and the like, which differ between two occurrences of an error."""
 
 
 @dataclass(eq=False, slots=True)
@@ -551,6 +555,7 @@ class Attempts:
         self._arrivals = arrivals
         self._limits = settings.limits
         self._retries = settings.retries
+        self._errors: set[str] = set()
         limits, reward = settings.limits, settings.reward
         self._score = reward and RewardCalls(
             reward, timeout_s=limits.reward_s, threads=settings.reward_threads
@@ -565,11 +570,7 @@ class Attempts:
             try:
                 session = await self._open(seat, request)
             except Exception as error:  # a lost seat is an outcome
-                _log.warning(
-                    "session could not be opened: %s",
-                    _text(error),
-                    extra=_where(seat, attempt, error),
-                )
+                self._report("session could not be opened", error, seat, attempt)
                 if not self._retries.after(error, attempt) or seat.stop.done():
                     await self.abandon(seat, _text(error))
                     return _outcome(seat, attempt, "FAILED", error=error)
@@ -578,9 +579,7 @@ class Attempts:
                 try:
                     outcome = await self._attempt(seat, session, attempt, started_ms)
                 except Exception as error:  # a lost session is an outcome
-                    _log.warning(
-                        "session lost: %s", _text(error), extra=_where(seat, attempt, error)
-                    )
+                    self._report("session lost", error, seat, attempt, session.session_id)
                     return _outcome(seat, attempt, "FAILED", error=error)
                 if outcome is not None:
                     return outcome
@@ -627,7 +626,8 @@ class Attempts:
         except Exception as error:  # a failed agent is an outcome
             return await self._failed(seat, session, attempt, error, ended)
         try:
-            return await self._completed(session, partial(ended, "COMPLETED", result=result))
+            complete = partial(ended, "COMPLETED", result=result)
+            return await self._completed(seat, session, attempt, complete)
         except InvalidFieldError as error:
             if session.closed:
                 raise
@@ -635,7 +635,7 @@ class Attempts:
             return await self._failed(seat, session, attempt, error, ended)
 
     async def _completed(
-        self, session: Session, ended: Callable[[], SampleOutcome]
+        self, seat: Seat, session: Session, attempt: int, ended: Callable[[], SampleOutcome]
     ) -> SampleOutcome:
         """Closes a session and, with `on_session`, hands over its delivered result.
 
@@ -653,9 +653,7 @@ class Attempts:
                 await self._settings.on_session(outcome, delivered)
             except Exception as error:  # the trainer's code failed
                 said, kind = _text(error), type(error).__name__
-                _log.warning(
-                    "session lost", extra=fields(session_id=session.session_id, error=said)
-                )
+                self._report("session not taken", error, seat, attempt, session.session_id)
                 return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
             return outcome
 
@@ -700,11 +698,8 @@ class Attempts:
         stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
         outcome: Outcome = "ABORTED" if stopped else "FAILED"
         session.rewards = Rewards()
-        _log.warning(
-            "agent failed: %s",
-            _text(error),
-            extra=_where(seat, attempt, error, session.session_id),
-        )
+        self._report("agent failed", error, seat, attempt, session.session_id)
+        session.metadata.setdefault("error", _text(error)[:_TEXT_CHARS])
         try:
             await self._close(session, outcome, superseded=again)
             seat.taken = not again
@@ -717,6 +712,30 @@ class Attempts:
             seat.taken = not (again and session.closed)
             raise
         return None if again else ended(outcome, error=error)
+
+    def _report(
+        self, event: str, error: Exception, seat: Seat, attempt: int, session_id: str = ""
+    ) -> None:
+        """Logs an error: each distinct one once as a warning, with its traceback."""
+        text = _text(error)
+        kind = _WITH_DIGIT.sub("#", text)
+        is_new = kind not in self._errors and len(self._errors) < _MAX_TEXTS
+        if is_new:
+            self._errors.add(kind)
+        frames = traceback.format_tb(error.__traceback__, limit=_FRAMES) if is_new else []
+        _log.log(
+            logging.WARNING if is_new else logging.INFO,
+            "%s: %s",
+            event,
+            "\n".join((text, *(frame.rstrip() for frame in frames))),
+            extra=fields(
+                session_id=session_id,
+                group=seat.group.group_id,
+                sample=seat.index,
+                attempt=attempt,
+                error=text,
+            ),
+        )
 
     def _request(self, seat: Seat, attempt: int) -> gateway_pb2.CreateSessionRequest:
         metadata = dict(seat.group.metadata)
@@ -800,18 +819,6 @@ def _outcome(
         seconds=(clock.monotonic_ms() - started_ms) / 1000 if session else 0.0,
         error=_text(error) if error else "",
         error_type=type(error).__name__ if error else "",
-    )
-
-
-def _where(
-    seat: Seat, attempt: int, error: Exception, session_id: str = ""
-) -> dict[str, dict[str, object]]:
-    return fields(
-        session_id=session_id,
-        group=seat.group.group_id,
-        sample=seat.index,
-        attempt=attempt,
-        error=_text(error),
     )
 
 

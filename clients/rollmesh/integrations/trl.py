@@ -15,7 +15,7 @@ import asyncio
 import importlib
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -120,9 +120,16 @@ class MeshRollouts:
         return {name: [columns[name] for columns in found] for name in found[0]}
 
     def reward(
-        self, *, completions: Sequence[Any], mesh_reward: Sequence[float | None], **_: Any
+        self,
+        *,
+        completions: Sequence[Any],
+        mesh_reward: Sequence[float | None],
+        log_metric: Callable[[str, float], None] | None = None,
+        **_: Any,
     ) -> list[float | None]:
         """Returns the rewards of the sessions, None for failed ones. TRL's reward function.
+
+        TRL prints the number of failed sessions with its metrics, as `failed_sessions`.
 
         Raises:
             InvalidFieldError: The completions are not those of the last rollout.
@@ -131,6 +138,8 @@ class MeshRollouts:
             raise InvalidFieldError(
                 "completions", "are not those of the last rollout; pass them on unchanged"
             )
+        if log_metric is not None:
+            log_metric("failed_sessions", float(list(mesh_reward).count(None)))
         return list(mesh_reward)
 
     def attach(self, trainer: Any, *, delta: bool = False) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,43 @@ async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alon
     assert failed.error == "ValueError: the agent is confused"
     outcomes = [closed.outcome for closed in gateway.closed]
     assert outcomes.count(session_pb2.SESSION_OUTCOME_FAILED) == 1
+    errors = [closed.metadata["error"] for closed in gateway.closed if "error" in closed.metadata]
+    assert errors == ["ValueError: the agent is confused"]
+
+
+async def test_each_distinct_error_is_shown_once_with_the_agents_line(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(prompt: str, session: Session) -> float:
+        if prompt == "offline":
+            raise ConnectionError(f"{session.session_id}: no route to 10.0.0.{len(prompt)}:8000")
+        raise ValueError("the agent is confused")
+
+    with caplog.at_level(logging.INFO, "rollmesh"):
+        await rollout(client, ["offline", "p", "offline", "p"], runner=run, n=4)
+    shown = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    repeated = [one.getMessage() for one in caplog.records if one.levelno == logging.INFO]
+    assert sorted(text.split(": ")[1] for text in shown) == ["ConnectionError", "ValueError"]
+    assert all(text.splitlines()[-1].strip().startswith("raise ") for text in shown)
+    assert len(repeated) == 14
+    assert all("\n" not in text for text in repeated)
+
+
+async def test_endless_kinds_of_errors_are_shown_up_to_a_limit(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(prompt: str, session: Session) -> float:
+        raise ValueError("x" * len(prompt) * 100_000)
+
+    await rollout(client, ["p" * at for at in range(1, 30)], runner=run, n=1)
+    assert len(caplog.records) == 1  # texts are compared by their first 4,000 characters
+    caplog.clear()
+
+    async def confused(prompt: str, session: Session) -> float:
+        raise ValueError(prompt)
+
+    await rollout(client, ["p" * at for at in range(1, 30)], runner=confused, n=1)
+    assert len(caplog.records) == 16
 
 
 async def test_a_session_that_cannot_be_opened_fails_alone(

@@ -75,6 +75,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
                 "ratio": logs["sampling/importance_sampling_ratio/mean"],
                 "grad_norm": logs["grad_norm"],
                 "reward": logs["reward"],
+                "failed": logs["failed_sessions"],
                 "expected_reward": float(np.mean([row.reward for row in rows])),
                 "policies": sorted(
                     {span.adapter for row in rows for span in row.trajectory.version_spans}

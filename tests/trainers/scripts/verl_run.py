@@ -7,6 +7,7 @@ loads by name. The actor's network is all that is left out.
 import itertools
 import json
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,17 @@ def validation(manager: Any) -> dict[str, Any]:
     }
 
 
+def without_trajectories(trainer: Any) -> str:
+    """A step whose only session fails, which ends verl. Returns what verl prints."""
+    batch = prompts(["hopeless"], [True], __rollout_n__=[1])
+    PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
+    try:
+        buffer().sample(global_steps=1, partition_id="train", batch_size=1)
+    except RuntimeError:
+        return traceback.format_exc()
+    return ""
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     config = configuration(given["addresses"], given["samples"], given["model"])
@@ -166,20 +178,23 @@ def main() -> None:
         uids = ["first", "second", "third", "flaky"]
         batch = prompts(uids, [uid == "third" for uid in uids])
         PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
-        sampled, _ = buffer().sample(global_steps=1, partition_id="train", batch_size=len(uids))
+        sampled, metrics = buffer().sample(1, "train", len(uids))
         before = tq.kv_batch_get(keys=sampled.keys, partition_id="train")
         PPOTrainer._compute_advantage(trainer, sampled, {})  # noqa: SLF001 - verl's own step
         after = tq.kv_batch_get(
             keys=sampled.keys, partition_id="train", select_fields=["advantages"]
         )
         validated = validation(manager)
+        ended = without_trajectories(trainer)
         manager.close()
     columns = {name: described(before[name]) for name in before.keys()}  # noqa: SIM118
     result = {
         "keys": list(sampled.keys),
         "tags": list(sampled.tags),
         "columns": columns,
+        "metrics": metrics,
         "validated": validated,
+        "ended": ended,
         "advantages": described(after["advantages"])["values"],
     }
     print(json.dumps(result))  # noqa: T201

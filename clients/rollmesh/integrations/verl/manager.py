@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import importlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, cast
@@ -29,6 +30,7 @@ from rollmesh.client import (
     MeshAddresses,
     Retries,
     RolloutSettings,
+    RolloutSummary,
     SampleOutcome,
     SessionResult,
     TimeLimits,
@@ -187,6 +189,10 @@ class PromptRollouts:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
+        self.failed: Counter[str] = Counter()
+        """Failed sessions by partition."""
+        self.summary = RolloutSummary()
+        """Summary of the sessions that have ended."""
 
     def submit(self, prompt: Prompt) -> None:
         """Submits a prompt.
@@ -228,6 +234,7 @@ class PromptRollouts:
                     consumer=self._settings.consumer,
                     progress=False,
                 ) as groups:
+                    self.summary = groups.summary
                     ready()
                     async for group in groups:
                         failed = sum(one.outcome != "COMPLETED" for one in group.sessions)
@@ -282,6 +289,7 @@ class PromptRollouts:
 
     async def _end(self, uid: str, failed: int) -> None:
         prompt = self._prompts.pop(uid)
+        self.failed[prompt.partition] += failed
         await self._writer(prompt).end(uid, prompt.n, failed)
 
     def _writer(self, prompt: Prompt) -> TransferQueueWriter:
@@ -330,6 +338,8 @@ class AgentLoopManager:
         tq.init()
         manager._thread.start()
         manager._ready.result(_START_S)
+        rollouts = manager._rollouts
+        _verl("failures").explain(rollouts.failed, rollouts.summary.first_errors)
         return manager
 
     def generate_sequences(self, prompts: TensorDict) -> None:
@@ -399,9 +409,12 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
 
 
 def _reward_loop(workers: Any) -> RewardLoopScore:
-    """Returns verl's reward loop; verl is imported only if there is one."""
-    module = importlib.import_module("rollmesh.integrations.verl.rewards")
-    return cast("RewardLoopScore", module.RewardLoop(list(workers)).score)
+    return cast("RewardLoopScore", _verl("rewards").RewardLoop(list(workers)).score)
+
+
+def _verl(module: str) -> Any:
+    """Returns a module of this package that needs verl, which takes seconds to import."""
+    return importlib.import_module(f"rollmesh.integrations.verl.{module}")
 
 
 def load_runner(name: str, path: str) -> AgentRunner:
