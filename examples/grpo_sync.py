@@ -25,6 +25,7 @@ from examples.demo.run import (
     rows_of,
     run_alone,
 )
+from rollmesh.batches import step_metrics
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.client.rollouts import rollout
 from rollmesh.v1 import collector_pb2
@@ -72,6 +73,8 @@ async def train(
             run.rewards.append(summary.mean_reward or 0.0)
             report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
             run.differences.append(report.logprob_mean_abs_diff)
+            metrics = step_metrics(deliveries, policy_version=step + bool(plan.rank))
+            await client.report_step(consumer, step, metrics | report.metrics())
             await _push(client, trainer, plan, step + 1 + bool(plan.rank))
             await groups.acknowledge(*deliveries)  # a successor need not repeat the step
             run.seconds = time.monotonic() - started

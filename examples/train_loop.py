@@ -17,7 +17,7 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from rollmesh.batches import group_advantages, pad, rows_of, to_torch
+from rollmesh.batches import group_advantages, pad, rows_of, step_metrics, to_torch
 from rollmesh.client import (
     Client,
     Delivery,
@@ -145,7 +145,11 @@ async def train(addresses: MeshAddresses, model: Path, checkpoint: Path, steps: 
                 async for group in ended:
                     wanted.add(group.group_id)
             deliveries = await take(groups, wanted, policy.trained)
+            metrics = step_metrics(deliveries, policy_version=policy.version)
             loss = policy.step(deliveries)
+            if loss is not None:
+                metrics["loss"] = loss
+            await client.report_step("trainer", policy.version, metrics)  # logs alarms
             policy.version += 1
             policy.trained = {delivery.delivery_id for delivery in deliveries}
             policy.save()

@@ -59,6 +59,11 @@ class StepReport:
     reference_kl: float
     """Mean divergence from the reference before each update, nats per token."""
 
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers under the names that `Client.report_step` knows."""
+        named = {"logprob_difference_mean": self.logprob_mean_abs_diff, "loss": self.loss}
+        return named | {"grad_norm": self.grad_norm, "reference_kl": self.reference_kl}
+
 
 @dataclass(frozen=True, slots=True)
 class _Sample:

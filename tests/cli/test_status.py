@@ -18,6 +18,7 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
             session.reward = 1.0
         async with client.subscribe("trainer") as groups:
             await anext(groups)
+            await client.report_step("trainer", 4, {"loss": float("inf")})
             flags = ("--router", mesh.address("router"), "--collector", mesh.address("collector"))
             done = status(*flags, "--json")
             assert done.returncode == 0, done.stderr
@@ -27,7 +28,8 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
             assert found["store"]["consumers"][0]["name"] == "trainer"
             lines = status(*flags).stdout.splitlines()
     assert any(line.startswith("engine ") and "leases 0" in line for line in lines)
-    assert any(line.startswith("consumer trainer") for line in lines)
+    assert any(line.startswith("consumer trainer") and "step 4" in line for line in lines)
+    assert any(line.startswith("  alarm not_finite: step 4 has values") for line in lines)
 
 
 def test_a_router_that_does_not_answer_is_named() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from rollmesh.batches import pad, rows_of
 from rollmesh.client import (
     MeshAddresses,
     Retries,
@@ -160,6 +161,20 @@ async def teacher(block: Block, mesh: Mesh) -> None:
     assert names["reverse_kl"] == 0
 
 
+async def alarms(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer"):
+        await client.state_dict("trainer")  # waits for the consumer
+        async with client.session() as session:
+            session.reward = await agent("a", session)
+        deliveries = [await delivered(client, session)]
+        logprobs = pad(rows_of(deliveries)).logprobs
+        names: dict[str, Any] = {"addresses": mesh.addresses, "deliveries": deliveries}
+        names |= {"logprobs": logprobs, "version": 0, "step": 3, "loss": 0.5}
+        await run(block, names | {"entropy": np.ones(4)})
+        (step,) = await client.steps("trainer")
+    assert (step.metrics["kl"], step.metrics["entropy_mean"]) == (0, 1)
+
+
 async def verl_runner(block: Block, folder: Path) -> None:
     names: dict[str, Any] = {"AsyncOpenAI": AsyncOpenAI}
     await run(block, names)
@@ -252,6 +267,7 @@ def _patched(name: str, **settings: Any) -> Iterator[Any]:
 WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "README.md python 1": readme,
     "docs/agents.md python 1": an_agent,
+    "docs/alarms.md python 1": alarms,
     "docs/delivery.md python 1": delivery,
     "docs/delivery.md python 2": checkpoint,
     "docs/getting-started.md python 1": first_session,

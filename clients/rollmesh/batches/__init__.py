@@ -1,7 +1,8 @@
 """From delivered sessions to batches: NumPy arrays and torch tensors.
 
 `rows_of` reads sessions. `pad`, `pack` and `ragged` lay them out. `to_torch` converts batches,
-`image_tensors` has the tensors that the model needs for their images. Nothing is truncated: a
+`image_tensors` has the tensors that the model needs for their images. `step_metrics` and
+`logprob_metrics` have the numbers for `Client.report_step`. Nothing is truncated: a
 trajectory that does not fit is refused, or left out and counted.
 
 May import `client` and `runtime`.
@@ -9,6 +10,7 @@ May import `client` and `runtime`.
 
 from rollmesh.batches.images import ImageInputs, ImageProcessor
 from rollmesh.batches.layouts import Batch, pack, pad
+from rollmesh.batches.metrics import logprob_metrics, step_metrics
 from rollmesh.batches.rows import (
     LeftOut,
     MissingRewardError,
@@ -41,9 +43,11 @@ __all__ = [
     "TrajectoryTooLongError",
     "group_advantages",
     "image_tensors",
+    "logprob_metrics",
     "pack",
     "pad",
     "ragged",
     "rows_of",
+    "step_metrics",
     "to_torch",
 ]

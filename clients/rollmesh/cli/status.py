@@ -81,6 +81,8 @@ def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:
                 name_of(collector_pb2.FilterReason.DESCRIPTOR, part.reason): part.units
                 for part in one.filtered
             },
+            "step": one.step if one.HasField("step") else None,
+            "alarms": {alarm.name: alarm.message for alarm in one.alarms},
         }
         for one in stats.consumers
     ]
@@ -100,7 +102,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     consumers = store.pop("consumers")
     yield _line({"kind": "store", **store})
     for consumer in consumers:
+        alarms = consumer.pop("alarms")
         yield _line({"kind": "consumer", **consumer})
+        for name, message in alarms.items():
+            yield f"  alarm {name}: {message}"
 
 
 def _line(values: dict[str, Any]) -> str:
@@ -109,7 +114,9 @@ def _line(values: dict[str, Any]) -> str:
         for name in ("kind", "replica_id", "name", "address")
         if name in values
     )
-    rest = [f"{name} {_text(value)}" for name, value in values.items() if value not in ([], {})]
+    rest = [
+        f"{name} {_text(value)}" for name, value in values.items() if value not in ([], {}, None)
+    ]
     return "  ".join((head, *rest))
 
 

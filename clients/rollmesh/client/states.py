@@ -1,20 +1,25 @@
-"""The state of a consumer, which a trainer saves in its checkpoint."""
+"""The state of a consumer, which a trainer saves in its checkpoint, and reports of its steps."""
 
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from rollmesh.client.arguments import filled
 from rollmesh.client.connections import Connections
 from rollmesh.client.sessions import Delivery
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2
 
+_log = logging.getLogger(__name__)
 _STATE_FORMAT = 1
 
 
 class StateCalls(Connections):
-    """Saves, restores and releases the states of consumers."""
+    """Saves, restores and releases the states of consumers. Reports steps."""
 
     async def state_dict(
         self, consumer: str, *, untrained: Iterable[Delivery] = (), keep: int | None = None
@@ -96,6 +101,69 @@ class StateCalls(Connections):
             consumer=consumer, checkpoint_id=checkpoint_id
         )
         await self._at_collector(lambda stub: stub.ReleaseCheckpoint, request)
+
+    async def report_step(
+        self, consumer: str, step: int, metrics: Mapping[str, Any]
+    ) -> list[collector_pb2.Alarm]:
+        """Stores the trainer's numbers of a step, for `rollmesh status` and viewers.
+
+        The collector keeps the last 1,000 steps. A report deletes earlier reports of this step and
+        of later ones. Each alarm is also logged as a warning.
+
+        Args:
+            consumer: Name of the trainer's consumer.
+            step: Number of the step.
+            metrics: Numbers by name, at most 64. An array or a tensor on the CPU, such as the ratio
+                of each token, becomes NAME_mean, NAME_min and NAME_max. `step_metrics` and
+                `logprob_metrics` of `rollmesh.batches` have those that alarms look at.
+
+        Returns:
+            The alarms that the last steps raise, with their remedies.
+
+        Raises:
+            ConsumerUnknownError: No consumer has this name.
+            InvalidFieldError: A name or a value is invalid.
+        """
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            numbers |= _numbers(name, value)
+        report = filled(collector_pb2.TrainingStep, step=step, metrics=numbers)
+        request = collector_pb2.ReportStepRequest(consumer=consumer, step=report)
+        response: collector_pb2.ReportStepResponse
+        response = await self._at_collector(lambda stub: stub.ReportStep, request)
+        for alarm in response.alarms:
+            _log.warning(alarm.message, extra=fields(alarm=alarm.name, consumer=consumer))
+        return list(response.alarms)
+
+    async def steps(self, consumer: str, last: int = 100) -> list[collector_pb2.TrainingStep]:
+        """Returns the last steps that were reported, oldest first.
+
+        Args:
+            consumer: Name of the trainer's consumer.
+            last: Maximum number of steps, 1 to 1,000.
+
+        Raises:
+            ConsumerUnknownError: No consumer has this name.
+            InvalidFieldError: `last` is invalid.
+        """
+        request = filled(collector_pb2.ListStepsRequest, consumer=consumer, page_size=last)
+        response: collector_pb2.ListStepsResponse
+        response = await self._at_collector(lambda stub: stub.ListSteps, request)
+        return list(response.steps)
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Returns a number, or the mean, minimum and maximum of an array."""
+    try:
+        found = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(f"metrics.{name}", f"is no number or array: {error}") from error
+    if not found.ndim:
+        return {name: float(found)}
+    if not found.size:
+        return {}
+    parts = {"mean": found.mean(), "min": found.min(), "max": found.max()}
+    return {f"{name}_{part}": float(number) for part, number in parts.items()}
 
 
 def _read_state(state: Mapping[str, Any]) -> tuple[str, str]:

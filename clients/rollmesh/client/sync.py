@@ -329,6 +329,8 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     consumers = _waiting(AsyncClient.consumers)
     update_consumer = _waiting(AsyncClient.update_consumer)
     delete_consumer = _waiting(AsyncClient.delete_consumer)
+    report_step = _waiting(AsyncClient.report_step)
+    steps = _waiting(AsyncClient.steps)
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)
     stats = _waiting(AsyncClient.stats)

@@ -34,7 +34,8 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
 ) -> None:
     async with postgres_store(database.url) as store:
         await ingest(store, record("a"), 0)
-    for lacking in ("TABLE scores", "TABLE checkpoints", "TABLE marks", "INDEX groups_overdue"):
+    tables = (f"TABLE {name}" for name in ("scores", "checkpoints", "marks", "steps"))
+    for lacking in (*tables, "INDEX groups_overdue"):
         database.sql(f"DROP {lacking}")
     database.sql("UPDATE version SET version = 3")
     async with postgres_store(database.url) as store:
@@ -43,7 +44,8 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
         assert (await store.create_checkpoint(request, 0)).units == 0
         assert await reader.take_all() == ["a"]
         assert await store.restore_checkpoint("c", "1") == 1
-    assert database.sql("SELECT version FROM version") == "4"
+        assert await store.steps("c", 1) == []
+    assert database.sql("SELECT version FROM version") == "5"
     assert database.sql("SELECT to_regclass('groups_overdue') IS NULL") == "f"
 
 

@@ -751,6 +751,196 @@ class ReleaseCheckpointResponse(_message.Message):
 Global___ReleaseCheckpointResponse: _TypeAlias = ReleaseCheckpointResponse  # noqa: Y015
 
 @_typing.final
+class TrainingStep(_message.Message):
+    """A trainer's numbers of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    REPORTED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Number of the step."""
+    reported_unix_ms: _builtins.int
+    """When it was reported, milliseconds since 1970 UTC. Set by the collector, ignored in requests."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Numbers by name, at most 64. A name has 1 to 64 letters, digits, and `_`, `.`, `-` or `/`. A value may be
+        NaN or infinite, which is an alarm.
+        """
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        reported_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "reported_unix_ms", b"reported_unix_ms", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingStep: _TypeAlias = TrainingStep  # noqa: Y015
+
+@_typing.final
+class Alarm(_message.Message):
+    """A sign that a run goes wrong without an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, see docs/alarms.md."""
+    message: _builtins.str
+    """The observation, and the remedy."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alarm: _TypeAlias = Alarm  # noqa: Y015
+
+@_typing.final
+class ReportStepRequest(_message.Message):
+    """Reports a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Name of the consumer."""
+    @_builtins.property
+    def step(self) -> Global___TrainingStep:
+        """The step."""
+
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        step: Global___TrainingStep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStepRequest: _TypeAlias = ReportStepRequest  # noqa: Y015
+
+@_typing.final
+class ReportStepResponse(_message.Message):
+    """The step is stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALARMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """The alarms that the last steps raise."""
+
+    def __init__(
+        self,
+        *,
+        alarms: _abc.Iterable[Global___Alarm] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStepResponse: _TypeAlias = ReportStepResponse  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    """Asks for steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Name of the consumer."""
+    page_size: _builtins.int
+    """Most steps to return, 1 to 1,000. Default 100."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        page_size: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "consumer", b"consumer", "page_size", b"page_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class ListStepsResponse(_message.Message):
+    """The last steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainingStep]:
+        """The steps, oldest first."""
+
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """The alarms that they raise."""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___TrainingStep] | None = ...,
+        alarms: _abc.Iterable[Global___Alarm] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
+
+@_typing.final
 class ListConsumersRequest(_message.Message):
     """Asks for consumers."""
 
@@ -1472,6 +1662,8 @@ class ConsumerStats(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     FILTERED_FIELD_NUMBER: _builtins.int
     UNSCORED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     acknowledged: _builtins.int
@@ -1486,9 +1678,15 @@ class ConsumerStats(_message.Message):
     """Units fetched by this collector that wait for the scores of the consumer's teacher. They are among
     `ready`.
     """
+    step: _builtins.int
+    """The last step that its trainer reported."""
     @_builtins.property
     def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
         """Units that it did not get, one entry per reason."""
+
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """The alarms that its last steps raise."""
 
     def __init__(
         self,
@@ -1500,12 +1698,16 @@ class ConsumerStats(_message.Message):
         streams: _builtins.int = ...,
         filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
         unscored: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+        alarms: _abc.Iterable[Global___Alarm] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "filtered", b"filtered", "leased", b"leased", "name", b"name", "ready", b"ready", "streams", b"streams", "unscored", b"unscored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "acknowledged", b"acknowledged", "alarms", b"alarms", "filtered", b"filtered", "leased", b"leased", "name", b"name", "ready", b"ready", "step", b"step", "streams", b"streams", "unscored", b"unscored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
 

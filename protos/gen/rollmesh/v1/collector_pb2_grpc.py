@@ -106,6 +106,16 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.FromString,
                 _registered_method=True)
+        self.ReportStep = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ReportStep',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.FromString,
+                _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ListSteps',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
         self.ListFiltered = channel.unary_unary(
                 '/rollmesh.v1.CollectorService/ListFiltered',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
@@ -264,6 +274,22 @@ class CollectorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportStep(self, request, context):
+        """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
+        step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSteps(self, request, context):
+        """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListFiltered(self, request, context):
         """Lists the units that a consumer did not get with the reasons, oldest first.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
@@ -361,6 +387,16 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.ReleaseCheckpoint,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.SerializeToString,
+            ),
+            'ReportStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportStep,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListStepsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListStepsResponse.SerializeToString,
             ),
             'ListFiltered': grpc.unary_unary_rpc_method_handler(
                     servicer.ListFiltered,
@@ -758,6 +794,60 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/ReleaseCheckpoint',
             rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.ReleaseCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ReportStep',
+            rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ListSteps',
+            rollmesh_dot_v1_dot_collector__pb2.ListStepsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ListStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

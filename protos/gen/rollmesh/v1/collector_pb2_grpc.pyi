@@ -112,6 +112,13 @@ class CollectorServiceStub:
     """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
+    ReportStep: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ReportStepRequest, _collector_pb2.ReportStepResponse]
+    """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
+    step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    """
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]
+    """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
     """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
@@ -210,6 +217,13 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
+    ReportStep: _aio.UnaryUnaryMultiCallable[_collector_pb2.ReportStepRequest, _collector_pb2.ReportStepResponse]  # type: ignore[assignment]
+    """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
+    step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    """
+    ListSteps: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
     ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
     """Lists the units that a consumer did not get with the reasons, oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
@@ -389,6 +403,25 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
+
+    @_abc_1.abstractmethod
+    def ReportStep(
+        self,
+        request: _collector_pb2.ReportStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ReportStepResponse, _abc.Awaitable[_collector_pb2.ReportStepResponse]]:
+        """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
+        step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _collector_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ListStepsResponse, _abc.Awaitable[_collector_pb2.ListStepsResponse]]:
+        """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
 
     @_abc_1.abstractmethod
     def ListFiltered(

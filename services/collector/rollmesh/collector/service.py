@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import (
@@ -15,6 +16,7 @@ from typing import Any
 import grpc
 
 from rollmesh.collector import metrics
+from rollmesh.collector.alarms import WINDOW, alarms_of
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.log import Arrival, Retention, abandoned_seat, created, key_of
 from rollmesh.collector.scoring import Scoring, Teachers, wants_score
@@ -58,6 +60,8 @@ _MAX_UNTRAINED = 65_536
 _MAX_SESSIONS = 4096
 """Of one message."""
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
+_MAX_STEP, _MAX_METRICS = 2**63 - 1, 64
+_METRIC_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
@@ -303,6 +307,26 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         await self.subscriptions.finish(work)
         return pb.ReleaseCheckpointResponse()
 
+    async def ReportStep(
+        self, request: pb.ReportStepRequest, context: Context
+    ) -> pb.ReportStepResponse:
+        step = pb.TrainingStep(
+            step=request.step.step,
+            metrics=request.step.metrics,
+            reported_unix_ms=clock.unix_ms(),
+        )
+        _check_step(step)
+        await self.subscriptions.finish(self.store.report_step(request.consumer, step))
+        steps = await self.store.steps(request.consumer, WINDOW)
+        return pb.ReportStepResponse(alarms=alarms_of(steps))
+
+    async def ListSteps(
+        self, request: pb.ListStepsRequest, context: Context
+    ) -> pb.ListStepsResponse:
+        steps = await self.store.steps(request.consumer, max(_page_size(request), WINDOW))
+        alarms = alarms_of(steps[-WINDOW:])
+        return pb.ListStepsResponse(steps=steps[-_page_size(request) :], alarms=alarms)
+
     async def ListFiltered(
         self, request: pb.ListFilteredRequest, context: Context
     ) -> pb.ListFilteredResponse:
@@ -349,11 +373,15 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
         try:
             stats = await self.store.standing(consumer.name)
+            steps = await self.store.steps(consumer.name, WINDOW)
         except ConsumerUnknownError:  # deleted since
             return None
         stats.leased, stats.streams = len(consumer.leased), len(consumer.streams)
         stats.unscored = len(consumer.unscored)
         stats.ready = max(stats.ready - stats.leased, 0)
+        if steps:
+            stats.step = steps[-1].step
+            stats.alarms.extend(alarms_of(steps))
         return stats
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
@@ -410,6 +438,18 @@ def _check_position(field: str, position: pb.Position) -> None:
         raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
 
 
+def _check_step(step: pb.TrainingStep) -> None:
+    if step.step > _MAX_STEP:
+        raise InvalidFieldError("step.step", f"is {step.step}; give at most {_MAX_STEP}")
+    if (count := len(step.metrics)) > _MAX_METRICS:
+        raise InvalidFieldError("step.metrics", f"has {count} names; give at most {_MAX_METRICS}")
+    for name in step.metrics:
+        if not _METRIC_NAME.fullmatch(name):
+            raise InvalidFieldError(
+                "step.metrics", f"{name[:80]!r} is not 1 to 64 letters, digits, _, ., - or /"
+            )
+
+
 def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:
     """Returns the key of the only wanted group. Empty if any is."""
     if request.run_id and not request.group_id:
@@ -418,7 +458,10 @@ def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:
 
 
 def _page_size(
-    request: pb.ListConsumersRequest | pb.ListFilteredRequest | pb.ListGroupsRequest,
+    request: pb.ListConsumersRequest
+    | pb.ListFilteredRequest
+    | pb.ListGroupsRequest
+    | pb.ListStepsRequest,
 ) -> int:
     size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
     if not 0 < size <= _MAX_PAGE:

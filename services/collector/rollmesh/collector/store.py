@@ -761,6 +761,7 @@ def delete_consumer(tx: Transaction, name: str) -> bool:
     """Deletes a consumer and its data, and returns whether it was known."""
     deleted = tx.db.rows("DELETE FROM consumers WHERE name = ?1 RETURNING name", name)
     tx.db.run("DELETE FROM progress WHERE consumer = ?1", name)
+    tx.db.run("DELETE FROM steps WHERE consumer = ?1", name)
     _forget_checkpoints(tx, name)
     _leave_own_log(tx, name)
     tx.db.run("DELETE FROM filtered WHERE owner = ?1", own_log(name))
@@ -980,6 +981,44 @@ def release_checkpoint(tx: Transaction, name: str, checkpoint_id: str) -> None:
 def _forget_checkpoints(tx: Transaction, name: str) -> None:
     tx.db.run("DELETE FROM checkpoints WHERE consumer = ?1", name)
     tx.db.run("DELETE FROM marks WHERE consumer = ?1", name)
+
+
+# Steps that the trainer of a consumer reported.
+
+MOST_STEPS = 1000
+"""Maximum number of steps that are kept for a consumer."""
+
+
+def report_step(tx: Transaction, name: str, step: pb.TrainingStep) -> None:
+    """Stores a step, in the place of itself and of later ones.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+    """
+    _known(tx, name)
+    tx.db.run("DELETE FROM steps WHERE consumer = ?1 AND step >= ?2", name, step.step)
+    tx.db.run(
+        "INSERT INTO steps (consumer, step, report) VALUES (?1, ?2, ?3)",
+        *(name, step.step, step.SerializeToString()),
+    )
+    tx.db.run(
+        "DELETE FROM steps WHERE consumer = ?1 AND step <= (SELECT step FROM steps"
+        " WHERE consumer = ?1 ORDER BY step DESC LIMIT 1 OFFSET ?2)",
+        *(name, MOST_STEPS),
+    )
+
+
+def find_steps(tx: Transaction, name: str, limit: int) -> list[pb.TrainingStep]:
+    """Returns the last steps of a consumer's trainer, oldest first.
+
+    Raises:
+        ConsumerUnknownError: The consumer is unknown.
+    """
+    _known(tx, name)
+    rows = tx.db.rows(
+        "SELECT report FROM steps WHERE consumer = ?1 ORDER BY step DESC LIMIT ?2", name, limit
+    )
+    return [pb.TrainingStep.FromString(report) for (report,) in reversed(rows)]
 
 
 # Units on their way to a consumer: fetched, loaded and settled.
@@ -1557,6 +1596,8 @@ class Store:
     restore_checkpoint = _method(restore_checkpoint)
     release_checkpoint = _method(release_checkpoint)
     checkpoints = _method(find_checkpoints, reads=True)
+    report_step = _method(report_step)
+    steps = _method(find_steps, reads=True)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
     delete_consumer = _method(delete_consumer)
@@ -1645,6 +1686,9 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS marks (
   consumer {text} NOT NULL, unit_id {text} NOT NULL, mark BIGINT NOT NULL,
   PRIMARY KEY (consumer, unit_id)){by_key};
+CREATE TABLE IF NOT EXISTS steps (
+  consumer {text} NOT NULL, step BIGINT NOT NULL, report {blob} NOT NULL,
+  PRIMARY KEY (consumer, step)){by_key};
 CREATE TABLE IF NOT EXISTS filtered (
   n {key}, owner {text} NOT NULL, unit_id {text} NOT NULL, entry {blob} NOT NULL);
 CREATE INDEX IF NOT EXISTS filtered_by_owner ON filtered (owner, n);

@@ -111,6 +111,8 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "CreateCheckpoint": _TRAINS,
         "RestoreCheckpoint": _TRAINS,
         "ReleaseCheckpoint": _TRAINS,
+        "ReportStep": _TRAINS,
+        "ListSteps": _OPERATES,
         "ListFiltered": _OPERATES,
         "ListGroups": _OPERATES,
         "ReadSessions": _OPERATES,
