@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_576, 14),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_772, 16),
-    "clients/rollmesh/client": (5_272, 17),
+    "clients/rollmesh/client": (5_647, 18),
     "clients/rollmesh/batches": (1_003, 6),
     "clients/rollmesh/integrations": (3_703, 20),
     "clients/rollmesh/launch": (576, 4),

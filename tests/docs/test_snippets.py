@@ -5,6 +5,7 @@ import ast
 import asyncio
 import inspect
 import json
+import os
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
@@ -175,6 +176,23 @@ async def alarms(block: Block, mesh: Mesh) -> None:
     assert (step.metrics["kl"], step.metrics["entropy_mean"]) == (0, 1)
 
 
+async def evaluation(block: Block, mesh: Mesh) -> None:
+    async def run_agent(task: str, session: Session) -> float:
+        await agent(task, session)
+        return 1.0
+
+    names: dict[str, Any] = {"addresses": mesh.addresses, "run_agent": run_agent}
+    names["tasks"] = ["a", "b"]
+    here = Path.cwd()
+    os.chdir(mesh.folder)
+    try:
+        await run(block, names)
+    finally:
+        os.chdir(here)
+    assert names["share"].value == 1
+    assert len((mesh.folder / "results.jsonl").read_text().splitlines()) == 8
+
+
 async def verl_runner(block: Block, folder: Path) -> None:
     names: dict[str, Any] = {"AsyncOpenAI": AsyncOpenAI}
     await run(block, names)
@@ -270,6 +288,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/alarms.md python 1": alarms,
     "docs/delivery.md python 1": delivery,
     "docs/delivery.md python 2": checkpoint,
+    "docs/evaluation.md python 1": evaluation,
     "docs/getting-started.md python 1": first_session,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,

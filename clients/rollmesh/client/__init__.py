@@ -10,6 +10,14 @@ from rollmesh.client.client import Client
 from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.client.engines import EngineControlError
+from rollmesh.client.evaluations import (
+    Estimate,
+    EvaluatedAttempt,
+    EvaluatedPolicy,
+    Evaluation,
+    PolicyVersionChangedError,
+    evaluate,
+)
 from rollmesh.client.rollouts import (
     Episode,
     Group,
@@ -46,9 +54,14 @@ __all__ = [
     "Delivery",
     "EngineControlError",
     "Episode",
+    "Estimate",
+    "EvaluatedAttempt",
+    "EvaluatedPolicy",
+    "Evaluation",
     "Group",
     "GroupOutcome",
     "MeshAddresses",
+    "PolicyVersionChangedError",
     "Retries",
     "RewardFunction",
     "Rewards",
@@ -70,6 +83,7 @@ __all__ = [
     "Transfer",
     "WeightDeltas",
     "WeightsPushError",
+    "evaluate",
     "register_runner",
     "rollout",
     "rollout_groups",

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from rollmesh.client.client import Client as AsyncClient
 from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries import Subscription as AsyncSubscription
+from rollmesh.client.evaluations import evaluate
 from rollmesh.client.rollouts import GroupOutcome, RolloutSummary, rollout, rollout_groups
 from rollmesh.client.sessions import Delivery, Session
 
@@ -316,6 +317,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     renew_key = _waiting(AsyncClient.renew_key)
     transcript = _waiting(AsyncClient.transcript)
 
+    evaluate = _waiting(evaluate)
     rollout = _waiting(rollout)
     rollout_groups = _holding(rollout_groups, Rollout)
 
