@@ -33,6 +33,7 @@ from tests.waiting import until
 
 SAID, REPLY = "plain", "The answer is 42, and there is more to say about it than one may think."
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+STREAM = {"stream": True}
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -147,6 +148,35 @@ async def test_a_stream_goes_on_after_its_link_has_failed(
         assert set(trajectory.reasons) == ({"MIXED_VERSIONS"} if is_pushed else {"EXACT"})
         sampled = Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>").tolist()
         assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
+
+
+async def test_tokens_are_joined_after_the_first_and_a_cut_meanwhile_loses_none(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, 0, tokens_per_second=12) as (mesh, _):
+        link = await mesh.stack.enter_async_context(proxy_to(mesh.address("relay")))
+        await start_sidecar(mesh, 0, link.address, relay_join_ms=60_000)
+        async with (
+            mesh.client() as client,
+            client.session() as session,
+            aiohttp.ClientSession() as http,
+            http.post(f"{far_url(mesh, session)}/chat/completions", json=ASK | STREAM) as answer,
+        ):
+            pieces = answer.content.iter_any()
+            first = await anext(pieces)
+            cut(link)
+            async with asyncio.timeout(30):
+                others = [one async for one in pieces]
+            events = [
+                one.removeprefix(b"data: ") for one in b"".join([first, *others]).split(b"\n\n")
+            ]
+            chunks = [json.loads(one)["choices"] for one in events if one.startswith(b"{")]
+            text = "".join([one[0]["delta"].get("content") or "" for one in chunks if one])
+            assert (text, events[-2:]) == (REPLY, [b"[DONE]", b""])
+            assert len(first.split(b"\n\n")) < 4
+            assert len(others) < len(chunks) / 2
+        (trajectory,) = (await delivered(client, session)).trajectories
+        assert (trajectory.turns, set(trajectory.reasons)) == (1, {"EXACT"})
 
 
 async def test_each_answer_is_delivered_once_when_sidecars_and_the_relay_are_killed(

@@ -201,7 +201,11 @@ async def serving(
         if config.relay:
             server = f"{bind_host(config)}:{port}"
             dialled = DialOut(
-                f"sidecar-{uuid.uuid4().hex}", server, config.relay, identity=identity
+                f"sidecar-{uuid.uuid4().hex}",
+                server,
+                config.relay,
+                identity=identity,
+                join_ms=config.relay_join_ms,
             )
             await stack.enter_async_context(dialled.held())
         if joins:

@@ -90,6 +90,10 @@ class SidecarConfig(HttpConfig):
     relay: str = ""
     """host:port of the relay that this sidecar dials, or several separated by commas. Agents call
     the relay then: give its URL in `advertise`. The sidecar needs no port that agents reach."""
+    relay_join_ms: Annotated[int, Bounds(0, 60_000)] = 20
+    """Time for which a sidecar collects a stream's tokens after it has sent some to the relay,
+    milliseconds. The first token and the end of an answer are sent at once. 0 sends each token by
+    itself, which costs the sidecar and the relay more CPU time."""
     path_prefix: Annotated[str, PathPrefix()] = ""
     """Path below which a proxy forwards agents' requests, such as /rollmesh, if it does not strip
     it. Paths without it are served too."""

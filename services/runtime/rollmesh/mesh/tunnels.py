@@ -412,6 +412,31 @@ class Tunnel:
         return frames
 
 
+class _JoiningReader(asyncio.StreamReader):
+    """The bytes of a socket, small parts of which are joined."""
+
+    def __init__(self, join_s: float) -> None:
+        """Takes the time for which bytes are collected after a part, seconds."""
+        super().__init__()
+        self._join_s = join_s
+        self._is_due = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        """Ends the bytes, and the collection of the last ones."""
+        super().feed_eof()
+        self._join_s = 0.0
+        self._is_due.set()
+
+    async def collect(self) -> None:
+        """Waits until the next part is due. Bytes that have not been read stay here."""
+        timer = asyncio.get_running_loop().call_later(self._join_s, self._is_due.set)
+        try:
+            await self._is_due.wait()
+        finally:
+            timer.cancel()
+        self._is_due.clear()
+
+
 async def _give(connection: Connection, reader: asyncio.StreamReader) -> None:
     """Sends the bytes of a socket."""
     with suppress(OSError, RemoteError):
@@ -421,6 +446,8 @@ async def _give(connection: Connection, reader: asyncio.StreamReader) -> None:
             if not data:
                 return
             await connection.send(data)
+            if isinstance(reader, _JoiningReader) and len(data) < _CHUNK_BYTES:
+                await reader.collect()
 
 
 async def _bring(connection: Connection, writer: asyncio.StreamWriter) -> None:
@@ -527,6 +554,7 @@ class DialOut:
         changed: Callable[[], None] = lambda: None,
         gateways_of: str | None = None,
         identity: Identity | None = None,
+        join_ms: int = 0,
     ) -> None:
         """Dials nothing yet.
 
@@ -538,8 +566,11 @@ class DialOut:
             gateways_of: Model whose gateways are dialled too, as routers name them. None if
                 `addresses` name relays.
             identity: Credentials of the calls. None means the process's own.
+            join_ms: Time for which bytes of a connection are collected after each small part, so
+                that the next one is larger, milliseconds.
         """
         self._caller_id = caller_id
+        self._join_s = join_ms / 1000
         self._model = gateways_of
         self._routers = Routers(addresses)
         self._places = {_Place(address) for address in addresses_of(addresses)}
@@ -661,4 +692,10 @@ class DialOut:
 
     async def _connect(self) -> _Socket:
         host, _, port = self._server.rpartition(":")
-        return await asyncio.open_connection(host.strip("[]"), int(port))
+        at = host.strip("[]"), int(port)
+        if not self._join_s:
+            return await asyncio.open_connection(*at)
+        reader, loop = _JoiningReader(self._join_s), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.create_connection(lambda: protocol, *at)
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
