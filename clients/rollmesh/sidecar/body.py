@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from rollmesh.runtime.codec.images import read_base64, read_data_url
 from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError, UnsupportedPartError
-from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 
 REPLACED_SURROGATES = Counter(
     "rollmesh_sidecar_replaced_surrogates_total",
@@ -361,6 +361,41 @@ def read_top_logprobs(value: Any, field: str, lacking: str) -> int:
     if most and lacking:
         raise InvalidFieldError(field, f"needs {lacking}; give {lacking}: true with it")
     return most
+
+
+# Lineage that agents declare
+
+EDGES_KEY = "ai.prime.acp/semantic-edges-v1"
+"""Key of a request's metadata under which edges are declared, as JSON."""
+_EDGE_FIELDS = ("source_request_id", "target_request_id", "type")
+
+
+def read_edges(data: bytes, within: str = "") -> list[trajectory_pb2.LineageEdge]:
+    """Reads `{"edges": [{"source_request_id", "target_request_id", "type"}]}`."""
+    try:
+        given = parse(data).get("edges")
+    except InvalidFieldError as error:
+        problem = error.message.removeprefix("body: ")
+        raise InvalidFieldError(within.removesuffix(".") or "body", problem) from error
+    if not isinstance(given, list):
+        raise InvalidFieldError(f"{within}edges", "give an array of edges")
+    edges = []
+    for at, edge in enumerate(given):
+        try:
+            edges.append(trajectory_pb2.LineageEdge(**{one: edge[one] for one in _EDGE_FIELDS}))
+        except (LookupError, TypeError) as error:
+            problem = f"give an object with {', '.join(_EDGE_FIELDS)}, each a text"
+            raise InvalidFieldError(f"{within}edges[{at}]", problem) from error
+    return edges
+
+
+def edges_of(metadata: Any) -> list[trajectory_pb2.LineageEdge]:
+    """Returns the edges that OpenAI's `metadata` of a request declares."""
+    text = metadata.get(EDGES_KEY) if isinstance(metadata, dict) else None
+    if text is None:
+        return []
+    field = f"metadata[{EDGES_KEY}]"
+    return read_edges(string(text, field).encode(), f"{field}.")
 
 
 # Options of the chat template, besides messages and tools.

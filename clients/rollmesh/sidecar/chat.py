@@ -125,7 +125,9 @@ def read(data: bytes, head: Head) -> "ChatTurn":
     includes_usage = flag(options, "include_usage", "stream_options.")
     if _LEAST_BYTES <= len(data) <= _MOST_BYTES:
         _last.add(head.session_key, (data, request), len(data))
-    return ChatTurn(request, model, streams, tokens_as_ids, includes_usage)
+    turn = ChatTurn(request, model, streams, tokens_as_ids, includes_usage)
+    turn.edges = body.edges_of(values.get("metadata"))
+    return turn
 
 
 _ROLES = {**body.ROLES, "tool": chat_pb2.ROLE_TOOL}

@@ -130,7 +130,7 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
         raise InvalidFieldError("include", "must be a list")
     if "message.output_text.logprobs" in include:
         raise InvalidFieldError("include", f"message.output_text.logprobs: {_LOGPROBS}")
-    return ResponseTurn(
+    turn = ResponseTurn(
         request,
         model,
         streams,
@@ -141,6 +141,8 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
         settings=settings,
         seal_key=head.session_key if _ENCRYPTED_REASONING in include else "",
     )
+    turn.edges = body.edges_of(values.get("metadata"))
+    return turn
 
 
 def _check_metadata(metadata: Any) -> None:

@@ -14,7 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -198,6 +198,8 @@ class Turn(ABC):
     under which the session's model answers."""
     streams: bool
     """Whether the answer is streamed."""
+    edges: Sequence[trajectory_pb2.LineageEdge] = field(init=False, default=())
+    """The edges that the request declares."""
 
     async def complete(self, gateways: Gateways) -> None:  # noqa: B027 - most need nothing
         """Adds stored parts of the conversation to which the body only refers.
@@ -453,6 +455,11 @@ class TurnEndpoint:
             head = read_head(scope)
             turn = await self._read(exchange, head)
             head.mark(turn.chat)
+            if turn.edges:
+                declared = gateway_pb2.DeclareLineageRequest(
+                    session_id=head.session_id, session_key=head.session_key, edges=turn.edges
+                )
+                await self._gateways.declare(declared)
             await turn.complete(self._gateways)
             turn.model = await self._gateways.model_of(head.session_id, turn.model)
             turn.chat.model = turn.model

@@ -1,5 +1,7 @@
 """Agents that name their requests and declare edges over HTTP, in each protocol."""
 
+import asyncio
+import json
 from typing import Any
 
 import httpx2
@@ -74,6 +76,72 @@ async def test_requests_of_every_protocol_are_named_and_edges_come_by_the_route(
     assert "COMPACTION_REJECTED" in attempt.reasons
     assert not attempt.loss_mask.any()
     assert [len(one.target_node_ids) for one in result.edges] == [1, 1, 0, 1]
+
+
+KEY = "ai.prime.acp/semantic-edges-v1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_declare_edges_in_their_metadata(shared: Mesh, *, stream: bool) -> None:
+    async with shared.client() as client:
+        async with client.session() as session:
+            agent = shared.openai(session)
+
+            async def ask(name: str, text: str, *edges: dict[str, str]) -> None:
+                metadata = {KEY: json.dumps({"edges": edges}), "run": "7"} if edges else {}
+                found: Any = await agent.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": text}],
+                    metadata=metadata,
+                    stream=stream,
+                    extra_headers=named(name),
+                )
+                if stream:
+                    assert [one async for one in found]
+
+            await ask("m1", "plain")
+            await asyncio.gather(  # at the same time, and one edge by both
+                ask("s1", "plain one", edge("m1", "subagent_call", "s1")),
+                ask("s2", "plain two", edge("m1", "subagent_call", "s1"),
+                    edge("m1", "subagent_call", "s2")),
+            )  # fmt: skip
+            given: Any = {KEY: json.dumps({"edges": [edge("m1", "compaction", "c1")]})}
+            answer = await agent.responses.create(
+                model="policy", input="sum up", metadata=given, extra_headers=named("c1")
+            )
+            assert answer.metadata == given
+        result = await delivered(client, session)
+    assert {
+        one.segments[-1].model_request_ids[0]: (one.lineage, one.lineage_source)
+        for one in result.trajectories
+    } == {
+        "m1": ("MAIN", "RULE"),
+        "s1": ("SUB_AGENT", "DECLARED"),
+        "s2": ("SUB_AGENT", "DECLARED"),
+        "c1": ("COMPACTION", "DECLARED"),
+    }
+    assert len(result.edges) == 3
+
+
+@pytest.mark.parametrize(
+    ("edges", "param"),
+    [
+        (5, f"metadata[{KEY}]"),
+        ("no JSON", f"metadata[{KEY}]"),
+        ("{}", f"metadata[{KEY}].edges"),
+        ('{"edges": [{"type": "x"}]}', f"metadata[{KEY}].edges[0]"),
+        (json.dumps({"edges": [edge("a", "x", "a")]}), "edges[0].target_request_id"),
+    ],
+)
+async def test_a_bad_edge_in_metadata_is_named_and_its_request_is_no_turn(
+    shared: Mesh, edges: object, param: str
+) -> None:
+    async with shared.client() as client:
+        async with client.session() as session:
+            body = {"model": "policy", "messages": [user("plain")], "metadata": {KEY: edges}}
+            answer = await http_post(f"{session.base_url}/chat/completions", body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert (await delivered(client, session)).turns == 0
 
 
 async def http_post(url: str, body: Any) -> httpx2.Response:
