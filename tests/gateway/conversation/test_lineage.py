@@ -1,5 +1,6 @@
 """Lineage of branches: auxiliary calls of agents are stored and not trained."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -333,6 +334,62 @@ def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
     assert sorted(found(world)) == sorted([trajectory_pb2.LINEAGE_MAIN, title_is])
     world_trains = {t.lineage for t in world.export() if mask_of(t).any()}
     assert (title_is in world_trains) == (title_is != trajectory_pb2.LINEAGE_AUXILIARY)
+
+
+def tool(name: str, *parameters: str) -> RenderContext:
+    properties = {one: {"type": "string"} for one in parameters}
+    schema = {"type": "object", "properties": properties, "required": [*parameters]}
+    function = {"name": name, "description": "Records it.", "parameters": schema}
+    return make_context(json.dumps([{"type": "function", "function": function}]).encode(), b"")
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("works", [TOOLS, BARE], ids=["tools", "no tools"])
+@pytest.mark.parametrize("order", ["title first", "title last"])
+@pytest.mark.parametrize(
+    "form",
+    [tool("set_session_title", "text"), tool("respond", "title")],
+    ids=["by its name", "by its parameter"],
+)
+def test_a_call_whose_only_tool_takes_a_title_is_auxiliary(
+    form: RenderContext, works: RenderContext, order: str, turns: int
+) -> None:
+    world = World()
+    if order == "title first":
+        title(world, context=form)
+    work(world, turns, context=works)
+    if order == "title last":
+        title(world, context=form)
+    assert main_of(world) == ["done"]
+    trained = {one.lineage: mask_of(one).any() for one in world.export()}
+    assert trained == {
+        trajectory_pb2.LINEAGE_MAIN: True,
+        trajectory_pb2.LINEAGE_AUXILIARY: False,
+    }
+
+
+@pytest.mark.parametrize(
+    "form",
+    [tool("create_issue", "title", "body"), tool("report", "finding")],
+    ids=["an issue", "a report"],
+)
+def test_a_call_whose_only_tool_takes_more_than_a_title_is_a_sub_agent(form: RenderContext) -> None:
+    world = World()
+    work(world, 2, context=TOOLS)
+    title(world, context=form)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
+    assert all(mask_of(one).any() for one in world.export())
+
+
+def test_a_sub_agent_that_takes_a_title_and_goes_on_is_trained() -> None:
+    world = World()
+    worked(world, 2)
+    form, asked = tool("set_title", "title"), (OTHER, user("Write the report."))
+    call = said("", ToolCall("c", "set_title", '{"title": "A"}'))
+    world.turn(asked, call, context=form)
+    answered = (*asked, call, Message("tool", "kept", tool_call_id="c"))
+    world.turn(answered, said("The report."), context=form)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
 
 
 @pytest.mark.parametrize(

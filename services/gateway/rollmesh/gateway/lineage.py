@@ -7,7 +7,7 @@ keeps the conversations that satisfy it, if any do. The first rule that leaves e
 |---|
 | has a turn whose request says MAIN |
 | does not begin with a turn whose request says another lineage |
-| has tools |
+| has tools, other than one for a title |
 | continues: a second turn follows the first |
 | is not a probe, and does not quote the first user message of another one of the 64 oldest, as
 title calls do |
@@ -30,6 +30,8 @@ decides:
 | without tools, which the main one has, after all of the main path: a final answer. Under another
 system message only if the main path does not end with an answer | MAIN |
 | one turn without tools, with another system message, while the main one has tools | AUXILIARY |
+| one turn whose only tool takes a title, by its name or its only parameter, with another system
+message | AUXILIARY |
 | main's tools and system message, after main's last turn, which is not its first, with a shorter
 history that holds a recent answer, or a user message that quotes one | COMPACTION |
 | another system message, or other tools | SUB_AGENT |
@@ -45,6 +47,7 @@ from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from rollmesh.chat import MessageGroup, lenient_key
+from rollmesh.chat.parsing import tool_schemas
 from rollmesh.gateway.tree import Lineage, Node, Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
@@ -340,7 +343,7 @@ class _Ways:
     def _main_of(self, starts: list[Node]) -> Node:
         def rank(start: Node) -> tuple[int, ...]:
             continues = self._turns[start.node_id] > 1
-            has_tools = bool(start.render_context.tools_json)
+            has_tools = bool(start.render_context.tools_json) and not _is_titled(start)
             return (*self._says(start), self._continued(start) == 0, has_tools, continues)
 
         best = max(map(rank, starts))
@@ -416,7 +419,7 @@ class _Ways:
         is_end = toolless and first is not None and self._continues(first)
         if is_end and (same_system or not self._is_answered()):
             return trajectory_pb2.LINEAGE_MAIN
-        if one_turn and toolless and not same_system:
+        if one_turn and not same_system and (toolless or _is_titled(start)):
             return trajectory_pb2.LINEAGE_AUXILIARY
         if same_context and same_system and first is not None and self._compacts(first):
             return trajectory_pb2.LINEAGE_COMPACTION
@@ -502,6 +505,17 @@ def _is_probe(node: Node) -> bool:
         and sample.finish == sampling_pb2.FINISH_REASON_LENGTH
         and trajectory_pb2.FIDELITY_REASON_BUDGET not in node.reasons
     )
+
+
+def _is_titled(start: Node) -> bool:
+    """Returns whether the only tool of a conversation takes a title, as title calls have it."""
+    tools = start.render_context.tools_json
+    schemas = tool_schemas(tools) if tools else {}
+    if len(schemas) != 1:
+        return False
+    ((name, schema),) = schemas.items()
+    properties = schema.get("properties")
+    return "title" in name.lower() or (isinstance(properties, dict) and [*properties] == ["title"])
 
 
 def _is_start(node: Node) -> bool:
