@@ -155,6 +155,16 @@ async def test_the_time_of_a_body_does_not_run_while_the_application_does_not_re
         assert received >= len(large)
 
 
+@pytest.mark.parametrize("grace_ms", [0, 999, 10_500])
+def test_the_grace_of_agents_is_not_rounded(grace_ms: int) -> None:
+    http = HttpServer(refusing, SidecarConfig(grace_ms=grace_ms), protocol_of)
+    assert http.config.timeout_graceful_shutdown == grace_ms / 1000
+
+
+async def refusing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nothing is asked")
+
+
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with served() as (url, _), wired(url) as wire:
         unknown = b"GET /unknown HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -535,7 +535,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,  # paths contain keys
                 log_config=None,
                 timeout_keep_alive=-(-config.idle_timeout_ms // 1000),
-                timeout_graceful_shutdown=config.grace_ms // 1000,
+                timeout_graceful_shutdown=config.grace_ms / 1000,  # type: ignore[arg-type]
             )
         )
 
