@@ -13,7 +13,9 @@ from tests.harbor.connecting import (
     LONG,
     answered,
     both,
+    command,
     connected,
+    connecting,
     generating,
     opened,
     trained,
@@ -117,7 +119,82 @@ async def test_attempts_that_end_before_their_first_request_complete_their_group
     assert {one.metadata.get("harbor_error") for one in sessions} == {None, "SandboxError"}
 
 
-async def test_a_request_that_arrives_after_the_end_of_its_rollout_opens_no_session(
+async def test_a_group_in_which_no_attempt_calls_the_model_ends(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        both(tmp_path, tokenizer_dir) as (mesh, harbor),
+        mesh.client() as client,
+        connected(client, harbor.url, "training-1"),
+    ):
+        (first := tmp_path / "first").touch()
+        task = [harbor.task("one", ASKED)]
+        other = await harbor.submit("training-2", task, alone=str(first))  # of another connector
+        await harbor.ended(other)
+        job = await harbor.submit("training-1", task, attempts=3, alone=str(first))
+        sessions = await trained(client, 3)
+        await until(lambda: opened(mesh) == 0)
+    assert {one.metadata["harbor_job"] for one in sessions} == {job}
+    assert {one.sample_index for one in sessions} == {0, 1, 2}
+    assert {
+        (one.group_id, one.outcome, one.turns, one.reward, one.metadata["harbor_error"])
+        for one in sessions
+    } == {(sessions[0].group_id, "FAILED", 0, None, "SandboxError")}
+
+
+async def test_a_connector_that_starts_ends_what_ended_while_none_ran(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        first, task = str(tmp_path / "first"), [harbor.task("one", ASKED)]
+        await client.pause_engines()
+        async with connected(client, harbor.url, "training-1"):
+            job = await harbor.submit("training-1", task, attempts=3, alone=first)
+            await generating(client, 1)
+
+        async def others_ended() -> bool:
+            sql = "SELECT id FROM rollout WHERE job_id = ? AND state = 'finished'"
+            return len(await harbor.rows(sql, job)) == 2
+
+        await until(others_ended)
+        await harbor.post(f"/jobs/{job}/cancel", {"force": True})
+        await harbor.ended(job)
+        unseen = await harbor.submit("training-1", task, alone=first)  # as of an earlier mesh
+        await harbor.ended(unseen)
+        await client.resume_engines()
+        async with connected(client, harbor.url, "training-1"):
+            sessions = await trained(client, 3)
+            last = await harbor.submit("training-1", task)
+            sessions += await trained(client, 1)
+            await until(lambda: opened(mesh) == 0)
+    found = [(one.metadata["harbor_job"], one.outcome, one.turns) for one in sessions]
+    assert sorted(found[:3]) == [(job, "ABORTED", 0), (job, "FAILED", 0), (job, "FAILED", 0)]
+    assert found[3:] == [(last, "COMPLETED", 3)]
+
+
+async def test_a_connector_that_is_killed_while_it_ends_rollouts_leaves_the_rest_to_the_next(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        (first := tmp_path / "first").touch()
+        tasks = [harbor.task(str(at), ASKED) for at in range(12)]
+        async with command(mesh, harbor) as killed, connecting(client, harbor.url, "training-1"):
+            job = await harbor.submit("training-1", tasks, attempts=4, alone=str(first))
+            sessions = await trained(client, 4)
+            killed.kill()
+            await killed.wait()
+            await harbor.ended(job)
+            sessions += await trained(client, 44)
+            await until(lambda: opened(mesh) == 0)
+        rollouts = await harbor.rows("SELECT id FROM rollout WHERE job_id = ?", job)
+    assert Counter(one.metadata["harbor_rollout"] for one in sessions) == Counter(
+        one["id"] for one in rollouts
+    )
+    assert {(one.outcome, one.turns) for one in sessions} == {("FAILED", 0)}
+    assert len({(one.group_id, one.sample_index) for one in sessions}) == 48
+
+
+async def test_a_request_that_arrives_after_the_end_of_its_rollout_is_no_turn(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with (
@@ -127,17 +204,22 @@ async def test_a_request_that_arrives_after_the_end_of_its_rollout_opens_no_sess
         connected(client, f"http://{proxy.address}", "training-1") as connector,
     ):
         task = [harbor.task("one", ASKED)]
+        job = await harbor.submit("training-1", task)
+        sessions = await trained(client, 1)
         with proxy.partitioned():
             late = await harbor.submit("training-1", task)
-            await until(lambda: "POST /inference" in (harbor.folder / "harbor.log").read_text())
+            await until(
+                lambda: (harbor.folder / "harbor.log").read_text().count("POST /inference") > 3
+            )
             await harbor.post(f"/jobs/{late}/cancel", {"force": True})
             await harbor.ended(late)
-        job = await harbor.submit("training-1", task)
-        await harbor.ended(job)
-        sessions = await trained(client, 1)
+        sessions += await trained(client, 1)
         assert connector.connected.is_set()
-        await until(lambda: opened(mesh) == 0)  # the journal forgets a session after its delivery
-    assert [one.metadata["harbor_job"] for one in sessions] == [job]
+        await until(lambda: opened(mesh) == 0)
+    assert [(one.metadata["harbor_job"], one.outcome, one.turns) for one in sessions] == [
+        (job, "COMPLETED", 3),
+        (late, "ABORTED", 0),
+    ]
 
 
 async def test_an_agent_that_stops_reading_gets_the_whole_answer_later(

@@ -224,7 +224,7 @@ class Connections:
 
     async def _found(self, request_id: str) -> str:
         """Returns the journal of the session that a request id opened. Empty if it opened none."""
-        found = await retried(lambda _: self._gateways.find(request_id), CALL_S)
+        found = await self._find(request_id)
         if found is not None and found.closed:
             raise SessionClosedError(
                 f"request_id: {request_id!r} belongs to session {found.session_id}, which is "
@@ -232,6 +232,9 @@ class Connections:
                 session_id=found.session_id,
             )
         return journal_of(found.session_id) if found is not None else ""
+
+    async def _find(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
+        return await retried(lambda _: self._gateways.find(request_id), CALL_S)
 
     async def _ask_gateway(
         self, gateway: Reached, method: GatewayMethod, request: Any, timeout_s: float

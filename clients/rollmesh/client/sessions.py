@@ -346,6 +346,16 @@ class SessionCalls(Connections):
             request_id=request.request_id,
         )
 
+    async def has_session(self, request_id: str) -> bool:
+        """Returns whether a request id has opened a session, as far as gateways remember.
+
+        It may be open or closed.
+
+        Raises:
+            RollmeshError: The router or a gateway did not answer for too long.
+        """
+        return await self._find(request_id) is not None
+
     async def close_session(
         self,
         session: Session,

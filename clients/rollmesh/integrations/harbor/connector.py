@@ -8,7 +8,8 @@ of the server, which passes the requests of the agents on. Each rollout has a se
 connector opens at the first request and closes with the reward once the rollout has ended. The
 attempts at one task are a group. One that ends without a request gets a session too, so that the
 group is complete. The connector keeps nothing that is not in the mesh or in Harbor:
-one that is started again finds the same sessions by the ids of the rollouts.
+one that is started again finds the same sessions by the ids of the rollouts, and closes those of
+rollouts that ended meanwhile.
 """
 
 import asyncio
@@ -134,6 +135,22 @@ _SEATS = (
 )
 _MOST_ASKED = 500
 """Rollouts of one question."""
+_ENDS = (
+    "SELECT id, job_id, updated_at, (SELECT finished_at FROM job WHERE id = job_id) AS finished_at "
+    "FROM rollout WHERE state IN ('finished', 'cancelled') AND (updated_at, id) > (?, ?) "
+    "AND job_id IN (SELECT id FROM job WHERE finished_at IS NULL OR finished_at >= ?) "
+    "ORDER BY updated_at, id LIMIT 500"
+)
+_NOW = (
+    "SELECT strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now') AS now, "
+    "strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now', '-1 day') AS yesterday"
+)
+"""The times of the server's clock, in the form of its rows. A gateway ends an idle session after a
+day, so that sessions of earlier rollouts are closed."""
+_OF_JOB = "SELECT id FROM rollout WHERE job_id = ?"
+_CLOSED_AT_ONCE = 16
+_MOST_JOBS = 10_000
+"""Jobs of which it is remembered whether they use this session of the relay."""
 _POLL_S = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=1800.0)  # the relay waits as long
 _QUERY = aiohttp.ClientTimeout(total=30.0)
@@ -151,7 +168,7 @@ class RolloutEndedError(HarborError):
 
 @dataclass(eq=False)
 class Rollout:
-    """A rollout that has called the model, or of a group of which another one has."""
+    """A rollout that has called the model or has ended."""
 
     id: str
     opening: asyncio.Task[Session] | None = None
@@ -274,6 +291,8 @@ class RelayClient(ABC):
             while True:
                 try:
                     session = await asyncio.shield(self._opening(http, rollout))
+                    if rollout.has_ended:  # the session was opened to be closed
+                        raise RolloutEndedError(f"rollout {rollout_id} has ended")
                     return await self._forward(http, session.base_url, reply, frame)
                 except aiohttp.ClientConnectorError:  # the sidecar is gone, and has no request
                     if asyncio.get_running_loop().time() > deadline_s:
@@ -281,6 +300,8 @@ class RelayClient(ABC):
                 await asyncio.sleep(backoff.next_s())
                 rollout.opening = None
         except (RollmeshError, HarborError) as error:
+            if isinstance(error, RolloutEndedError) and not rollout.has_ended:
+                self._rollouts.pop(rollout_id, None)  # its end was noted long ago
             await reply.fail(
                 _status_of(error), getattr(error, "reason", "unavailable").lower(), str(error)
             )
@@ -384,6 +405,12 @@ class Connector(RelayClient):
         self._client = client
         self._reward = reward
         self._run_id = run_id
+        self._begun = ""
+        """Time of the server when this connector asked it first."""
+        self._noted = ("", "")
+        """Time and id of the last rollout whose end is noted."""
+        self._jobs: dict[str, bool] = {}
+        """Whether the sessions of a job's rollouts are this connector's, by the id of the job."""
 
     async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
         """Opens the session of a rollout, or finds it.
@@ -403,11 +430,8 @@ class Connector(RelayClient):
         (seats,) = await self._query(http, [[_SEATS, *policy]])
         first = json.loads(row["retry_ids"])[-1]
         ids = [one["id"] for one in seats]
-        if not any(one in self._rollouts for one in ids if one != rollout.id):
-            # Another one of the group may end before it calls the model. Its seat ends too.
-            self._rollouts |= {one: Rollout(one) for one in ids if one != rollout.id}
         request = self._client.session_request(
-            request_id=f"harbor-{rollout.id}",
+            request_id=_request_id(rollout.id),
             group_id=f"{row['job_id']}/{sha256(json.dumps(policy).encode()).hexdigest()[:16]}",
             sample_index=ids.index(first),
             group_size=len(ids),
@@ -444,12 +468,64 @@ class Connector(RelayClient):
             raise HarborError(f"{self._server}/query: {error or 'no answer in time'}") from error
 
     async def _close_ended(self, http: aiohttp.ClientSession) -> None:
-        """Closes the sessions of rollouts that have ended, as long as the connector runs."""
+        """Closes the sessions of rollouts that have ended, while the connector has the relay."""
         while True:
-            await asyncio.sleep(_POLL_S)
-            known = list(self._rollouts)
+            try:
+                if not self._begun:
+                    ((times,),) = await self._query(http, [[_NOW]])
+                    self._begun, self._noted = times["now"], (times["yesterday"], "")
+                if self.connected.is_set():  # else another connector may have it
+                    await self._note_ends(http)
+            except (RollmeshError, HarborError) as error:
+                _log.warning("ends were not read", extra=self._what(error=str(error)))
+            known = list(self._rollouts) if self.connected.is_set() else []
             for start in range(0, len(known), _MOST_ASKED):
                 await self._close_those_of(http, known[start : start + _MOST_ASKED])
+            await asyncio.sleep(_POLL_S)
+
+    async def _note_ends(self, http: aiohttp.ClientSession) -> None:
+        """Notes the next rollouts that have ended, also those that never called the model.
+
+        Raises:
+            HarborError: The server does not answer, or refuses.
+            RollmeshError: The mesh does not say whether it has sessions of a job.
+        """
+        (rows,) = await self._query(http, [[_ENDS, *self._noted, self._noted[0]]])
+        for row in rows:
+            if row["id"] in self._rollouts or await self._is_own(http, row):
+                self._rollouts.setdefault(row["id"], Rollout(row["id"])).has_ended = True
+            self._noted = (row["updated_at"], row["id"])
+
+    async def _is_own(self, http: aiohttp.ClientSession, row: Mapping[str, Any]) -> bool:
+        """Returns whether the sessions of a rollout's job are to be closed by this connector.
+
+        A job that ended before the connector began may belong to an earlier mesh. So this mesh must
+        have a session of it.
+        """
+        job_id = row["job_id"]
+        if job_id not in self._jobs:
+            url = f"{self._server}/jobs/{job_id}"
+            try:
+                async with http.get(url, headers=self._headers, timeout=_QUERY) as response:
+                    found = await response.json(content_type=None)
+                    name = found["job"].get("session_id") if response.status == 200 else None
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+                raise HarborError(f"{url}: {error or 'no answer in time'}") from error
+            is_own = name == self._name
+            if is_own and row["finished_at"] is not None and row["finished_at"] < self._begun:
+                (rollouts,) = await self._query(http, [[_OF_JOB, job_id]])
+                is_own = await self._has_any([one["id"] for one in rollouts])
+            if len(self._jobs) >= _MOST_JOBS:
+                self._jobs.clear()
+            self._jobs[job_id] = is_own
+        return self._jobs[job_id]
+
+    async def _has_any(self, rollouts: Sequence[str]) -> bool:
+        """Returns whether the mesh has had a session of one of these rollouts."""
+        for one in rollouts:
+            if await self._client.has_session(_request_id(one)):
+                return True
+        return False
 
     async def _close_those_of(self, http: aiohttp.ClientSession, ids: Sequence[str]) -> None:
         """Closes the sessions of those rollouts that have ended."""
@@ -460,21 +536,20 @@ class Connector(RelayClient):
         except HarborError as error:
             _log.warning("rollouts were not read", extra=self._what(error=str(error)))
             return
-        found = {row["id"]: row for row in rows}
-        for rollout_id in ids:
-            named = {
-                one["reward_key"]: one["value"]
-                for one in rewards
-                if one["rollout_id"] == rollout_id
-            }
-            ending: Ending | None = _LOST
-            if row := found.get(rollout_id):
-                ending = ending_of(row, named, self._reward)
-                if ending is not None and ending.superseded:
-                    latest = json.loads(row["retry_ids"])[0]
-                    self._rollouts.setdefault(latest, Rollout(latest))
-            if ending is not None:
-                await self._close(http, self._rollouts[rollout_id], ending)
+        named: dict[str, dict[str, Any]] = {}
+        for one in rewards:
+            named.setdefault(one["rollout_id"], {})[one["reward_key"]] = one["value"]
+        endings = dict.fromkeys(ids, _LOST) | {
+            row["id"]: ending_of(row, named.get(row["id"], {}), self._reward) for row in rows
+        }
+        ended = [
+            (self._rollouts[one], ending)
+            for one, ending in endings.items()
+            if ending is not None and (ending is _LOST or self._rollouts[one].has_ended)
+        ]
+        for start in range(0, len(ended), _CLOSED_AT_ONCE):
+            batch = ended[start : start + _CLOSED_AT_ONCE]
+            await asyncio.gather(*(self._close(http, *one) for one in batch))
 
     async def _close(self, http: aiohttp.ClientSession, rollout: Rollout, ending: Ending) -> None:
         """Closes a session. If the mesh is away, the next round tries again."""
@@ -498,7 +573,12 @@ class Connector(RelayClient):
             what = self._what(rollout=rollout.id, error=str(error))
             _log.warning("session was not closed, will retry", extra=what)
             return
-        del self._rollouts[rollout.id]
+        self._rollouts.pop(rollout.id, None)
+
+
+def _request_id(rollout_id: str) -> str:
+    """Returns the request id of a rollout's session."""
+    return f"harbor-{rollout_id}"
 
 
 class _Reply:

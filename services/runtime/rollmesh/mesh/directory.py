@@ -392,13 +392,9 @@ class GatewayDirectory(Directory):
     async def find(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
         """Returns the session that a request id opened at any gateway. None if it opened none.
 
-        An only gateway is not asked: it finds the session when it is to open one.
-
         Raises:
             RollmeshError: The router did not answer, or a gateway did not and no other has it.
         """
-        if self._only:
-            return None
         answers = await asyncio.gather(
             *(self._find_at(address, request_id) for address in await self.addresses()),
             return_exceptions=True,
