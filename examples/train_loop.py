@@ -21,6 +21,7 @@ from rollmesh.batches import group_advantages, pad, rows_of, step_metrics, to_to
 from rollmesh.client import (
     Client,
     Delivery,
+    GroupOutcome,
     MeshAddresses,
     Retries,
     Session,
@@ -106,21 +107,20 @@ class Policy:
         return float(loss.detach())
 
 
-async def take(groups: Subscription, wanted: set[str], trained: set[str]) -> list[Delivery]:
-    """Takes deliveries until all wanted groups have come.
+async def take(
+    groups: Subscription, outcomes: list[GroupOutcome], trained: set[str]
+) -> list[Delivery]:
+    """Takes deliveries until all groups of a rollout have come.
 
     Older groups, from before a restart, come first. They are trained too, except those that the
     checkpoint has.
     """
     taken: list[Delivery] = []
-    async with asyncio.timeout(DELIVERY_S):
-        while wanted:
-            delivery = await anext(groups)
-            wanted = wanted - {delivery.group_id}
-            if delivery.delivery_id in trained:
-                await groups.acknowledge(delivery)
-            else:
-                taken.append(delivery)
+    async for delivery in groups.until(outcomes, timeout_s=DELIVERY_S):
+        if delivery.delivery_id in trained:
+            await groups.acknowledge(delivery)
+        else:
+            taken.append(delivery)
     return taken
 
 
@@ -134,7 +134,6 @@ async def train(addresses: MeshAddresses, model: Path, checkpoint: Path, steps: 
         if policy.version > await client.policy_version():
             await client.push_weights(policy.model.state_dict(), policy.version)
         while policy.version < steps:
-            wanted: set[str] = set()
             async with rollout_groups(
                 client,
                 prompts_of(policy.version),
@@ -142,9 +141,8 @@ async def train(addresses: MeshAddresses, model: Path, checkpoint: Path, steps: 
                 n=SAMPLES,
                 retries=Retries(tries=2),
             ) as ended:
-                async for group in ended:
-                    wanted.add(group.group_id)
-            deliveries = await take(groups, wanted, policy.trained)
+                outcomes = [outcome async for outcome in ended]
+            deliveries = await take(groups, outcomes, policy.trained)
             metrics = step_metrics(deliveries, policy_version=policy.version)
             loss = policy.step(deliveries)
             if loss is not None:

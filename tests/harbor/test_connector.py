@@ -87,7 +87,7 @@ async def test_a_failed_sandbox_is_not_the_policys_zero(
             (rollout,) = await harbor.ended(job)
             (session,) = await trained(client, 1)
     assert rollout["error_type"] == session.metadata["harbor_error"] == "SandboxError"
-    assert (session.reward, session.outcome) == (None, "FAILED")
+    assert (session.reward, session.outcome) == (None, "LOST")
 
 
 async def test_a_wrong_key_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ async def test_a_wrong_key_is_refused_with_the_remedy(tmp_path: Path) -> None:
         ({"state": "running"}, {}, None, None),
         ({}, {"reward": 1}, "COMPLETED", 1.0),
         ({"error_type": "AgentTimeoutError"}, {"reward": 0.0}, "COMPLETED", 0.0),
-        ({"error_type": "RuntimeError"}, {"reward": 0.0}, "FAILED", None),
-        ({}, {"reward": None}, "FAILED", None),
-        ({}, {"other": 1.0}, "FAILED", None),
+        ({"error_type": "RuntimeError"}, {"reward": 0.0}, "LOST", None),
+        ({}, {"reward": None}, "LOST", None),
+        ({}, {"other": 1.0}, "LOST", None),
         ({"state": "cancelled"}, {"reward": 1.0}, "ABORTED", None),
         ({"error_type": "CancelledError"}, {}, "ABORTED", None),
     ],

@@ -47,7 +47,7 @@ async def test_a_server_that_is_killed_ends_its_rollouts_and_serves_again(
         job = await harbor.submit("training-1", task, attempts=2)
         await harbor.ended(job)
         sessions = (await trained(client, 2))[-2:]
-    assert [(one.outcome, one.reward) for one in lost] == [("FAILED", None)] * 2
+    assert [(one.outcome, one.reward) for one in lost] == [("LOST", None)] * 2
     assert [(one.outcome, one.reward) for one in sessions] == [("COMPLETED", 0.75)] * 2
 
 
@@ -67,7 +67,7 @@ async def test_sessions_of_rollouts_that_the_server_lost_end_and_say_so(
         await harbor.start()
         (session,) = await trained(client, 1)
         await until_free(client)
-    assert (session.outcome, session.reward) == ("FAILED", None)
+    assert (session.outcome, session.reward) == ("LOST", None)
     assert "does not have the rollout" in session.metadata["harbor_error"]
 
 
@@ -113,8 +113,8 @@ async def test_attempts_that_end_before_their_first_request_complete_their_group
     assert {one.sample_index for one in sessions} == {0, 1, 2}
     assert sorted((one.outcome, one.turns, one.reward) for one in sessions) == [
         ("COMPLETED", 1, 0.75),
-        ("FAILED", 0, None),
-        ("FAILED", 0, None),
+        ("LOST", 0, None),
+        ("LOST", 0, None),
     ]
     assert {one.metadata.get("harbor_error") for one in sessions} == {None, "SandboxError"}
 

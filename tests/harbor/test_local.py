@@ -125,7 +125,7 @@ async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(
         async with mesh.client() as client:
             (group,) = await rolled(client, ["/there/is/none"], runner=runner, n=1)
     (seat,) = group.sessions
-    assert (seat.outcome, seat.error_type) == ("FAILED", "HarborRolloutError")
+    assert (seat.outcome, seat.error_type) == ("LOST", "HarborRolloutError")
     assert "/there/is/none" in seat.error
 
 

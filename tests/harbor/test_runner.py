@@ -106,8 +106,8 @@ async def test_a_failed_sandbox_is_no_zero(tmp_path: Path, tokenizer_dir: Path) 
         (group,) = await rolled(client, [harbor.task("one", ASKED)], runner=runner, n=1)
         (session,) = await trained(client, 1)
     (seat,) = group.sessions
-    assert (seat.outcome, seat.reward, seat.error_type) == ("FAILED", None, "HarborRolloutError")
-    assert (session.outcome, session.reward) == ("FAILED", None)
+    assert (seat.outcome, seat.reward, seat.error_type) == ("LOST", None, "HarborRolloutError")
+    assert (session.outcome, session.reward) == ("LOST", None)
     assert session.metadata["harbor_error"] == "SandboxError"
 
 

@@ -105,7 +105,8 @@ class LeftOut:
 
     trajectory_id: str
     reason: str
-    """MISSING_REWARD, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED (no token is trained)."""
+    """MISSING_REWARD, TRAJECTORY_TOO_LONG, SUPERSEDED, LOST (the infrastructure failed), or
+    UNTRAINED (no token is trained)."""
     trained_tokens: int
     """Number of tokens that are not trained because of it."""
 
@@ -139,7 +140,8 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of sessions or deliveries, in their order.
 
-    Sessions that another attempt replaced are left out as SUPERSEDED.
+    Sessions that another attempt replaced are left out as SUPERSEDED, and those that the
+    infrastructure failed as LOST.
 
     Args:
         sources: Sessions, or deliveries of sessions.
@@ -162,6 +164,8 @@ def rows_of(
         for index, trajectory in enumerate(session.trajectories):
             if session.superseded:
                 left_out.append(_left(trajectory, "SUPERSEDED"))
+            elif session.outcome == "LOST":
+                left_out.append(_left(trajectory, "LOST"))
             elif untrained == "leave_out" and not trajectory.loss_mask.any():
                 left_out.append(_left(trajectory, "UNTRAINED"))
             elif (rewards := _rewards(session, trajectory)) is None:

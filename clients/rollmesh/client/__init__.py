@@ -18,6 +18,7 @@ from rollmesh.client.evaluations import (
     PolicyVersionChangedError,
     evaluate,
 )
+from rollmesh.client.failures import InfrastructureError, is_infrastructure
 from rollmesh.client.rollouts import (
     Episode,
     Group,
@@ -60,6 +61,7 @@ __all__ = [
     "Evaluation",
     "Group",
     "GroupOutcome",
+    "InfrastructureError",
     "MeshAddresses",
     "PolicyVersionChangedError",
     "Retries",
@@ -84,6 +86,7 @@ __all__ = [
     "WeightDeltas",
     "WeightsPushError",
     "evaluate",
+    "is_infrastructure",
     "register_runner",
     "rollout",
     "rollout_groups",

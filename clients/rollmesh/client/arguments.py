@@ -45,6 +45,7 @@ _OUTCOMES = {
     "COMPLETED": session_pb2.SESSION_OUTCOME_COMPLETED,
     "FAILED": session_pb2.SESSION_OUTCOME_FAILED,
     "ABORTED": session_pb2.SESSION_OUTCOME_ABORTED,
+    "LOST": session_pb2.SESSION_OUTCOME_LOST,
 }
 _LONGEST_S = 1e12
 _Message = TypeVar("_Message", bound=Message)

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import grpc
 
@@ -35,12 +35,28 @@ _log = logging.getLogger(__name__)
 _CALL_S = 60.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _MAX_CREDITS = 65_536
+_LOOK_S = 1.0
+"""How long nothing comes before a wait for groups looks for filtered ones."""
+_MOST_NAMED = 8
 _MAX_ACKNOWLEDGED = 4096
 """Of one message."""
+_PAGE = 1000
 _UNITS = {
     "session": collector_pb2.DELIVERY_UNIT_SESSION,
     "group": collector_pb2.DELIVERY_UNIT_GROUP,
 }
+
+
+class Ended(Protocol):
+    """A group that has ended: a `GroupOutcome`."""
+
+    @property
+    def run_id(self) -> str:
+        """Id of its run."""
+
+    @property
+    def group_id(self) -> str:
+        """Its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +179,68 @@ class Subscription(Background):
         else:
             self._grant(1)
         return item
+
+    async def until(
+        self, ended: Iterable[Ended], *, timeout_s: float = 600.0
+    ) -> AsyncIterator[Delivery]:
+        """Iterates over deliveries until each of these groups has come, or was filtered.
+
+        Groups of an earlier run may come first.
+
+        Args:
+            ended: The groups, as a rollout yields them.
+            timeout_s: Longest wait for the next delivery.
+
+        Raises:
+            DeadlineError: The collector delivers nothing, and groups are missing. It names them.
+            ShuttingDownError: The subscription has ended.
+            RollmeshError: The collector refuses the subscription.
+        """
+        missing = {(one.run_id, one.group_id) for one in ended}
+        now, page = asyncio.get_running_loop().time, ""
+        since_s = now()
+        while missing:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    delivery = await anext(self)
+            except TimeoutError:
+                filtered, page = await self._filtered(page)
+                missing -= filtered
+                if missing and now() - since_s > timeout_s:
+                    raise _missing(missing, timeout_s) from None
+                continue
+            missing.discard((delivery.run_id, delivery.group_id))
+            yield delivery
+            since_s = now()
+
+    async def _filtered(self, page: str) -> tuple[set[tuple[str, str]], str]:
+        """Returns the groups that were filtered from a page of the list on, and its last page."""
+        request = collector_pb2.ListFilteredRequest(
+            consumer=self._hello.consumer, page_size=_PAGE, page_token=page
+        )
+
+        async def read(channel: grpc.aio.Channel) -> collector_pb2.ListFilteredResponse:
+            stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
+            with typed_errors():
+                found: collector_pb2.ListFilteredResponse
+                found = await stub.ListFiltered(request, timeout=_CALL_S)
+                return found
+
+        groups: set[tuple[str, str]] = set()
+        try:
+            while True:
+                found = await self._collectors.call(read)
+                groups |= {
+                    (one.run_id, one.group_id)
+                    for one in found.entries
+                    if one.reason and not one.session_id
+                }
+                if not found.next_page_token:
+                    break
+                request.page_token = found.next_page_token
+        except RollmeshError as error:  # the next look asks again
+            _log.info("filtered groups were not read", extra=fields(error=str(error)))
+        return groups, request.page_token
 
     def grant(self, count: int) -> None:
         """Asks for more deliveries, in addition to `credits`.
@@ -316,6 +394,14 @@ class Subscription(Background):
             yield message
 
 
+def _missing(groups: Collection[tuple[str, str]], timeout_s: float) -> DeadlineError:
+    names = ", ".join(sorted(group_id for _, group_id in groups)[:_MOST_NAMED])
+    return DeadlineError(
+        f"{len(groups)} groups did not come in {timeout_s:g} s: {names}; a seat of each is open "
+        "(client.abandon_seat), or the collector is away"
+    )
+
+
 def _ended() -> RollmeshError:
     return ShuttingDownError("the subscription has ended; open another")
 
@@ -326,8 +412,6 @@ def _check_credits(field: str, count: object, *, least: int) -> None:
 
 
 # The client's calls about closed sessions and the consumers that receive them.
-
-_PAGE = 1000
 
 
 class DeliveryCalls(Connections):
@@ -531,76 +615,3 @@ class DeliveryCalls(Connections):
             lambda stub: stub.GetStats, collector_pb2.GetStatsRequest()
         )
         return stats
-
-
-class Arrivals:
-    """Gives each delivered session to the task that awaits it.
-
-    A session that nobody awaits is acknowledged and logged: its attempt failed, or it belongs to a
-    trainer that died, whose successor rolls the sample out again.
-    """
-
-    def __init__(self, sessions: Subscription) -> None:
-        """Takes a subscription with `unit="session"`. `serve` reads it."""
-        self._sessions = sessions
-        self._awaited: dict[str, asyncio.Future[Delivery]] = {}
-
-    async def serve(self) -> None:
-        """Reads deliveries until it is cancelled.
-
-        Raises:
-            RollmeshError: The collector refuses the subscription.
-        """
-        async for delivery in self._sessions:
-            session_id = delivery.sessions[0].session_id
-            future = self._awaited.get(session_id)
-            if future is not None and not future.done():
-                future.set_result(delivery)
-                continue
-            _log.info("unexpected session acknowledged", extra=fields(session_id=session_id))
-            await self._sessions.acknowledge(delivery)
-
-    @asynccontextmanager
-    async def awaited(self, session_id: str) -> AsyncIterator["Arrival"]:
-        """Awaits a session. Enter the block before the session is closed.
-
-        Leaving the block acknowledges the session if it has arrived, also after an error. A
-        cancellation does not acknowledge it: the trainer's successor gets it.
-        """
-        future: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
-        self._awaited[session_id] = future
-        try:
-            yield Arrival(future)
-        except Exception:
-            await self._acknowledge(future)
-            raise
-        else:
-            await self._acknowledge(future)
-        finally:
-            del self._awaited[session_id]
-
-    async def _acknowledge(self, future: asyncio.Future[Delivery]) -> None:
-        if future.done() and not future.cancelled():
-            await self._sessions.acknowledge(future.result())
-
-
-class Arrival:
-    """One session on its way."""
-
-    def __init__(self, future: asyncio.Future[Delivery]) -> None:
-        """Made by `Arrivals.awaited`."""
-        self._future = future
-
-    async def session(self, timeout_s: float) -> SessionResult:
-        """Returns the session once the collector has delivered it.
-
-        Raises:
-            DeadlineError: The collector did not deliver it within `timeout_s` seconds.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                delivery = await self._future
-        except TimeoutError as error:
-            said = f"the collector did not deliver the session within {timeout_s:g} s"
-            raise DeadlineError(said) from error
-        return delivery.sessions[0]

@@ -55,8 +55,10 @@ from rollmesh.client.arguments import (
     purpose_of,
     read_sampling,
 )
+from rollmesh.client.arrivals import Arrival, Arrivals
 from rollmesh.client.client import Client
-from rollmesh.client.deliveries import Arrival, Arrivals, SubscribeOptions, Subscription
+from rollmesh.client.deliveries import SubscribeOptions, Subscription
+from rollmesh.client.failures import is_infrastructure, text_of
 from rollmesh.client.runners import AgentRunner, agent_name, find_runner
 from rollmesh.client.sessions import (
     Outcome,
@@ -70,7 +72,7 @@ from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.telemetry.logs import fields, without_keys
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
@@ -105,7 +107,8 @@ class SampleOutcome:
     group_id: str
     sample_index: int
     outcome: Outcome
-    """COMPLETED, FAILED, or ABORTED (time limit exceeded, or the group had failed)."""
+    """COMPLETED, FAILED (the agent), LOST (the infrastructure), or ABORTED (time limit exceeded, or
+    the group had failed)."""
     session_id: str = ""
     """Empty if no session could be opened."""
     reward: float | None = None
@@ -390,7 +393,7 @@ class Retries:
     """
 
     tries: int = 1
-    """Maximum number of attempts, the first included."""
+    """Maximum number of attempts, the first included. Refilled ones do not count."""
     delay_s: float = 2.0
     """Longest wait before the second attempt, seconds. Doubled before each further one."""
     time_limits: bool = False
@@ -428,6 +431,12 @@ class RolloutSettings:
     """Time limit of one agent, seconds."""
     limits: TimeLimits = field(default_factory=TimeLimits)
     retries: Retries = field(default_factory=Retries)
+    refill: int = 0
+    """How many further sessions a seat gets after failures of the infrastructure, beside `retries`.
+    The lost sessions are superseded and carry the reason."""
+    lost: Callable[[Exception], bool] = is_infrastructure
+    """Whether an error of an agent or a reward function is one of the infrastructure. Its session
+    is LOST, not FAILED."""
     needed: Needed = "any"
     """How many sessions of a group must complete for it to succeed: "all", "any", or a number.
 
@@ -496,6 +505,8 @@ class RolloutSettings:
         for name in ("n", "concurrency", "reward_threads"):
             if getattr(self, name) < 1:
                 raise InvalidFieldError(name, f"is {getattr(self, name)}; give at least 1")
+        if self.refill < 0:
+            raise InvalidFieldError("refill", f"is {self.refill}; give at least 0")
         if not self.timeout_s > 0:
             raise InvalidFieldError("timeout_s", f"is {self.timeout_s}; give more than 0")
         if self.reward_timeout_ms is not None and self.reward_timeout_ms < 1:
@@ -521,11 +532,10 @@ class RolloutSettings:
 # Runs one seat of a group: attempts, each in its own session, until one counts.
 #
 # A failed attempt that is retried is closed as *superseded*: the collector keeps it, and its seat
-# belongs to the next attempt. The next attempt starts only after that close is durable, so a seat
-# never has two sessions that count. A seat that no session takes is abandoned, so that its group
-# does not wait for it.
+# belongs to the next attempt. The next attempt starts only after that close is durable. If it is
+# not confirmed, the seat is refilled all the same, or abandoned: the collector delivers one session
+# a seat, and a LOST one, as the gateway closes it later, only without another. So no group waits.
 
-_ERROR_CHARS = 4000
 _FRAMES = -4  # the last ones, which are the agent's
 _WITH_DIGIT = re.compile(r"[\w-]*\d[\w-]*")
 """Ids, ports and the like, which differ between two occurrences of an error."""
@@ -541,6 +551,8 @@ class Seat:
     """Done when the group has failed and needs no more sessions."""
     taken: bool = False
     """Whether a session has it that is not superseded."""
+    refilled: int = 0
+    """Number of its attempts that began because the infrastructure failed one."""
 
 
 class Attempts:
@@ -571,21 +583,39 @@ class Attempts:
                 session = await self._open(seat, request)
             except Exception as error:  # a lost seat is an outcome
                 self._report("session could not be opened", error, seat, attempt)
-                if not self._retries.after(error, attempt) or seat.stop.done():
-                    await self.abandon(seat, _text(error))
-                    return _outcome(seat, attempt, "FAILED", error=error)
+                if not self._again(seat, error, attempt):
+                    await self.abandon(seat, text_of(error))
+                    return _outcome(seat, attempt, self._fate(error), error=error)
                 # The same request: if the session was opened after all, the repeat returns it.
             else:
                 try:
                     outcome = await self._attempt(seat, session, attempt, started_ms)
                 except Exception as error:  # a lost session is an outcome
                     self._report("session lost", error, seat, attempt, session.session_id)
-                    return _outcome(seat, attempt, "FAILED", error=error)
+                    if not self._again(seat, error, attempt):
+                        await self.abandon(seat, text_of(error))
+                        return _outcome(seat, attempt, self._fate(error), error=error)
+                    outcome, seat.taken = None, False
                 if outcome is not None:
                     return outcome
                 request = self._request(seat, attempt + 1)
             await asyncio.wait({seat.stop}, timeout=backoff.next_s())
             attempt += 1
+
+    def _again(self, seat: Seat, error: Exception, attempt: int) -> bool:
+        """Returns whether the seat gets another session after an error. Counts refills."""
+        if seat.stop.done():
+            return False
+        if seat.refilled < self._settings.refill and self._fate(error) == "LOST":
+            seat.refilled += 1
+            return True
+        return self._retries.after(error, attempt - seat.refilled)
+
+    def _fate(self, error: Exception) -> Outcome:
+        """Returns the outcome of a session that ended with an error."""
+        if isinstance(error, (AgentStoppedError, AgentTimeLimitError)):
+            return "ABORTED"
+        return "LOST" if self._settings.lost(error) else "FAILED"
 
     async def abandon(self, seat: Seat, reason: str) -> None:
         """Tells the collector that no session takes a seat, so that its group does not wait."""
@@ -604,7 +634,7 @@ class Attempts:
         except RollmeshError as error:
             _log.warning(
                 "seat could not be abandoned, its group keeps waiting: %s",
-                _text(error),
+                text_of(error),
                 extra=fields(group=group.group_id, sample=seat.index),
             )
 
@@ -652,7 +682,7 @@ class Attempts:
                 delivered = await arrival.session(self._limits.delivery_s)
                 await self._settings.on_session(outcome, delivered)
             except Exception as error:  # the trainer's code failed
-                said, kind = _text(error), type(error).__name__
+                said, kind = text_of(error), type(error).__name__
                 self._report("session not taken", error, seat, attempt, session.session_id)
                 return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
             return outcome
@@ -694,20 +724,19 @@ class Attempts:
         ended: Callable[..., SampleOutcome],
     ) -> SampleOutcome | None:
         """Closes the session of a failed attempt. Returns None if it must be retried."""
-        again = self._retries.after(error, attempt) and not seat.stop.done()
-        stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
-        outcome: Outcome = "ABORTED" if stopped else "FAILED"
+        again, outcome = self._again(seat, error, attempt), self._fate(error)
         session.rewards = Rewards()
         self._report("agent failed", error, seat, attempt, session.session_id)
-        session.metadata.setdefault("error", _text(error)[:_TEXT_CHARS])
+        session.metadata.setdefault("error", text_of(error)[:_TEXT_CHARS])
         try:
             await self._close(session, outcome, superseded=again)
             seat.taken = not again
-        except RollmeshError as refused:  # its seat is not free for another attempt
+        except RollmeshError as refused:  # its seat may not be free for another attempt
             _log.warning("session left open", extra=fields(error=type(refused).__name__))
-            if again:  # the close may have been kept, and its answer lost
-                await self.abandon(seat, f"the close of a failed attempt: {_text(refused)}")
-            again = False
+            if not (again and outcome == "LOST"):  # it may be kept, and its answer lost
+                await self.abandon(seat, f"the close of a failed attempt: {text_of(refused)}")
+                again = False
+            seat.taken = not again
         except asyncio.CancelledError:  # after the close, or before it could be kept
             seat.taken = not (again and session.closed)
             raise
@@ -717,7 +746,7 @@ class Attempts:
         self, event: str, error: Exception, seat: Seat, attempt: int, session_id: str = ""
     ) -> None:
         """Logs an error: each distinct one once as a warning, with its traceback."""
-        text = _text(error)
+        text = text_of(error)
         kind = _WITH_DIGIT.sub("#", text)
         is_new = kind not in self._errors and len(self._errors) < _MAX_TEXTS
         if is_new:
@@ -817,13 +846,9 @@ def _outcome(
         result=result,
         attempts=attempt,
         seconds=(clock.monotonic_ms() - started_ms) / 1000 if session else 0.0,
-        error=_text(error) if error else "",
+        error=text_of(error) if error else "",
         error_type=type(error).__name__ if error else "",
     )
-
-
-def _text(error: Exception) -> str:
-    return without_keys("".join(traceback.format_exception_only(error)).strip()[:_ERROR_CHARS])
 
 
 # The summary of a rollout, in bounded memory.
@@ -859,7 +884,7 @@ class RolloutSummary:
     """The summary of a rollout."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Places by outcome: COMPLETED, FAILED, ABORTED."""
+    """Places by outcome: COMPLETED, FAILED, ABORTED, LOST."""
     groups: Counter[str] = field(default_factory=Counter)
     """Groups: succeeded, failed."""
     errors: Counter[str] = field(default_factory=Counter)
@@ -870,7 +895,7 @@ class RolloutSummary:
     lost: int = 0
     """Seats without a session that counts: none could be opened, or its close was not confirmed."""
     retries: int = 0
-    """Attempts after the first."""
+    """Attempts after the first, refilled ones too."""
     rewarded: int = 0
     """Sessions with a reward."""
     reward_sum: float = 0.0

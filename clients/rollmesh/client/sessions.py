@@ -28,6 +28,7 @@ from rollmesh.client.arguments import (
     read_sampling,
 )
 from rollmesh.client.connections import Connections
+from rollmesh.client.failures import is_infrastructure
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
 from rollmesh.client.transcripts import Transcript
@@ -153,8 +154,8 @@ def _check_finite(rewards: Iterable[float]) -> None:
             raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
 
 
-Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
-"""How a session ended."""
+Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED", "LOST"]
+"""How a session ended. LOST: by its infrastructure, which says nothing about the policy."""
 
 
 @dataclass(slots=True)
@@ -226,7 +227,8 @@ class SessionCalls(Connections):
     ) -> AsyncIterator[Session]:
         """Holds a session open. Leaving closes it with `session.rewards`.
 
-        After an exception it is closed as FAILED, after a cancellation as ABORTED.
+        After an exception it is closed as FAILED, or LOST if the infrastructure failed
+        (`is_infrastructure`), and after a cancellation as ABORTED. A LOST one keeps no rewards.
 
         Args:
             model: Name of the model that answers. May be empty if the mesh has only one.
@@ -278,6 +280,8 @@ class SessionCalls(Connections):
         except BaseException as error:
             if not session.closed:
                 outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
+                if outcome == "FAILED" and is_infrastructure(error):
+                    outcome, session.rewards = "LOST", Rewards()
                 with suppress(RepeatConflictError):  # an earlier close, which was kept
                     await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
             raise
@@ -378,8 +382,8 @@ class SessionCalls(Connections):
                 milliseconds. None: it is delivered at once.
 
         Raises:
-            InvalidFieldError: A reward names an unknown turn or trajectory, or another argument is
-                invalid. The session stays open.
+            InvalidFieldError: A reward names an unknown turn or trajectory, a LOST session has
+                rewards, or another argument is invalid. The session stays open.
             RollmeshError: The gateway refuses, or is unavailable for too long.
         """
         request = filled(
@@ -774,7 +778,7 @@ class SessionResult:
     group_id: str
     sample_index: int
     outcome: str
-    """COMPLETED, FAILED or ABORTED. Values that only a newer mesh knows, also of lineages and
+    """COMPLETED, FAILED, ABORTED or LOST. Values that only a newer mesh knows, also of lineages and
     reasons, become `UNKNOWN_99`."""
     reward: float | None
     turns: int

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
@@ -261,6 +261,15 @@ class Subscription(_Blocking):
         return self
 
     __next__ = _waiting(AsyncSubscription.__anext__)
+
+    def until(
+        self, ended: Iterable[GroupOutcome], *, timeout_s: float = 600.0
+    ) -> Iterator[Delivery]:
+        """Iterates over deliveries until each of these groups has come, or was filtered."""
+        inner = self._inner.until(ended, timeout_s=timeout_s)
+        while (delivery := self._thread.run(anext(inner, None))) is not None:
+            yield delivery
+
     acknowledge = _waiting(AsyncSubscription.acknowledge)
     grant = _not_waiting(AsyncSubscription.grant)
     report_version = _not_waiting(AsyncSubscription.report_version)

@@ -53,6 +53,7 @@ class MeshRollouts:
         timeout_s: float = RolloutSettings.timeout_s,
         limits: TimeLimits | None = None,
         retries: Retries | None = None,
+        refill: int = RolloutSettings.refill,
         reward: RewardFunction | None = None,
         sampling_policy: Literal["enforce", "refuse"] = "enforce",
     ) -> None:
@@ -68,6 +69,7 @@ class MeshRollouts:
             timeout_s: Time limit of one agent, seconds.
             limits: Other time limits.
             retries: Which failed attempts are retried.
+            refill: How many further sessions a sample gets after failures of the infrastructure.
             reward: Scores a finished agent. None: the runner returns the rewards.
             sampling_policy: The treatment of an agent's own temperature, top_p and the like, which
                 the trainer would not know of: they are ignored, or a 400.
@@ -85,6 +87,7 @@ class MeshRollouts:
             "timeout_s": timeout_s,
             "limits": limits or TimeLimits(),
             "retries": retries or Retries(),
+            "refill": refill,
             "reward": reward,
             "sampling_policy": sampling_policy,
         }

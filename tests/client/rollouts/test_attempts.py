@@ -43,7 +43,7 @@ async def test_a_session_that_could_not_be_opened_is_retried_with_the_same_reque
     assert (outcome.attempts, len({one.request_id for one in gateway.opened})) == (3, 1)
 
 
-async def test_a_group_with_a_lost_seat_is_delivered_and_the_seat_counts_as_failed(
+async def test_a_group_with_a_lost_seat_is_delivered_and_the_seat_counts_as_lost(
     gateway: ScriptedGateway, address: str, tmp_path: Path
 ) -> None:
     gateway.failures = [SessionUnknownError("broken")]
@@ -51,7 +51,7 @@ async def test_a_group_with_a_lost_seat_is_delivered_and_the_seat_counts_as_fail
         addresses = replace(addresses_of(gateway=address), collector=collector)
         async with Client(addresses) as client, client.subscribe("trainer") as groups:
             summary = await rollout(client, ["p"], runner=length, n=2, concurrency=1)
-            assert (summary.counts, summary.lost) == ({"COMPLETED": 1, "FAILED": 1}, 1)
+            assert (summary.counts, summary.lost) == ({"COMPLETED": 1, "LOST": 1}, 1)
             assert "broken" in str(summary)
             # The gateway of this test delivers nothing: the other seat is abandoned here.
             (opened,) = gateway.closed

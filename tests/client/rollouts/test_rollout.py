@@ -130,7 +130,7 @@ async def test_a_session_that_cannot_be_opened_fails_alone(
 ) -> None:
     gateway.failures = [SessionUnknownError("no")]
     summary = await rollout(client, ["p"], runner=length, n=3)
-    assert summary.counts == {"COMPLETED": 2, "FAILED": 1}
+    assert summary.counts == {"COMPLETED": 2, "LOST": 1}
 
 
 async def test_a_sample_over_its_time_closes_as_aborted(

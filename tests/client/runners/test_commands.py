@@ -223,8 +223,8 @@ async def test_a_killed_agent_fails_its_own_session_alone_and_leaves_nothing(
         for pid in choose(pids):
             os.kill(pid, signal.SIGKILL)
     summary = running.result()
-    assert summary.counts == {"FAILED": 1, "COMPLETED": 1}
-    assert summary.errors == {"CommandError": 1}
+    assert summary.counts == {"LOST": 1, "COMPLETED": 1}
+    assert summary.errors == {"CommandLostError": 1}
     await gone(*pids)
 
 

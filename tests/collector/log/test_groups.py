@@ -10,9 +10,9 @@ from rollmesh.v1 import collector_pb2 as pb
 
 
 def members(text: str) -> list[Member]:
-    """ "0 1! 1" is three sessions by sample_index. ! is not usable. Ids are a, b, c, ..."""
+    """ "0 1! 1?" is three sessions by sample_index. ! is not usable, ? is lost. Ids are a, b, c."""
     return [
-        Member(chr(ord("a") + at), int(word.rstrip("!")), not word.endswith("!"))
+        Member(chr(ord("a") + at), int(word.rstrip("!?")), "!" not in word, "?" in word)
         for at, word in enumerate(text.split())
     ]
 
@@ -43,6 +43,18 @@ def members(text: str) -> list[Member]:
         ),
         pytest.param(
             {"deadline_ms": 50, "min_samples": 2}, "2 0", 50, "delivered", "ba", id="partial"
+        ),
+        pytest.param({}, "0? 1 2", 0, "delivered", "abc", id="one is lost"),
+        pytest.param({}, "0? 1 0 2", 0, "delivered", "cbd", id="the refilled one of a seat"),
+        pytest.param({"whole": True}, "0 1", 10**9, None, "", id="whole waits"),
+        pytest.param({"whole": True}, "0 1 2", 0, "delivered", "abc", id="every seat has a sample"),
+        pytest.param({"whole": True}, "0 1? 2", 0, "dropped", "abc", id="not whole"),
+        pytest.param({"whole": True}, "0 1? 1 2", 0, "delivered", "acd", id="whole by a refill"),
+        pytest.param({"whole": True, "deadline_ms": 9}, "0 1", 9, "dropped", "ab", id="late"),
+        pytest.param({"min_samples": 2}, "0 1? 2", 0, "delivered", "abc", id="two of three"),
+        pytest.param({"min_samples": 2}, "0 1? 2?", 0, "dropped", "abc", id="one of three"),
+        pytest.param(
+            {"samples": 2}, "0? 1 2", 0, "delivered", "bc", id="over-sampled for the lost"
         ),
         pytest.param({"samples": 2}, "2", 0, None, "", id="one of two"),
         pytest.param({"samples": 2}, "2 0", 0, "delivered", "ba", id="the first two"),

@@ -1,6 +1,6 @@
-"""When settled sessions are removed."""
+from rollmesh.collector.retention import Retention
 
-from rollmesh.collector.log import Retention
+"""When settled sessions are removed."""
 
 
 def test_near_full_settled_units_go_at_once() -> None:

@@ -61,6 +61,11 @@ def test_the_unit_may_be_repeated_but_does_not_change() -> None:
         (consumer(name="a\nb"), "name", "printable"),
         (consumer(unit=SESSIONS, groups=pb.GroupPolicy(samples=1)), "groups", "only for consumers"),
         (consumer(lease_ms=0), "lease_ms", "is 0"),
+        (
+            consumer(groups=pb.GroupPolicy(whole=True, min_samples=1)),
+            "groups.whole",
+            "beside min_samples",
+        ),
         (consumer(groups=pb.GroupPolicy(deadline_ms=0)), "groups.deadline_ms", "is 0"),
         (consumer(groups=pb.GroupPolicy(min_samples=0)), "groups.min_samples", "is 0"),
         (consumer(groups=pb.GroupPolicy(samples=0)), "groups.samples", "is 0"),

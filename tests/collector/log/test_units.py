@@ -1,5 +1,7 @@
 """Which log a consumer reads, and which units stand in it."""
 
+from typing import Any
+
 import pytest
 
 from rollmesh.collector.log import (
@@ -14,7 +16,7 @@ from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 
 def consumer(
-    name: str, unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_GROUP, **policy: int
+    name: str, unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_GROUP, **policy: Any
 ) -> pb.Consumer:
     groups = pb.GroupPolicy(**policy) if policy else None
     return pb.Consumer(name=name, unit=unit, groups=groups)

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from rollmesh.collector import Store
-from rollmesh.collector.log import Retention, Settlement
+from rollmesh.collector.log import Settlement
+from rollmesh.collector.retention import Retention
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,

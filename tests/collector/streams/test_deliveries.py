@@ -133,7 +133,7 @@ async def test_an_abandoned_seat_completes_its_group(stub: Any) -> None:
     assert [one.session_id for one in delivery.sessions[:2]] == ["a", "b"]
     lost = delivery.sessions[2]
     assert (lost.abandoned, lost.sample_index, dict(lost.metadata)) == ("no room", 2, {"task": "7"})
-    assert (lost.outcome, len(lost.trajectories)) == (session_pb2.SESSION_OUTCOME_FAILED, 0)
+    assert (lost.outcome, len(lost.trajectories)) == (session_pb2.SESSION_OUTCOME_LOST, 0)
     assert (await stub.AbandonSeat(seat, timeout=TIMEOUT_S)).duplicate
 
 

@@ -57,7 +57,7 @@ async def test_an_idle_session_is_closed_with_its_turns(shared: Mesh) -> None:
         await agent.chat.completions.create(model="policy", messages=ASK)
         await shared.restart("gateway", session_idle_ms=200)  # it is used no more
         result = await delivered(client, session)
-    assert (result.session_id, result.outcome) == (session.session_id, "ABORTED")
+    assert (result.session_id, result.outcome) == (session.session_id, "LOST")
     assert result.metadata["closed_by"] == "idle"
     assert result.trajectories[0].turns == 1
 

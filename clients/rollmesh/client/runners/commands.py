@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollmesh.client.failures import InfrastructureError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.sessions import Session
 from rollmesh.client.shielding import shielded
@@ -25,12 +26,18 @@ _ERROR_BYTES = 2_000
 _MAX_RESULT_BYTES = 16 * 1024 * 1024
 _DRAIN_S = 2.0
 _REAP_S = 5.0
+_TRY_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: a need of the command is away."""
 _NAMES = ("session_id", "sample_file", "result_file")
 _REAPER = Reaper()
 
 
 class CommandError(Exception):
     """A command failed. The message ends with the end of its output."""
+
+
+class CommandLostError(CommandError, InfrastructureError):
+    """A command did not start, was ended by a signal from elsewhere, or exited with 75."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +78,8 @@ class CommandRunner:
         """Runs the command and returns its result as JSON values, None if it gives none.
 
         Raises:
-            CommandError: It did not start, exited with a code other than 0, or gave an unreadable
-                result.
+            CommandError: It exited with a code other than 0, or gave an unreadable result.
+            CommandLostError: It did not start, was ended by a signal, or exited with 75.
             InvalidFieldError: The sample is not JSON.
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as name:
@@ -83,7 +90,9 @@ class CommandRunner:
                 await self._until_ended(process)
                 await _drained(output, errors)
             if process.returncode:
-                raise CommandError(_why(self.argv, process.returncode, errors, output))
+                is_lost = process.returncode < 0 or process.returncode == _TRY_AGAIN
+                kind = CommandLostError if is_lost else CommandError
+                raise kind(_why(self.argv, process.returncode, errors, output))
             return _result(folder / "result.json", output)
 
     def _sample(self, sample: Any) -> str:
@@ -116,7 +125,7 @@ class CommandRunner:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise CommandError(f"{argv[0]} did not start: {error}") from error
+                raise CommandLostError(f"{argv[0]} did not start: {error}") from error
             finally:
                 output.close_write_end()
                 errors.close_write_end()

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 import aiohttp
 from yarl import URL
 
-from rollmesh.client import Client, Session
+from rollmesh.client import Client, InfrastructureError, Session
 from rollmesh.client.sessions import Outcome
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
@@ -83,7 +83,7 @@ class Ending(NamedTuple):
     """Whether Harbor runs the rollout again under another id."""
 
 
-_LOST = Ending("FAILED", None, {"harbor_error": _UNKNOWN}, superseded=False)
+_LOST = Ending("LOST", None, {"harbor_error": _UNKNOWN}, superseded=False)
 
 
 def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -> Ending | None:
@@ -107,7 +107,7 @@ def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -
     if row["state"] == "cancelled" or error == "CancelledError":
         return Ending("ABORTED", None, metadata, superseded)
     if (error and error not in _OF_THE_POLICY) or not isinstance(value, int | float):
-        return Ending("FAILED", None, metadata, superseded)
+        return Ending("LOST", None, metadata, superseded)
     return Ending("COMPLETED", float(value), metadata, superseded)
 
 
@@ -158,7 +158,7 @@ _SIDECAR_S = 30.0
 """How long a request waits for a sidecar. The relay waits as long for a connector."""
 
 
-class HarborError(Exception):
+class HarborError(InfrastructureError):
     """The server refuses the connector, or does not answer."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import aiohttp
 
-from rollmesh.client import Session
+from rollmesh.client import InfrastructureError, Session
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.shielding import shielded
@@ -48,7 +48,7 @@ _STATES = "SELECT id, job_id, state FROM rollout WHERE job_id IN (?)"
 _TASK = ("path", "git_url", "git_commit_id", "name", "ref")
 
 
-class HarborRolloutError(Exception):
+class HarborRolloutError(InfrastructureError):
     """A rollout failed by its sandbox, its verifier or its model calls, not by the policy."""
 
 

@@ -71,6 +71,7 @@ class Settings:
     timeout_s: float = RolloutSettings.timeout_s
     limits: TimeLimits = field(default_factory=TimeLimits)
     retries: Retries = field(default_factory=Retries)
+    refill: int = RolloutSettings.refill
     sampling_policy: Literal["enforce", "refuse"] = "enforce"
     """The treatment of an agent's own temperature, top_p and the like, unknown to verl: they are
     ignored, or a 400."""
@@ -102,6 +103,7 @@ class Settings:
             "timeout_s",
             "limits",
             "retries",
+            "refill",
             "sampling_policy",
         )
         adapters = [self.adapter] if self.adapter else []

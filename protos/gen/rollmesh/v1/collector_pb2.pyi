@@ -1210,20 +1210,25 @@ class GroupPolicy(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     MIN_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Longest wait for the group's samples, from the arrival of its first session, milliseconds, at
     least 1. Default: without end.
     """
     min_samples: _builtins.int
-    """Fewest samples to deliver when the deadline has passed, when a seat was abandoned, or when all
-    samples have arrived and fewer than `samples` of them are usable. With fewer, the group is filtered
-    with INCOMPLETE_GROUP. At least 1. Default: a group with abandoned seats is delivered, and in the
-    other cases the group is filtered.
+    """Fewest samples to deliver when the deadline has passed, when a seat was abandoned or its session is
+    LOST, or when all samples have arrived and fewer than `samples` of them are usable. With fewer, the
+    group is filtered with INCOMPLETE_GROUP. At least 1. Default: a group with such seats is delivered,
+    and in the other cases the group is filtered.
     """
     samples: _builtins.int
     """Over-sampling: the group is complete with this many usable samples, the first to arrive. A
     session is usable if the filter leaves it at least one trajectory. Policy lag is ignored here.
     At least 1. Default: all samples.
+    """
+    whole: _builtins.bool
+    """Whether a group is delivered only with a sample in every seat, and otherwise filtered with
+    INCOMPLETE_GROUP. A LOST session and an abandoned seat are no samples. Not beside `min_samples`.
     """
     def __init__(
         self,
@@ -1231,10 +1236,11 @@ class GroupPolicy(_message.Message):
         deadline_ms: _builtins.int | None = ...,
         min_samples: _builtins.int | None = ...,
         samples: _builtins.int | None = ...,
+        whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_min_samples", b"_min_samples", "_samples", b"_samples", "deadline_ms", b"deadline_ms", "min_samples", b"min_samples", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_min_samples", b"_min_samples", "_samples", b"_samples", "deadline_ms", b"deadline_ms", "min_samples", b"min_samples", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_min_samples", b"_min_samples", "_samples", b"_samples", "deadline_ms", b"deadline_ms", "min_samples", b"min_samples", "samples", b"samples", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -1926,6 +1932,8 @@ class FilteredEntry(_message.Message):
     UNIX_MS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.str
     """The session's or the group's id."""
     reason: Global___FilterReason.ValueType
@@ -1936,6 +1944,10 @@ class FilteredEntry(_message.Message):
     """When, milliseconds since 1970 UTC."""
     session_id: _builtins.str
     """For SURPLUS and DUPLICATE_SEAT: the session."""
+    group_id: _builtins.str
+    """Id of the group, for consumers of groups."""
+    run_id: _builtins.str
+    """Id of the group's run."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
         """The trajectories removed."""
@@ -1948,10 +1960,12 @@ class FilteredEntry(_message.Message):
         unix_ms: _builtins.int = ...,
         session_id: _builtins.str = ...,
         removed: _abc.Iterable[Global___RemovedTrajectories] | None = ...,
+        group_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "reason", b"reason", "removed", b"removed", "session_id", b"session_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "group_id", b"group_id", "reason", b"reason", "removed", b"removed", "run_id", b"run_id", "session_id", b"session_id", "unix_ms", b"unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

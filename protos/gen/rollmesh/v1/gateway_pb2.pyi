@@ -1387,7 +1387,9 @@ class CloseSessionRequest(_message.Message):
     """
     @_builtins.property
     def rewards(self) -> _session_pb2.SessionRewards:
-        """Rewards of the session and of trajectories and turns that it has. All are finite numbers."""
+        """Rewards of the session and of trajectories and turns that it has. All are finite numbers. A LOST
+        session has none.
+        """
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

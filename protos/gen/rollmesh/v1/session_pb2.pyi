@@ -32,9 +32,13 @@ class _SessionOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sessio
     SESSION_OUTCOME_COMPLETED: _SessionOutcome.ValueType  # 1
     """The agent finished its work."""
     SESSION_OUTCOME_FAILED: _SessionOutcome.ValueType  # 2
-    """The agent or its environment failed. The reward may be missing."""
+    """The agent failed, or its reward could not be computed. The reward may be missing."""
     SESSION_OUTCOME_ABORTED: _SessionOutcome.ValueType  # 3
     """The runner ended it, because of a time limit or a cancellation."""
+    SESSION_OUTCOME_LOST: _SessionOutcome.ValueType  # 4
+    """The infrastructure failed: an engine, a gateway, a sandbox, or the runner itself. It says nothing about
+    the policy, and has no reward.
+    """
 
 class SessionOutcome(_SessionOutcome, metaclass=_SessionOutcomeEnumTypeWrapper):
     """How a session ended."""
@@ -44,9 +48,13 @@ SESSION_OUTCOME_UNSPECIFIED: SessionOutcome.ValueType  # 0
 SESSION_OUTCOME_COMPLETED: SessionOutcome.ValueType  # 1
 """The agent finished its work."""
 SESSION_OUTCOME_FAILED: SessionOutcome.ValueType  # 2
-"""The agent or its environment failed. The reward may be missing."""
+"""The agent failed, or its reward could not be computed. The reward may be missing."""
 SESSION_OUTCOME_ABORTED: SessionOutcome.ValueType  # 3
 """The runner ended it, because of a time limit or a cancellation."""
+SESSION_OUTCOME_LOST: SessionOutcome.ValueType  # 4
+"""The infrastructure failed: an engine, a gateway, a sandbox, or the runner itself. It says nothing about
+the policy, and has no reward.
+"""
 Global___SessionOutcome: _TypeAlias = SessionOutcome  # noqa: Y015
 
 class _SessionPurpose:
@@ -295,7 +303,7 @@ class SessionRecord(_message.Message):
     """The use of its tokens. Default: TRAIN."""
     abandoned: _builtins.str
     """For a seat that was abandoned by AbandonSeat: the reason. The record then stands for the seat, with
-    the outcome FAILED and without trajectories. Empty for a session.
+    the outcome LOST and without trajectories. Empty for a session.
     """
     run_id: _builtins.str
     """Id of the run, see CreateSession. A group is the sessions with one run_id and one group_id."""

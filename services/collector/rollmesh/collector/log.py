@@ -126,7 +126,7 @@ def abandoned_seat(request: pb.AbandonSeatRequest, now_ms: int) -> session_pb2.S
         group_id=request.group_id,
         sample_index=request.sample_index,
         group_size=request.group_size,
-        outcome=session_pb2.SESSION_OUTCOME_FAILED,
+        outcome=session_pb2.SESSION_OUTCOME_LOST,
         metadata=request.metadata,
         opened_unix_ms=now_ms,
         closed_unix_ms=now_ms,
@@ -321,6 +321,13 @@ class Member(NamedTuple):
     sample_index: int
     usable: bool = True
     """Whether the consumer's filter leaves it at least one trajectory."""
+    lost: bool = False
+    """Whether the infrastructure failed it."""
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether it is neither lost nor an abandoned seat."""
+        return not self.lost and not self.session_id.startswith(ABANDONED)
 
 
 class Formed(NamedTuple):
@@ -349,14 +356,15 @@ def form(
     Returns:
         The unit, or None if the group keeps waiting.
     """
-    present = [one for one in members if not one.session_id.startswith(ABANDONED)]
+    present = [one for one in members if one.is_sample]
     complete = _seats(members) >= group_size
+    some = policy.whole or policy.HasField("min_samples")
     if policy.HasField("samples") and policy.samples < group_size:
         present = [one for one in present if one.usable]
         first = _seated(present)
         if len(first) >= policy.samples:
             return _formed(first[: policy.samples], group_size)
-    elif complete and (_seats(present) >= group_size or not policy.HasField("min_samples")):
+    elif complete and (_seats(present) >= group_size or not some):
         return _formed(_seated(members), group_size)
     late = policy.HasField("deadline_ms") and waited_ms >= policy.deadline_ms
     if not members or not (late or complete):
@@ -381,13 +389,13 @@ def _seated(members: Sequence[Member]) -> list[Member]:
     return list(seated.values())
 
 
-def _uselessness(member: Member) -> tuple[bool, bool]:
-    return member.session_id.startswith(ABANDONED), not member.usable
+def _uselessness(member: Member) -> tuple[bool, bool, bool]:
+    return member.session_id.startswith(ABANDONED), member.lost, not member.usable
 
 
 def _formed(members: Iterable[Member], group_size: int) -> Formed:
     ordered = sorted(members, key=lambda one: one.sample_index)
-    taken = {one.sample_index for one in ordered if not one.session_id.startswith(ABANDONED)}
+    taken = {one.sample_index for one in ordered if one.is_sample}
     return Formed(tuple([one.session_id for one in ordered]), len(taken) < group_size)
 
 
@@ -573,7 +581,8 @@ class Loaded:
         delivery = response.delivery
         delivery.delivery_id, delivery.attempt = self.unit.unit_id, self.attempt
         delivery.removed.extend(self.verdict.removed)
-        delivery.partial = self.unit.partial
+        lost = session_pb2.SESSION_OUTCOME_LOST
+        delivery.partial = self.unit.partial or any(one.outcome == lost for one in self.heads)
         try:
             for head, arrays, kept in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
                 session = delivery.sessions.add()
@@ -667,12 +676,15 @@ def entries_of(
     return [left_out(key, one, now_ms, is_repeat=index[one] in seats) for one in late]
 
 
-def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
+def read_entry(unit_id: str, data: bytes, *, is_group: bool) -> pb.FilteredEntry:
     """Returns a stored entry. An unreadable one is reported as a damaged unit."""
     try:
-        return pb.FilteredEntry.FromString(data)
+        entry = pb.FilteredEntry.FromString(data)
     except DecodeError:
-        return pb.FilteredEntry(delivery_id=unit_id, reason=pb.FILTER_REASON_DAMAGED)
+        entry = pb.FilteredEntry(delivery_id=unit_id, reason=pb.FILTER_REASON_DAMAGED)
+    if is_group and not unit_id.startswith(_ALONE):
+        entry.run_id, entry.group_id = run_and_group(unit_id)
+    return entry
 
 
 def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]:
@@ -767,6 +779,9 @@ def _check(consumer: pb.Consumer) -> None:
     groups, rules = consumer.groups, consumer.filter
     if consumer.HasField("groups") and consumer.unit != pb.DELIVERY_UNIT_GROUP:
         raise InvalidFieldError("consumer.groups", "is only for consumers of groups; leave it out")
+    if groups.whole and groups.HasField("min_samples"):
+        problem = "is given beside min_samples; give one of them"
+        raise InvalidFieldError("consumer.groups.whole", problem)
     least_one: tuple[tuple[str, pb.Consumer | pb.GroupPolicy | pb.DeliveryFilter, str], ...] = (
         ("lease_ms", consumer, "lease_ms"),
         *((f"groups.{name}", groups, name) for name in ("deadline_ms", "min_samples", "samples")),
@@ -790,31 +805,3 @@ def _check(consumer: pb.Consumer) -> None:
         if 0 in getattr(rules, name):
             problem = f"holds UNSPECIFIED; name the {named}"
             raise InvalidFieldError(f"consumer.filter.{name}", problem)
-
-
-# Retention: when a stored session is removed, some time after every consumer has settled it.
-
-REMEMBERED_MS = 30 * 24 * 3600 * 1000
-"""How long ids of removed sessions are kept, milliseconds. A gateway may resend until then."""
-_NEAR_FULL = 0.9
-"""Fraction of the room above which settled sessions are removed at once, oldest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long settled sessions are kept, and how many bytes may be stored."""
-
-    settled_ms: int
-    """How long settled sessions are kept for a backward `Seek`, milliseconds."""
-    max_bytes: int
-    """Stored bytes at which new sessions are rejected."""
-
-    def settled_before(self, stored_bytes: int, now_ms: int) -> int:
-        """Returns the time before which a unit must have been settled to be removed now.
-
-        Args:
-            stored_bytes: Bytes in use.
-            now_ms: The current time.
-        """
-        full = stored_bytes > _NEAR_FULL * self.max_bytes
-        return now_ms if full else now_ms - self.settled_ms

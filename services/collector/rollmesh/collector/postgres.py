@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
-from rollmesh.collector.log import Arrival, Loaded, Page, Retention, Unit, split
+from rollmesh.collector.log import Arrival, Loaded, Page, Unit, split
+from rollmesh.collector.retention import Retention
 from rollmesh.collector.store import (
     LAST_SEQ,
     SCHEMA as TABLES,

@@ -51,9 +51,10 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
 
 def wants_score(record: session_pb2.SessionRecord) -> bool:
-    """Returns whether to score a session: it has no reward, and none was announced."""
+    """Returns whether to score a session: it may have a reward, has none, and waits for none."""
     rewarded = record.HasField("reward") or record.HasField("reward_timeout_ms")
-    return not rewarded and not record.abandoned
+    is_lost = record.outcome == session_pb2.SESSION_OUTCOME_LOST or record.abandoned
+    return not rewarded and not is_lost
 
 
 class Scoring:

@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 
-from rollmesh.collector.log import Arrival, Retention, damaged, split
+from rollmesh.collector.log import Arrival, damaged, split
+from rollmesh.collector.retention import Retention
 from rollmesh.collector.store import (
     RETRY_MS,
     SCHEMA as TABLES,

@@ -30,11 +30,11 @@ from rollmesh.collector.log import (
     Loaded,
     Member,
     Page,
-    Retention,
     Settlement,
     Unit,
     own_log,
 )
+from rollmesh.collector.retention import REMEMBERED_MS, Retention
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.database import Row, Statements
 from rollmesh.runtime.errors import (
@@ -331,16 +331,18 @@ def _form_units(
     `GROUP_LOG`.
     """
     keys = tx.db.listed([group.key for group in groups])
-    head = "head" if consumer.groups.HasField("samples") else "NULL"
+    policy = consumer.groups
+    judges = policy.whole or policy.HasField("samples") or policy.HasField("min_samples")
     rows = tx.db.rows(
-        f"SELECT group_key, session_id, sample_index, {head} FROM sessions"
+        f"SELECT group_key, session_id, sample_index, {'head' if judges else 'NULL'} FROM sessions"
         f" WHERE group_key {tx.db.within(1)} AND ready = 1 ORDER BY n",
         keys,
     )
     members: dict[str, list[Member]] = {group.key: [] for group in groups}
-    for key, session_id, index, data in rows:
-        is_usable = data is None or _is_usable(consumer.filter, session_id, data)
-        members[key].append(Member(session_id, index, is_usable))
+    heads = _heads_of_rivals(tx, rows)
+    for key, session_id, index, head in rows:
+        member = _member(consumer, session_id, index, head or heads.get(session_id))
+        members[key].append(member)
     positions: dict[str, tuple[int, int]] = {}
     if name != GROUP_LOG:
         rows = tx.db.rows(
@@ -382,11 +384,30 @@ def _form_units(
     return entries
 
 
-def _is_usable(rules: pb.DeliveryFilter, session_id: str, data: bytes) -> bool:
+def _heads_of_rivals(tx: Transaction, rows: Sequence[Row]) -> dict[str, bytes]:
+    """Returns the heads of sessions that share a seat, for rows of key, id, seat and head."""
+    seats = Counter((key, index) for key, _, index, _ in rows)
+    rivals = [one for key, one, index, head in rows if head is None and seats[key, index] > 1]
+    if not rivals:
+        return {}
+    found = tx.db.rows(
+        f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
+        tx.db.listed(rivals),
+    )
+    return dict(found)
+
+
+def _member(consumer: pb.Consumer, session_id: str, index: int, data: bytes | None) -> Member:
+    """Returns a member of a group. Without its head it is taken for a usable sample."""
+    if data is None:
+        return Member(session_id, index)
     try:
-        return log.usable(rules, log.read_head(session_id, data))
+        head = log.read_head(session_id, data)
     except SessionDamagedError:
-        return False
+        return Member(session_id, index, usable=False)
+    is_usable = not consumer.groups.HasField("samples") or log.usable(consumer.filter, head)
+    is_lost = head.outcome == session_pb2.SESSION_OUTCOME_LOST
+    return Member(session_id, index, is_usable, is_lost)
 
 
 def _fill(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
@@ -525,7 +546,7 @@ def _list_once(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry])
         tx.db.listed({entry.delivery_id for entry in entries}),
         owner,
     )
-    listed = [log.read_entry(unit_id, data) for unit_id, data in rows]
+    listed = [log.read_entry(unit_id, data, is_group=False) for unit_id, data in rows]
     known = {(one.delivery_id, one.reason, one.session_id) for one in listed}
     _list_filtered(
         tx,
@@ -1302,7 +1323,7 @@ WHERE NOT EXISTS (SELECT 1 FROM sessions w WHERE w.group_key = k.group_key AND w
 def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     """Removes groups except their ids, and returns the number of sessions removed."""
     db = tx.db
-    db.run("DELETE FROM removed WHERE removed_ms < ?1", now_ms - log.REMEMBERED_MS)
+    db.run("DELETE FROM removed WHERE removed_ms < ?1", now_ms - REMEMBERED_MS)
     if not keys:
         return 0
     rows = db.rows(
@@ -1358,13 +1379,15 @@ def filtered(
     """
     after = _read_token(page_token)
     owners = (own_log(consumer), _known(tx, consumer).log)
+    is_group = owners[1] != SESSION_LOG
     sql = (
         "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?1, ?2) AND n > ?3"
         " ORDER BY n LIMIT ?4"
     )
     rows = tx.db.rows(sql, *owners, after, page_size)
     token = str(rows[-1][0]) if len(rows) == page_size else ""
-    return [log.read_entry(unit_id, entry) for _, unit_id, entry in rows], token
+    entries = [log.read_entry(unit_id, entry, is_group=is_group) for _, unit_id, entry in rows]
+    return entries, token
 
 
 def list_groups(

@@ -819,7 +819,7 @@ async def close_idle(registry: Registry, idle_ms: int) -> None:
 
 
 async def end_session(registry: Registry, session_id: str, closed_by: str) -> list[str]:
-    """Closes a session as aborted, or sets it aside if it cannot be closed.
+    """Closes a session as aborted, an idle one as lost, or sets it aside if it cannot be closed.
 
     Returns:
         The ids of its trajectories. A repeat with the same `closed_by` returns them again.
@@ -827,9 +827,12 @@ async def end_session(registry: Registry, session_id: str, closed_by: str) -> li
     Raises:
         RepeatConflictError: It was closed otherwise.
     """
+    is_idle = closed_by == "idle"  # nobody closed it: its runner is lost, or has lost the gateway
     request = gateway_pb2.CloseSessionRequest(
         session_id=session_id,
-        outcome=session_pb2.SESSION_OUTCOME_ABORTED,
+        outcome=(
+            session_pb2.SESSION_OUTCOME_LOST if is_idle else session_pb2.SESSION_OUTCOME_ABORTED
+        ),
         metadata={"closed_by": closed_by},
     )
     try:

@@ -227,8 +227,11 @@ def apply_rewards(record: session_pb2.SessionRecord, rewards: session_pb2.Sessio
         rewards: The rewards to set.
 
     Raises:
-        InvalidFieldError: See `check_rewards`.
+        InvalidFieldError: See `check_rewards`. Or the session is LOST.
     """
+    if record.outcome == session_pb2.SESSION_OUTCOME_LOST and rewards.ByteSize():
+        said = "are given to a LOST session, which says nothing about the policy; leave them out"
+        raise InvalidFieldError("rewards", said)
     trajectories = {one.trajectory_id: one for one in record.trajectories}
     runs: list[trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode] = [
         run for one in record.trajectories for run in one.segments if run.sampled

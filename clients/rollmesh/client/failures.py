@@ -1,0 +1,67 @@
+"""Tells failures of the infrastructure from failures of an agent.
+
+An agent that failed is a result of its policy: its session is FAILED. A session whose engine,
+gateway, sandbox or tool was away says nothing about the policy: it is LOST, has no reward, and its
+seat may be refilled.
+"""
+
+import traceback
+from collections.abc import Iterator
+
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.telemetry.logs import without_keys
+
+_NAMES = {
+    "APIConnectionError",  # openai, anthropic
+    "ClientConnectionError",  # aiohttp
+    "ConnectionError",  # Python, requests
+    "TransportError",  # httpx
+}
+_BUSY = 429
+_FIRST_OF_SERVERS = 500
+_MOST_CAUSES = 16
+_MOST_CHARS = 4000
+
+
+class InfrastructureError(Exception):
+    """The infrastructure of an agent has failed. Runners raise it, or a class of it."""
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Returns whether an error, or one that it was raised from, is of the infrastructure.
+
+    These are `InfrastructureError`, errors of the mesh but an `InvalidFieldError`, lost connections
+    of Python, `httpx`, `requests`, `aiohttp` and the model SDKs, and HTTP answers with a status of
+    429 or from 500 on.
+    """
+    return any(map(_is_one, _causes(error)))
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the class and message of an error, up to 4,000 characters without session keys."""
+    return without_keys("".join(traceback.format_exception_only(error)).strip()[:_MOST_CHARS])
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            return
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        else:
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_one(error: BaseException) -> bool:
+    if isinstance(error, InfrastructureError):
+        return True
+    if isinstance(error, RollmeshError):
+        return not isinstance(error, InvalidFieldError)
+    if not _NAMES.isdisjoint(base.__name__ for base in type(error).__mro__):
+        return True
+    statuses = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    return any(
+        isinstance(status, int) and (status == _BUSY or status >= _FIRST_OF_SERVERS)
+        for status in statuses
+    )
