@@ -42,7 +42,7 @@ from rollmesh.client import (
 )
 from rollmesh.v1 import collector_pb2
 
-_GROUPS = 200
+_GROUPS = 50
 _SIZE, _LEAST = 8, 4
 _FAILURES = 0.05
 _TURNS, _LAST_OF_LOST = 4, 2
@@ -60,21 +60,22 @@ class Agents:
     def __init__(self, seed: int) -> None:
         """Takes the seed of the losses."""
         self._dice = random.Random(seed)
+        self._openai = AsyncOpenAI(base_url="http://sessions.have.their.own", api_key="-")
 
     async def __call__(self, prompt: str, session: Session) -> float:
         """Runs one attempt. Raises InfrastructureError in 5 % of them."""
         turns = _LAST_OF_LOST if self._dice.random() < _FAILURES else _TURNS
         messages = [{"role": "user", "content": prompt}]
-        async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
-            for _ in range(turns):
-                answer = await openai.chat.completions.create(
-                    model="policy",
-                    messages=messages,  # type: ignore[arg-type]
-                    max_tokens=8,
-                )
-                said = answer.choices[0].message.content or ""
-                messages += [{"role": "assistant", "content": said}]
-                messages += [{"role": "user", "content": "go on"}]
+        openai = self._openai.with_options(base_url=session.base_url, api_key=session.api_key)
+        for _ in range(turns):
+            answer = await openai.chat.completions.create(
+                model="policy",
+                messages=messages,  # type: ignore[arg-type]
+                max_tokens=8,
+            )
+            said = answer.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}]
+            messages += [{"role": "user", "content": "go on"}]
         if turns < _TURNS:
             raise InfrastructureError("the sandbox is gone")
         return float(len(session.session_id))

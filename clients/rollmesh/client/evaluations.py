@@ -329,7 +329,7 @@ class _Run:
         if outcome.outcome == "ABORTED":
             self.unseen = True
             self._keep(outcome, 0.0, error="time limit")
-        elif outcome.outcome == "FAILED":
+        elif outcome.outcome in {"FAILED", "LOST"}:
             self._keep(outcome, None, error=outcome.error)
 
     def _keep(self, outcome: SampleOutcome, reward: float | None, **values: Any) -> None:
