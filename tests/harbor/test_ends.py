@@ -139,7 +139,7 @@ async def test_a_group_in_which_no_attempt_calls_the_model_ends(
     assert {
         (one.group_id, one.outcome, one.turns, one.reward, one.metadata["harbor_error"])
         for one in sessions
-    } == {(sessions[0].group_id, "FAILED", 0, None, "SandboxError")}
+    } == {(sessions[0].group_id, "LOST", 0, None, "SandboxError")}
 
 
 async def test_a_connector_that_starts_ends_what_ended_while_none_ran(
@@ -168,7 +168,7 @@ async def test_a_connector_that_starts_ends_what_ended_while_none_ran(
             sessions += await trained(client, 1)
             await until(lambda: opened(mesh) == 0)
     found = [(one.metadata["harbor_job"], one.outcome, one.turns) for one in sessions]
-    assert sorted(found[:3]) == [(job, "ABORTED", 0), (job, "FAILED", 0), (job, "FAILED", 0)]
+    assert sorted(found[:3]) == [(job, "ABORTED", 0), (job, "LOST", 0), (job, "LOST", 0)]
     assert found[3:] == [(last, "COMPLETED", 3)]
 
 
@@ -190,7 +190,7 @@ async def test_a_connector_that_is_killed_while_it_ends_rollouts_leaves_the_rest
     assert Counter(one.metadata["harbor_rollout"] for one in sessions) == Counter(
         one["id"] for one in rollouts
     )
-    assert {(one.outcome, one.turns) for one in sessions} == {("FAILED", 0)}
+    assert {(one.outcome, one.turns) for one in sessions} == {("LOST", 0)}
     assert len({(one.group_id, one.sample_index) for one in sessions}) == 48
 
 
