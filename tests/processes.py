@@ -110,7 +110,7 @@ async def run_to_end(
         AssertionError: It failed.
         TimeoutError: It took too long. It is killed.
     """
-    code, output, errors = await _run(*command, cwd=cwd, env=env, limit_s=limit_s)
+    code, output, errors = await run_to_its_code(*command, cwd=cwd, env=env, limit_s=limit_s)
     assert code == 0, f"{command} failed:\n{output}\n{errors}"
     return output, errors
 
@@ -118,13 +118,14 @@ async def run_to_end(
 async def run_refused(service: str, **flags: object) -> tuple[int, str]:
     """Runs a service that does not start. Returns its exit code and what it wrote to stderr."""
     command = (sys.executable, "-m", f"rollmesh.{service}", *_as_arguments(flags))
-    code, _, errors = await _run(*command, cwd=None, env=None, limit_s=_START_S)
+    code, _, errors = await run_to_its_code(*command, cwd=None, env=None, limit_s=_START_S)
     return code, errors
 
 
-async def _run(
+async def run_to_its_code(
     *command: str | Path, cwd: Path | None, env: dict[str, str] | None, limit_s: float
 ) -> tuple[int, str, str]:
+    """Runs a program and its children. Returns its code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *command, cwd=cwd, env=env, start_new_session=True,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -300,9 +300,9 @@ ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/harbor.md python 2": harbor_of_verl,
     "docs/harbor.md python 3": harbor_trials,
     "docs/operations.md python 1": scorer,
-    "docs/trainers.md python 3": verl_runner,
-    "docs/trainers.md python 5": trl_trainer,
-    "docs/trainers.md python 6": nccl,
+    "docs/trainers.md python 3": trl_trainer,
+    "docs/trainers.md python 4": nccl,
+    "docs/verl.md python 1": verl_runner,
 }
 
 

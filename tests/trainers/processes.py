@@ -12,7 +12,8 @@ from tests.ray_on_busy_machines import PATIENT
 ENVIRONMENT = ROOT / ".venv-trainers"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
-_SOURCES = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
+_FOLDERS = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
+SOURCES = os.pathsep.join(str(ROOT / folder) for folder in _FOLDERS)
 _SCRIPT_S = 500.0
 
 
@@ -32,7 +33,7 @@ async def run_with(python: str | Path, script: str, folder: Path, /, **arguments
     settings = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
-        "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in _SOURCES),
+        "PYTHONPATH": SOURCES,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         **PATIENT,

@@ -10,7 +10,7 @@ from tests.docs.pages import blocks
 from tests.trainers.processes import run_script
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
-SNIPPET = "docs/trainers.md python 4"
+SNIPPET = "docs/verl.md python 2"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -74,7 +74,7 @@ async def test_a_column_that_would_be_overwritten_is_refused(ran: Any) -> None:
 
 async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> None:
     refusals = ran["refusals"]
-    assert refusals["settings"] == "rollmesh: 'runners'; see docs/trainers.md"
+    assert refusals["settings"] == "rollmesh: 'runners'; see docs/verl.md"
     assert "'speed'" in refusals["unknown"]
     assert refusals["sampling_policy"] == (
         "sampling_policy: 'agent' is invalid; give one of enforce, refuse"

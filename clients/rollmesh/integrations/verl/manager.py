@@ -13,6 +13,7 @@ to the TransferQueue, from which verl's replay buffer reads them.
 import asyncio
 import concurrent.futures
 import importlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -45,7 +46,13 @@ from rollmesh.integrations.verl.queue import (
     prompt_uid,
     queue_rows,
 )
-from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
+from rollmesh.integrations.verl.settings import sampling_of, served
+from rollmesh.runtime.errors import (
+    CheckpointUnknownError,
+    ConsumerUnknownError,
+    InvalidFieldError,
+    ShuttingDownError,
+)
 
 # The `rollmesh` part of verl's configuration.
 
@@ -130,7 +137,7 @@ class Settings:
                 **found,
             )
         except (KeyError, TypeError) as error:
-            raise InvalidFieldError("rollmesh", f"{error}; see docs/trainers.md") from error
+            raise InvalidFieldError("rollmesh", f"{error}; see docs/verl.md") from error
 
 
 # Rolls out verl's prompts as groups of sessions and writes the rows to the TransferQueue.
@@ -142,6 +149,8 @@ RewardLoopScore: TypeAlias = Callable[
 
 _MAX_PROMPTS = 65_536
 _SUBMIT_S = 60.0
+_STATE_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +180,26 @@ class PromptRollouts:
     """Rolls out submitted prompts. `submit` and `stop` may be called from any thread."""
 
     def __init__(
-        self, settings: Settings, temperature: float, score: RewardLoopScore | None = None
+        self,
+        settings: Settings,
+        temperature: float,
+        rollout: Mapping[str, Any],
+        score: RewardLoopScore | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes the settings, and verl's reward loop if the trainer has one.
 
         Args:
             settings: The settings.
             temperature: By which verl divides the logits of samples that it trains on.
+            rollout: Arguments of the rollout that verl's own settings mean.
             score: The reward loop.
+            state: The consumer's state in the checkpoint that verl resumes from.
         """
         self._settings = settings
+        self._state = state
+        self._client: Client | None = None
+        self._rollout = rollout
         self._temperature = temperature
         self._score = score
         path = settings.image_model_path
@@ -228,10 +247,13 @@ class PromptRollouts:
         try:
             async with Client(self._settings.addresses) as client:
                 await client.check_temperature(self._temperature, self._settings.model)
+                await self._restore(client)
+                self._client = client
                 async with rollout_groups(
                     client,
                     self._groups(),
                     **self._settings.rollout,
+                    **self._rollout,
                     on_session=self._write,
                     consumer=self._settings.consumer,
                     progress=False,
@@ -248,6 +270,28 @@ class PromptRollouts:
             self._ended = self._ended or ShuttingDownError("the rollouts have ended")
             for uid, prompt in list(self._prompts.items()):
                 await self._end(uid, prompt.n)
+
+    def state_dict(self, keep: int) -> dict[str, Any]:
+        """Returns the state of the consumer, as `Client.state_dict` does.
+
+        Raises:
+            RollmeshError: The collector refuses, or the rollouts have ended.
+        """
+        if self._client is None or self._loop is None or self._ended is not None:
+            raise self._ended or ShuttingDownError("the rollouts have not begun")
+        saving = self._client.state_dict(self._settings.consumer, keep=keep)
+        return asyncio.run_coroutine_threadsafe(saving, self._loop).result(_STATE_S)
+
+    async def _restore(self, client: Client) -> None:
+        """Moves the consumer back to the checkpoint. verl rolls later prompts out again."""
+        if self._state is None:
+            return
+        try:
+            again = await client.load_state_dict(self._state)
+        except (ConsumerUnknownError, CheckpointUnknownError) as error:
+            _log.warning("the mesh does not know verl's checkpoint, resuming without it: %s", error)
+        else:
+            _log.warning("resumed: %d sessions after the checkpoint are rolled out again", again)
 
     async def _groups(self) -> AsyncIterator[Group]:
         while True:
@@ -317,15 +361,18 @@ class AgentLoopManager:
         """Takes verl's configuration and its reward workers; verl's inference servers are not used.
 
         Raises:
-            InvalidFieldError: `config.rollmesh` is incomplete or invalid.
+            InvalidFieldError: `config.rollmesh` is incomplete or invalid, or one of verl's own
+                settings cannot be served.
         """
         self._config = config
+        rollout = served(config)
         settings = Settings.from_config(config.get("rollmesh"))
         self._runners = {name: load_runner(name, path) for name, path in settings.runners.items()}
         workers = reward_loop_worker_handles
         score = _reward_loop(workers) if workers else None
         temperature = float(config.actor_rollout_ref.rollout.temperature)
-        self._rollouts = PromptRollouts(settings, temperature, score)
+        state = _verl("checkpoints").resumed_state(config)
+        self._rollouts = PromptRollouts(settings, temperature, rollout, score, state)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
 
@@ -361,6 +408,14 @@ class AgentLoopManager:
         for prompt in rows:
             self._rollouts.submit(prompt)
 
+    def state_dict(self, *, keep: int) -> dict[str, Any]:
+        """Returns the consumer's state for a checkpoint, and releases all but `keep` of them.
+
+        Raises:
+            RollmeshError: The collector refuses, or the rollouts have ended.
+        """
+        return self._rollouts.state_dict(keep)
+
     def close(self) -> None:
         """Stops the rollouts. Unfinished prompts become failures."""
         self._rollouts.stop()
@@ -394,20 +449,6 @@ class AgentLoopManager:
             sampling_of(config, validate=validate, greedy=greedy),
             "val" if validate else "train",
         )
-
-
-def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
-    """Returns the sampling parameters of a session, as in verl's own agent loops."""
-    source = config.val_kwargs if validate else config
-    sampling = {
-        "temperature": 0.0 if greedy else float(source.temperature),
-        "top_p": 1.0 if greedy else float(source.top_p),
-        "top_k": 0 if greedy else max(int(source.top_k), 0),  # verl's -1 is our 0: off
-        "repetition_penalty": 1.0,
-    }
-    if config.get("response_length"):
-        sampling["max_tokens"] = int(config.response_length)
-    return sampling
 
 
 def _reward_loop(workers: Any) -> RewardLoopScore:

@@ -1,7 +1,7 @@
 """Writes sessions to a TransferQueue with the columns, keys and tags of verl's trainer.
 
 Keys are `{uid}_{session}_{index}` for trajectories and `{uid}` for prompts. The columns are listed
-in docs/trainers.md.
+in docs/verl.md.
 """
 
 from collections.abc import Mapping, Sequence
