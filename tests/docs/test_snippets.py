@@ -124,6 +124,37 @@ async def checkpoint(block: Block, mesh: Mesh) -> None:
         assert await client.load_state_dict(names["state"]) == 0
 
 
+async def saved_checkpoint(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            session.reward = await agent("a", session)
+        options = SubscribeOptions(filter=collector_pb2.DeliveryFilter(ungrouped=True))
+        async with client.subscribe("trainer", options=options) as groups:
+            deliveries = [await anext(groups)]
+            names = {"client": client, "groups": groups, "deliveries": deliveries}
+            await run(block, {**names, "model": Model(), "step": 1})
+
+
+async def resumed(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        await client.push_weights(Model().state_dict(), 1)
+        async with client.subscribe("trainer"):
+            state = await client.state_dict("trainer")
+        await client.push_weights(Model().state_dict(), 9)
+        saved = {"model": Model().state_dict(), "step": 1, "mesh": state}
+    async with mesh.client() as client:
+        names: dict[str, Any] = {"client": client, "saved": saved}
+        await run(block, names)
+        assert names["again"] == 0
+        assert await client.policy_version() == 1
+
+
+async def everything(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        names = {"SubscribeOptions": SubscribeOptions, "collector_pb2": collector_pb2}
+        await run(block, {**names, "client": client})
+
+
 async def runners(block: Block, mesh: Mesh) -> None:
     register_runner("coder", agent)
     async with mesh.client() as client:
@@ -290,6 +321,9 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/delivery.md python 2": checkpoint,
     "docs/evaluation.md python 1": evaluation,
     "docs/getting-started.md python 1": first_session,
+    "docs/resume.md python 1": saved_checkpoint,
+    "docs/resume.md python 2": resumed,
+    "docs/resume.md python 3": everything,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,
     "docs/trainers.md python 2": teacher,

@@ -45,7 +45,7 @@ from rollmesh.client.sessions import (
 )
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
-from rollmesh.v1.sampling_pb2 import AdapterChoice
+from rollmesh.v1.sampling_pb2 import AdapterChoice, PolicyRun
 
 __all__ = [
     "AdapterChoice",
@@ -63,6 +63,7 @@ __all__ = [
     "GroupOutcome",
     "InfrastructureError",
     "MeshAddresses",
+    "PolicyRun",
     "PolicyVersionChangedError",
     "Retries",
     "RewardFunction",

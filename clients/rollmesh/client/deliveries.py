@@ -5,14 +5,15 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, Protocol, Self
 
 import grpc
 
 from rollmesh.client.arguments import Purpose, chosen, filled, purpose_of
-from rollmesh.client.connections import CALL_S, Connections
+from rollmesh.client.connections import CALL_S
+from rollmesh.client.runs import RunCalls
 from rollmesh.client.sessions import Delivery, Rewards, SessionResult
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime.backoff import Backoff
@@ -23,13 +24,15 @@ from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
     RollmeshError,
+    RunAbandonedError,
     SessionUnknownError,
     ShuttingDownError,
 )
 from rollmesh.runtime.rpc.channels import read_stream, stub_of, typed_errors
+from rollmesh.runtime.runs import number_of
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2, session_pb2
 
 _log = logging.getLogger(__name__)
 _CALL_S = 60.0
@@ -71,6 +74,8 @@ class SubscribeOptions:
     """The filter. None: everything passes."""
     policy_version: int | None = None
     """The version being trained. Update it with `Subscription.report_version`."""
+    run: sampling_pb2.PolicyRun | None = None
+    """The trainer's run. None: the only run that the client has opened, or the first."""
     teacher: str = ""
     """Name of a model of the mesh that scores every trajectory before its delivery. It must have
     the tokenizer of the policy. Empty: none."""
@@ -122,7 +127,8 @@ class Subscription(Background):
         self._collectors = collectors
         options = options or SubscribeOptions()
         _check_credits("credits", credits, least=0)
-        self._hello = filled(collector_pb2.SubscribeHello, consumer=consumer)
+        self._run = run = options.run or sampling_pb2.PolicyRun()
+        self._hello = filled(collector_pb2.SubscribeHello, consumer=consumer, run=run.number)
         settings = filled(
             collector_pb2.Consumer,
             name=consumer,
@@ -130,7 +136,8 @@ class Subscription(Background):
             lease_ms=lease_ms,
             groups=options.groups or collector_pb2.GroupPolicy(),
             filter=options.filter or collector_pb2.DeliveryFilter(),
-            policy_version=options.policy_version,
+            policy_run=run,
+            policy_version=self._number(options.policy_version),
             teacher=filled(collector_pb2.Teacher, model=options.teacher, top_k=options.top_k),
         )
         self._create = filled(
@@ -280,9 +287,14 @@ class Subscription(Background):
         Raises:
             InvalidFieldError: It is not a version.
         """
-        message = filled(collector_pb2.ReportPolicyVersion, policy_version=policy_version)
-        self._create.consumer.policy_version = policy_version  # for the next stream
+        number = self._number(policy_version)
+        message = filled(collector_pb2.ReportPolicyVersion, policy_version=number)
+        self._create.consumer.policy_version = message.policy_version  # for the next stream
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
+
+    def _number(self, version: Any) -> Any:
+        """Returns the policy version of a version within the run, if it is one."""
+        return number_of(self._run.number, version) if isinstance(version, int) else version
 
     def _send_acknowledgements(self, ids: list[str]) -> None:
         for at in range(0, len(ids), _MAX_ACKNOWLEDGED):
@@ -300,7 +312,7 @@ class Subscription(Background):
                 try:
                     async with self._collectors.one() as channel:
                         await self._hold_stream(channel)
-                except InvalidFieldError as error:
+                except (InvalidFieldError, RunAbandonedError) as error:
                     self._refuse(error)
                     return
                 except (ConsumerMovedError, ConsumerUnknownError) as error:
@@ -414,7 +426,7 @@ def _check_credits(field: str, count: object, *, least: int) -> None:
 # The client's calls about closed sessions and the consumers that receive them.
 
 
-class DeliveryCalls(Connections):
+class DeliveryCalls(RunCalls):
     """Subscribes to the collector, and reads and scores its sessions."""
 
     def subscribe(
@@ -434,15 +446,19 @@ class DeliveryCalls(Connections):
             credits: Maximum number of deliveries that wait in this process. 0: deliveries come only
                 when `Subscription.grant` asks for them.
             lease_ms: Time to acknowledge a delivery, milliseconds.
-            options: Start position, group policy and filter.
+            options: Start position, group policy, filter and run.
+
+        Raises:
+            InvalidFieldError: An argument is invalid.
         """
+        options = options or SubscribeOptions()
         return Subscription(
             CollectorDirectory(self.addresses.router, self.addresses.collector, self._identity),
             consumer=consumer,
             unit=unit,
             credits=credits,
             lease_ms=lease_ms,
-            options=options,
+            options=replace(options, run=self._only_run(options.run)),
         )
 
     async def set_rewards(

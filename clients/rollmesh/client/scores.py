@@ -12,6 +12,7 @@ from rollmesh.client.arguments import filled
 from rollmesh.client.connections import Connections
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.runs import version_of
 from rollmesh.v1 import engine_pb2, trajectory_pb2
 
 _MOST_ID = 2**31 - 1
@@ -226,4 +227,6 @@ def read_scores(
     logprobs[start:] = own
     top_ids[start:] = ids.view(np.int32).reshape(count, width)  # the id that fills a row is -1
     top_logprobs[start:] = of_ids.reshape(count, width)
-    return Scores(logprobs, top_ids, top_logprobs, start, found.policy_version, engine_id)
+    return Scores(
+        logprobs, top_ids, top_logprobs, start, version_of(found.policy_version), engine_id
+    )

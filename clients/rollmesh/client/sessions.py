@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,8 @@ from rollmesh.client.arguments import (
     purpose_of,
     read_sampling,
 )
-from rollmesh.client.connections import Connections
 from rollmesh.client.failures import is_infrastructure
+from rollmesh.client.runs import RunCalls
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
 from rollmesh.client.transcripts import Transcript
@@ -42,6 +42,7 @@ from rollmesh.runtime.errors import (
     SessionClosedError,
     SessionKeyWrongError,
 )
+from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import (
     collector_pb2,
     engine_pb2,
@@ -202,7 +203,7 @@ _LEAVE_S = 10.0
 _SIDECAR_S = 10.0
 
 
-class SessionCalls(Connections):
+class SessionCalls(RunCalls):
     """Opens, reads and closes sessions at the gateway."""
 
     @asynccontextmanager
@@ -338,6 +339,9 @@ class SessionCalls(Connections):
         is_repeat = bool(request.request_id)
         if not is_repeat:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
+        for one in request.adapters:
+            if one.version:
+                one.version = self._number(one.version, request.model, one.name)
         sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
         opened = await self._opened(request, is_repeat=is_repeat)
         base_url = f"{sidecar}/sessions/{opened.session_key}/v1"
@@ -518,10 +522,19 @@ def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
         InvalidFieldError: The arrays differ in length.
     """
     token_ids, logprobs, mask = unpack_tokens(proto.tokens, "tokens")
-    versions = np.full(len(token_ids), -1, np.int64)
+    return TokenColumns(token_ids, logprobs, mask, _of_spans(proto, len(token_ids), version_of))
+
+
+def _of_spans(
+    proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+    count: int,
+    part: Callable[[int], int],
+) -> NDArray[np.int64]:
+    """Returns a part of each token's policy version. -1 for tokens that were not sampled."""
+    values = np.full(count, -1, np.int64)
     for span in proto.version_spans:
-        versions[span.start : span.end] = span.policy_version
-    return TokenColumns(token_ids, logprobs, mask, versions)
+        values[span.start : span.end] = part(span.policy_version)
+    return values
 
 
 def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
@@ -565,7 +578,10 @@ class TrajectoryTree:
     loss_mask: Mask
     """bool [N]: true if the token is trained."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token. -1 for tokens that were not sampled."""
+    """int64 [N]: version, within its run, that sampled the token. -1 for tokens that were not
+    sampled."""
+    policy_runs: NDArray[np.int64]
+    """int64 [N]: the trainer's run that sampled the token. -1 for tokens not sampled."""
     position_ids: NDArray[np.int64]
     """int64 [N]: number of tokens before it on its path."""
     node_index: NDArray[np.int64]
@@ -613,6 +629,7 @@ class TrajectoryTree:
         offsets = ends[:-1] - bounds[1:]
         return cls(
             *arrays,
+            policy_runs=_of_spans(proto, len(arrays.token_ids), run_of),
             position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
             node_index=np.repeat(np.arange(len(parents)), sizes),
             parents=parents,
@@ -694,7 +711,8 @@ class Trajectory:
     loss_mask: Mask
     """bool [N]: true if the token is trained in this trajectory."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token. -1 for tokens that were not sampled."""
+    """int64 [N]: version, within its run, that sampled the token. -1 for tokens that were not
+    sampled."""
     prompt_tokens: int
     """Number of ids before the first sampled one."""
     turns: int
@@ -727,6 +745,11 @@ class Trajectory:
     def version_spans(self) -> tuple[sampling_pb2.VersionSpan, ...]:
         """Which engine sampled which tokens, with which policy version and numerics."""
         return tuple(self.path.version_spans)
+
+    @property
+    def policy_runs(self) -> NDArray[np.int64]:
+        """int64 [N]: the trainer's run that sampled the token. -1 for tokens not sampled."""
+        return _of_spans(self.path, len(self.token_ids), run_of)
 
     @classmethod
     def from_proto(cls, proto: trajectory_pb2.Trajectory) -> "Trajectory":

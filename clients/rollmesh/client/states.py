@@ -8,21 +8,28 @@ from typing import Any
 import numpy as np
 
 from rollmesh.client.arguments import filled
-from rollmesh.client.connections import Connections
+from rollmesh.client.runs import RunCalls, run_of_state, state_of_run
 from rollmesh.client.sessions import Delivery
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.runtime.runs import version_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2
+from rollmesh.v1.sampling_pb2 import PolicyRun
 
 _log = logging.getLogger(__name__)
 _STATE_FORMAT = 1
 
 
-class StateCalls(Connections):
+class StateCalls(RunCalls):
     """Saves, restores and releases the states of consumers. Reports steps."""
 
     async def state_dict(
-        self, consumer: str, *, untrained: Iterable[Delivery] = (), keep: int | None = None
+        self,
+        consumer: str,
+        *,
+        untrained: Iterable[Delivery] = (),
+        keep: int | None = None,
+        run: PolicyRun | None = None,
     ) -> dict[str, Any]:
         """Makes a checkpoint of a consumer, and returns the state that restores it.
 
@@ -34,44 +41,53 @@ class StateCalls(Connections):
             untrained: Deliveries that were acknowledged and are not trained yet.
             keep: Number of the consumer's newest checkpoints to keep, 1 to 64. Older ones are
                 released. None keeps all, at most 64.
+            run: The trainer's run. None: the only run that this client has opened, or the first.
 
         Returns:
             A dictionary for JSON or `torch.save`. Its `policy_version` is the one that the consumer
-            had reported, or None.
+            had reported, or None, and its `policy_run` the run.
 
         Raises:
             ConsumerUnknownError: No consumer has this name.
             TooManyCheckpointsError: There are 64 already.
+            RunAbandonedError: The consumer is of a later run.
             InvalidFieldError: `keep` is invalid.
         """
+        run = self._only_run(run)
         request = filled(
             collector_pb2.CreateCheckpointRequest,
             consumer=consumer,
             checkpoint_id=uuid.uuid4().hex,
             untrained_delivery_ids=[delivery.delivery_id for delivery in untrained],
             keep=keep,
+            run=run.number,
         )
         response: collector_pb2.CreateCheckpointResponse
         response = await self._at_collector(
             lambda stub: stub.CreateCheckpoint, request, ConsumerUnknownError
         )
         made = response.checkpoint
-        version = made.policy_version if made.HasField("policy_version") else None
+        version = version_of(made.policy_version) if made.HasField("policy_version") else None
         return {
             "format": _STATE_FORMAT,
             "consumer": consumer,
             "checkpoint_id": made.checkpoint_id,
             "policy_version": version,
+            "policy_run": state_of_run(run),
         }
 
-    async def load_state_dict(self, state: Mapping[str, Any]) -> int:
+    async def load_state_dict(
+        self, state: Mapping[str, Any], *, run: PolicyRun | None = None
+    ) -> int:
         """Moves a consumer back to the checkpoint of a state. Call it before you subscribe.
 
         Units acknowledged or filtered since then are delivered again, and none from before. Later
-        checkpoints are released.
+        checkpoints are released. After `open_run`, the consumer belongs to the new run, and
+        subscriptions of the trainer before fail with `RunAbandonedError`.
 
         Args:
             state: As returned by `state_dict`.
+            run: The trainer's run. None: the only run that this client has opened, or the first.
 
         Returns:
             The number of units that are delivered again.
@@ -79,11 +95,15 @@ class StateCalls(Connections):
         Raises:
             ConsumerUnknownError: The consumer was deleted.
             CheckpointUnknownError: The checkpoint was released.
+            RunAbandonedError: The consumer is of a later run.
             InvalidFieldError: It is not such a state.
         """
         consumer, checkpoint_id = _read_state(state)
         request = collector_pb2.RestoreCheckpointRequest(
-            consumer=consumer, checkpoint_id=checkpoint_id, request_id=uuid.uuid4().hex
+            consumer=consumer,
+            checkpoint_id=checkpoint_id,
+            request_id=uuid.uuid4().hex,
+            policy_run=self._only_run(run),
         )
         response: collector_pb2.RestoreCheckpointResponse
         response = await self._at_collector(lambda stub: stub.RestoreCheckpoint, request)
@@ -176,4 +196,5 @@ def _read_state(state: Mapping[str, Any]) -> tuple[str, str]:
     for name in ("consumer", "checkpoint_id"):
         if not isinstance(state.get(name), str):
             raise InvalidFieldError(f"state.{name}", "is not a string; give what was saved")
+    run_of_state(state)
     return state["consumer"], state["checkpoint_id"]

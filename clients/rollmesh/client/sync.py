@@ -352,6 +352,8 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     unload_adapter = _waiting(AsyncClient.unload_adapter)
     init_weight_transfer = _waiting(AsyncClient.init_weight_transfer)
     policy_version = _waiting(AsyncClient.policy_version)
+    open_run = _waiting(AsyncClient.open_run)
+    follow_run = _not_waiting(AsyncClient.follow_run)
     check_temperature = _waiting(AsyncClient.check_temperature)
     forget_weights = _waiting(AsyncClient.forget_weights)
     replicas = _waiting(AsyncClient.replicas)

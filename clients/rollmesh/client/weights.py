@@ -15,14 +15,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from rollmesh.client.arguments import chosen, filled
-from rollmesh.client.connections import CALL_S, Connections
+from rollmesh.client.connections import CALL_S
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
+from rollmesh.client.runs import RunCalls
 from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.codec.differences import Bits, Difference, checksum
 from rollmesh.runtime.errors import InvalidFieldError, NoEngineError, WeightsBaseError
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.runs import run_of, start_of, version_of
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
+from rollmesh.v1.sampling_pb2 import PolicyRun
 
 # Encodes tensors as a safetensors file, in chunks.
 #
@@ -279,7 +282,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class WeightCalls(Connections):
+class WeightCalls(RunCalls):
     """Pushes weights through the router."""
 
     @cached_property
@@ -308,7 +311,8 @@ class WeightCalls(Connections):
                 files that every engine can read. Or, after `init_weight_transfer`, a `Transfer`
                 over NCCL or CUDA IPC. An engine that joins after a `Transfer` waits for the next
                 push.
-            policy_version: Must be higher than the last one, which `policy_version` returns.
+            policy_version: Must be higher than the last one of the run, which `policy_version`
+                returns. `open_run` lets versions go back.
             mode: The treatment of running requests. "keep" continues them with the new weights.
             allow_partial: Whether a failed engine is only reported in its result.
             model: Name of the model. May be empty if the mesh has only one.
@@ -323,13 +327,15 @@ class WeightCalls(Connections):
 
         Raises:
             WeightsPushError: An engine did not apply them.
+            StaleVersionError: The version is not above the last one of the run.
+            RunAbandonedError: Another trainer has opened a later run.
         """
         deltas = delta if isinstance(delta, WeightDeltas) else None
         if delta is True:
             deltas = self._deltas.setdefault(model, WeightDeltas())
         header = filled(
             router_pb2.PushWeightsHeader,
-            policy_version=policy_version,
+            policy_version=self._number(policy_version, model),
             pause_mode=chosen("mode", mode, PAUSE_MODES),
             model=model,
             request_id=uuid.uuid4().hex,
@@ -445,9 +451,10 @@ class WeightCalls(Connections):
             WeightsPushError: An engine did not load it.
             SupersededError: Weights of the model are being pushed. Push the adapter after them.
         """
+        number = self._number(version, model, name)
         header = filled(
             engine_pb2.AdapterHeader,
-            adapter=filled(sampling_pb2.AdapterRef, name=name, version=version),
+            adapter=filled(sampling_pb2.AdapterRef, name=name, version=number),
             model=model,
             request_id=uuid.uuid4().hex,
         )
@@ -487,8 +494,9 @@ class WeightCalls(Connections):
         Raises:
             WeightsPushError: An engine did not unload it.
         """
+        number = self._number(version, model, name) if version else 0
         unload = engine_pb2.ControlEnginesRequest.UnloadAdapter(
-            adapter=filled(sampling_pb2.AdapterRef, name=name, version=version)
+            adapter=filled(sampling_pb2.AdapterRef, name=name, version=number)
         )
         request = engine_pb2.ControlEnginesRequest(
             model=model, unload_adapter=unload, request_id=uuid.uuid4().hex
@@ -499,16 +507,20 @@ class WeightCalls(Connections):
         return _checked(list(response.results))
 
     async def policy_version(self, model: str = "", adapter: str = "") -> int:
-        """Returns the highest policy version pushed so far. 0 before the first push.
+        """Returns the highest version pushed in the current run. 0 before the first push.
+
+        Before the first push of a later run it is the one before the version of `open_run`.
 
         Args:
             model: Name of the model. Empty means the only one.
             adapter: Name of one of its adapters. Empty means its weights.
         """
         weights = weights_of(await self.replicas(), model)
-        if not adapter:
-            return weights.last_policy_version
-        return max((one.version for one in weights.adapters if one.name == adapter), default=0)
+        run = next((one for one in weights.runs if one.adapter == adapter), PolicyRun())
+        pushed = [one.version for one in weights.adapters if one.name == adapter]
+        last = max(pushed, default=0) if adapter else weights.last_policy_version
+        before = max(version_of(start_of(run)) - 1, 0)
+        return version_of(last) if run_of(last) == run.number else before
 
     async def check_temperature(self, temperature: float, model: str = "") -> None:
         """Checks that a trainer can compare its log-probabilities with those of the engines.

@@ -148,7 +148,7 @@ def test_sessions_with_other_metadata_are_removed() -> None:
     one.metadata["split"] = "test"
     assert judged(rules, None, [one]).reason == pb.FILTER_REASON_METADATA
     del one.metadata["split"]
-    assert not usable(rules, one)
+    assert not usable(pb.Consumer(filter=rules), one)
 
 
 def test_turn_rewards_are_variance_too() -> None:
@@ -174,7 +174,7 @@ def test_a_session_without_trajectories_is_delivered_as_it_is() -> None:
     assert not judged(
         pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN]), None, [empty]
     ).reason
-    assert not usable(pb.DeliveryFilter(), empty)
+    assert not usable(pb.Consumer(), empty)
 
 
 def test_the_lag_counts_from_the_oldest_token_that_is_trained_here() -> None:
@@ -192,8 +192,8 @@ def test_the_lag_counts_from_the_oldest_token_that_is_trained_here() -> None:
 
 def test_usable_sessions_do_not_depend_on_the_lag() -> None:
     rules = pb.DeliveryFilter(max_policy_lag=0, max_tokens=6)
-    assert usable(rules, sampled_by(0))
-    assert not usable(pb.DeliveryFilter(max_tokens=5), session())
+    assert usable(pb.Consumer(filter=rules), sampled_by(0))
+    assert not usable(pb.Consumer(filter=pb.DeliveryFilter(max_tokens=5)), session())
 
 
 @pytest.mark.parametrize("trajectories", [0, 1], ids=["empty", "with a trajectory"])
@@ -207,7 +207,7 @@ def test_sessions_of_another_model_are_not_delivered_even_without_trajectories(
         rules = pb.DeliveryFilter(model=model)
         verdict = judged(rules, None, [made])
         assert (not verdict.reason) is delivers
-        assert usable(rules, made) is (delivers and bool(trajectories))
+        assert usable(pb.Consumer(filter=rules), made) is (delivers and bool(trajectories))
     assert verdict.reason == pb.FILTER_REASON_MODEL
 
 

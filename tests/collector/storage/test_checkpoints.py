@@ -57,7 +57,8 @@ async def checkpoint(reader: Reader, checkpoint_id: str, *untrained: str, **more
 
 
 async def restore(reader: Reader, checkpoint_id: str) -> int:
-    again = await reader.store.restore_checkpoint(reader.name, checkpoint_id)
+    request = pb.RestoreCheckpointRequest(consumer=reader.name, checkpoint_id=checkpoint_id)
+    again = await reader.store.restore_checkpoint(request)
     await reader.restart()
     return again
 

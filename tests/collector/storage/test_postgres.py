@@ -43,7 +43,8 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
         request = pb.CreateCheckpointRequest(consumer="c", checkpoint_id="1")
         assert (await store.create_checkpoint(request, 0)).units == 0
         assert await reader.take_all() == ["a"]
-        assert await store.restore_checkpoint("c", "1") == 1
+        back = pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="1")
+        assert await store.restore_checkpoint(back) == 1
         assert await store.steps("c", 1) == []
     assert database.sql("SELECT version FROM version") == "5"
     assert database.sql("SELECT to_regclass('groups_overdue') IS NULL") == "f"

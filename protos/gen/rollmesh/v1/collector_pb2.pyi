@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 from rollmesh.v1 import session_pb2 as _session_pb2
 from rollmesh.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -69,6 +70,30 @@ LOG_END_LATEST: LogEnd.ValueType  # 2
 """After the newest: only units that are completed from now on."""
 Global___LogEnd: _TypeAlias = LogEnd  # noqa: Y015
 
+class _StaleRuns:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StaleRunsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StaleRuns.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STALE_RUNS_UNSPECIFIED: _StaleRuns.ValueType  # 0
+    """As DROP."""
+    STALE_RUNS_DROP: _StaleRuns.ValueType  # 1
+    """Such trajectories are removed, with the reason STALE_RUN."""
+    STALE_RUNS_KEEP: _StaleRuns.ValueType  # 2
+    """They are delivered. `max_policy_lag` does not count their abandoned tokens."""
+
+class StaleRuns(_StaleRuns, metaclass=_StaleRunsEnumTypeWrapper):
+    """The treatment of what abandoned runs sampled."""
+
+STALE_RUNS_UNSPECIFIED: StaleRuns.ValueType  # 0
+"""As DROP."""
+STALE_RUNS_DROP: StaleRuns.ValueType  # 1
+"""Such trajectories are removed, with the reason STALE_RUN."""
+STALE_RUNS_KEEP: StaleRuns.ValueType  # 2
+"""They are delivered. `max_policy_lag` does not count their abandoned tokens."""
+Global___StaleRuns: _TypeAlias = StaleRuns  # noqa: Y015
+
 class _FilterReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -117,6 +142,8 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """The consumer's teacher cannot score the trajectory: it is too long for the model, has images, or is a
     tree.
     """
+    FILTER_REASON_STALE_RUN: _FilterReason.ValueType  # 19
+    """An abandoned run of the consumer's policy sampled tokens of the trajectory."""
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -163,6 +190,8 @@ FILTER_REASON_TEACHER: FilterReason.ValueType  # 18
 """The consumer's teacher cannot score the trajectory: it is too long for the model, has images, or is a
 tree.
 """
+FILTER_REASON_STALE_RUN: FilterReason.ValueType  # 19
+"""An abandoned run of the consumer's policy sampled tokens of the trajectory."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 class _GroupState:
@@ -345,6 +374,7 @@ class Consumer(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
+    POLICY_RUN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, 1 to 128 printable characters. It cannot change."""
     unit: Global___DeliveryUnit.ValueType
@@ -375,6 +405,13 @@ class Consumer(_message.Message):
     def teacher(self) -> Global___Teacher:
         """Has another model score every trajectory before its delivery. An empty one ends that."""
 
+    @_builtins.property
+    def policy_run(self) -> _sampling_pb2.PolicyRun:
+        """The run of the trainer, see OpenRun. Streams and checkpoints of earlier runs are refused from then on
+        (RUN_ABANDONED), and `filter.stale_runs` decides about the sessions that earlier runs sampled. A later
+        run takes the place of an earlier one, never the other way round. Default: the first run.
+        """
+
     def __init__(
         self,
         *,
@@ -386,10 +423,11 @@ class Consumer(_message.Message):
         policy_version: _builtins.int | None = ...,
         seen_unix_ms: _builtins.int = ...,
         teacher: Global___Teacher | None = ...,
+        policy_run: _sampling_pb2.PolicyRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "teacher", b"teacher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_run", b"policy_run", "policy_version", b"policy_version", "teacher", b"teacher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "teacher", b"teacher", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_run", b"policy_run", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "teacher", b"teacher", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
@@ -598,6 +636,7 @@ class CreateCheckpointRequest(_message.Message):
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     UNTRAINED_DELIVERY_IDS_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Name of the consumer."""
     checkpoint_id: _builtins.str
@@ -606,6 +645,8 @@ class CreateCheckpointRequest(_message.Message):
     """Number of the consumer's newest checkpoints to keep, this one included, 1 to 64. Older ones are
     released. Default: all, and at most 64.
     """
+    run: _builtins.int
+    """Number of the trainer's run. FAILED_PRECONDITION (RUN_ABANDONED) if the consumer is of a later one."""
     @_builtins.property
     def untrained_delivery_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of deliveries that were acknowledged and are not trained yet, at most 65,536. They are redelivered
@@ -620,10 +661,11 @@ class CreateCheckpointRequest(_message.Message):
         checkpoint_id: _builtins.str = ...,
         untrained_delivery_ids: _abc.Iterable[_builtins.str] | None = ...,
         keep: _builtins.int | None = ...,
+        run: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "keep", b"keep"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "keep", b"keep", "untrained_delivery_ids", b"untrained_delivery_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "keep", b"keep", "run", b"run", "untrained_delivery_ids", b"untrained_delivery_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
     _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
@@ -664,22 +706,30 @@ class RestoreCheckpointRequest(_message.Message):
     CONSUMER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POLICY_RUN_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Name of the consumer."""
     checkpoint_id: _builtins.str
     """Id of the checkpoint."""
     request_id: _builtins.str
     """Makes the call repeatable, see server.proto."""
+    @_builtins.property
+    def policy_run(self) -> _sampling_pb2.PolicyRun:
+        """The run that the restored trainer has opened, which becomes the consumer's `policy_run`.
+        FAILED_PRECONDITION (RUN_ABANDONED) if the consumer is of a later one.
+        """
+
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
         checkpoint_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        policy_run: _sampling_pb2.PolicyRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_run", b"policy_run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "consumer", b"consumer", "policy_run", b"policy_run", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1152,16 +1202,20 @@ class SubscribeHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name. CreateConsumer made it."""
+    run: _builtins.int
+    """Number of the trainer's run. FAILED_PRECONDITION (RUN_ABANDONED) if the consumer is of a later one."""
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
+        run: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1297,6 +1351,7 @@ class DeliveryFilter(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     UNGROUPED_FIELD_NUMBER: _builtins.int
     NUMERICS_IDS_FIELD_NUMBER: _builtins.int
+    STALE_RUNS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
@@ -1314,6 +1369,10 @@ class DeliveryFilter(_message.Message):
     """Name of the model whose sessions are kept, for a mesh with several. Empty: all."""
     ungrouped: _builtins.bool
     """Whether a consumer of groups gets sessions without a group_id, each as a group of one."""
+    stale_runs: Global___StaleRuns.ValueType
+    """What happens to trajectories with tokens that an abandoned run of the consumer's policy sampled,
+    trained or not. PolicyRun says which tokens those are. Default: DROP.
+    """
     @_builtins.property
     def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """The fidelity reasons that a trajectory may carry besides EXACT. [EXACT] keeps only exact ones.
@@ -1357,11 +1416,12 @@ class DeliveryFilter(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ungrouped: _builtins.bool = ...,
         numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
+        stale_runs: Global___StaleRuns.ValueType = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "adapters", b"adapters", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "ungrouped", b"ungrouped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "adapters", b"adapters", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "stale_runs", b"stale_runs", "ungrouped", b"ungrouped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015

@@ -209,7 +209,8 @@ class CollectorServiceServicer(object):
         gets all of them.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
         INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
-        got another group policy, and the stream may be reopened at once.
+        got another group policy or a later run, and the stream may be reopened at once. FAILED_PRECONDITION
+        (RUN_ABANDONED): the consumer has a later run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,7 +261,7 @@ class CollectorServiceServicer(object):
         those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
         The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
         (CONSUMER_MOVED) and may be reopened at once.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

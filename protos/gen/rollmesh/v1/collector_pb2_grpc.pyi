@@ -76,7 +76,8 @@ class CollectorServiceStub:
     gets all of them.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
     INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
-    got another group policy, and the stream may be reopened at once.
+    got another group policy or a later run, and the stream may be reopened at once. FAILED_PRECONDITION
+    (RUN_ABANDONED): the consumer has a later run.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]
     """Counts stored sessions, and the units of each consumer."""
@@ -106,7 +107,7 @@ class CollectorServiceStub:
     those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
     The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
     (CONSUMER_MOVED) and may be reopened at once.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED).
     """
     ReleaseCheckpoint: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ReleaseCheckpointRequest, _collector_pb2.ReleaseCheckpointResponse]
     """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
@@ -181,7 +182,8 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     gets all of them.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
     INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
-    got another group policy, and the stream may be reopened at once.
+    got another group policy or a later run, and the stream may be reopened at once. FAILED_PRECONDITION
+    (RUN_ABANDONED): the consumer has a later run.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts stored sessions, and the units of each consumer."""
@@ -211,7 +213,7 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
     The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
     (CONSUMER_MOVED) and may be reopened at once.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED).
     """
     ReleaseCheckpoint: _aio.UnaryUnaryMultiCallable[_collector_pb2.ReleaseCheckpointRequest, _collector_pb2.ReleaseCheckpointResponse]  # type: ignore[assignment]
     """Releases a checkpoint of a consumer, with the sessions kept for it alone. An unknown id changes nothing.
@@ -331,7 +333,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         gets all of them.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted.
         INVALID_ARGUMENT names the field. UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
-        got another group policy, and the stream may be reopened at once.
+        got another group policy or a later run, and the stream may be reopened at once. FAILED_PRECONDITION
+        (RUN_ABANDONED): the consumer has a later run.
         """
 
     @_abc_1.abstractmethod
@@ -391,7 +394,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         those before it. Later checkpoints are released. Acknowledgements of earlier deliveries do not count.
         The consumer's policy_version becomes that of the checkpoint. Its streams end with UNAVAILABLE
         (CONSUMER_MOVED) and may be reopened at once.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN).
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN, CHECKPOINT_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED).
         """
 
     @_abc_1.abstractmethod

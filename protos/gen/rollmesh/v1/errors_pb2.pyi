@@ -128,7 +128,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STALE_VERSION: _ErrorReason.ValueType  # 18
     """FAILED_PRECONDITION. A policy version is not above the last one, which `policy_version` gives.
 
-    Push a version above the last one. `client.policy_version()` of the SDK returns it.
+    Push a version above the last one. `client.policy_version()` of the SDK returns it. A trainer that goes
+    back to a checkpoint opens a run: docs/resume.md.
     """
     ERROR_REASON_WEIGHT_TRANSFER_FAILED: _ErrorReason.ValueType  # 19
     """FAILED_PRECONDITION. A transfer backend did not join the trainer, or did not take its weights.
@@ -434,6 +435,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Release some, or give `keep`.
     """
+    ERROR_REASON_RUN_ABANDONED: _ErrorReason.ValueType  # 73
+    """FAILED_PRECONDITION. A trainer of an earlier run pushed weights, or subscribed, after a later run of
+    its policy was opened. `policy_version` is one of the later run.
+
+    Stop this trainer, if another one was restored in its place. Otherwise open a run of its own, as
+    docs/resume.md describes.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -539,7 +547,8 @@ Repeat a write unchanged, or give the new one an id of its own.
 ERROR_REASON_STALE_VERSION: ErrorReason.ValueType  # 18
 """FAILED_PRECONDITION. A policy version is not above the last one, which `policy_version` gives.
 
-Push a version above the last one. `client.policy_version()` of the SDK returns it.
+Push a version above the last one. `client.policy_version()` of the SDK returns it. A trainer that goes
+back to a checkpoint opens a run: docs/resume.md.
 """
 ERROR_REASON_WEIGHT_TRANSFER_FAILED: ErrorReason.ValueType  # 19
 """FAILED_PRECONDITION. A transfer backend did not join the trainer, or did not take its weights.
@@ -844,6 +853,13 @@ ERROR_REASON_TOO_MANY_CHECKPOINTS: ErrorReason.ValueType  # 72
 """RESOURCE_EXHAUSTED. The consumer has its maximum number of checkpoints.
 
 Release some, or give `keep`.
+"""
+ERROR_REASON_RUN_ABANDONED: ErrorReason.ValueType  # 73
+"""FAILED_PRECONDITION. A trainer of an earlier run pushed weights, or subscribed, after a later run of
+its policy was opened. `policy_version` is one of the later run.
+
+Stop this trainer, if another one was restored in its place. Otherwise open a run of its own, as
+docs/resume.md describes.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -603,6 +603,7 @@ class ModelWeights(_message.Message):
     TARGET_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     LAST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     target_policy_version: _builtins.int
@@ -615,6 +616,10 @@ class ModelWeights(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
         """Adapter revisions that are retained, by name and version."""
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PolicyRun]:
+        """The current runs of the model and of its adapters. A policy without one is in run 0."""
+
     def __init__(
         self,
         *,
@@ -622,10 +627,11 @@ class ModelWeights(_message.Message):
         target_policy_version: _builtins.int = ...,
         last_policy_version: _builtins.int = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
+        runs: _abc.Iterable[_sampling_pb2.PolicyRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "last_policy_version", b"last_policy_version", "model", b"model", "target_policy_version", b"target_policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "last_policy_version", b"last_policy_version", "model", b"model", "runs", b"runs", "target_policy_version", b"target_policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,6 +892,70 @@ class PushAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushAdapterResponse: _TypeAlias = PushAdapterResponse  # noqa: Y015
+
+@_typing.final
+class OpenRunRequest(_message.Message):
+    """Request of OpenRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    adapter: _builtins.str
+    """Name of the adapter that is trained. Empty means the weights of the model."""
+    version: _builtins.int
+    """The version, within its run, at which the trainer continues. 0 starts anew."""
+    request_id: _builtins.str
+    """Makes the call repeatable, also at other routers. See server.proto."""
+    @_builtins.property
+    def parent(self) -> _sampling_pb2.PolicyRun:
+        """The run that the checkpoint was made in. Not set means the current one."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        version: _builtins.int = ...,
+        parent: _sampling_pb2.PolicyRun | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "parent", b"parent", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRunRequest: _TypeAlias = OpenRunRequest  # noqa: Y015
+
+@_typing.final
+class OpenRunResponse(_message.Message):
+    """The run is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _sampling_pb2.PolicyRun:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: _sampling_pb2.PolicyRun | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRunResponse: _TypeAlias = OpenRunResponse  # noqa: Y015
 
 @_typing.final
 class ForgetWeightsRequest(_message.Message):

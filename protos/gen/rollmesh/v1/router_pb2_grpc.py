@@ -74,6 +74,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
                 _registered_method=True)
+        self.OpenRun = channel.unary_unary(
+                '/rollmesh.v1.RouterService/OpenRun',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.OpenRunRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.OpenRunResponse.FromString,
+                _registered_method=True)
         self.PushAdapter = channel.stream_unary(
                 '/rollmesh.v1.RouterService/PushAdapter',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PushAdapterRequest.SerializeToString,
@@ -141,7 +146,7 @@ class RouterServiceServicer(object):
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+        above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
         (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -158,6 +163,19 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenRun(self, request, context):
+        """Opens a run of a trainer that starts, or that went back to a checkpoint, so that the versions of its
+        policy may go back. Pushes of earlier runs are refused from then on (RUN_ABANDONED). Engines sample
+        with the weights that they hold until the first push of the run. It is durable when the call returns.
+        A repeat with the same request_id returns the same run, for the last 16 runs of a policy, so all
+        processes of one trainer may open its run.
+        Errors: INVALID_ARGUMENT names the field. ABORTED (SUPERSEDED) if another router opened a run at the
+        same time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushAdapter(self, request_iterator, context):
         """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
         Generations go on meanwhile. The push is accepted once one engine has loaded it. From then on the
@@ -167,7 +185,7 @@ class RouterServiceServicer(object):
         engine refuses a revision, it is dropped and its version may be used again. Adapters belong to the
         weights that they were pushed for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+        above the last one of the name, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
         too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
         has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
@@ -212,6 +230,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ForgetWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.SerializeToString,
+            ),
+            'OpenRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenRun,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.OpenRunRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.OpenRunResponse.SerializeToString,
             ),
             'PushAdapter': grpc.stream_unary_rpc_method_handler(
                     servicer.PushAdapter,
@@ -412,6 +435,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/ForgetWeights',
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/OpenRun',
+            rollmesh_dot_v1_dot_router__pb2.OpenRunRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.OpenRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

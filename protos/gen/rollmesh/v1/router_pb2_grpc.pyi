@@ -74,7 +74,7 @@ class RouterServiceStub:
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+    above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
     (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
     ForgetWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]
@@ -82,6 +82,15 @@ class RouterServiceStub:
     weights they hold, and the next push may have any version. For operators, after a push with a
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
+    """
+    OpenRun: _grpc.UnaryUnaryMultiCallable[_router_pb2.OpenRunRequest, _router_pb2.OpenRunResponse]
+    """Opens a run of a trainer that starts, or that went back to a checkpoint, so that the versions of its
+    policy may go back. Pushes of earlier runs are refused from then on (RUN_ABANDONED). Engines sample
+    with the weights that they hold until the first push of the run. It is durable when the call returns.
+    A repeat with the same request_id returns the same run, for the last 16 runs of a policy, so all
+    processes of one trainer may open its run.
+    Errors: INVALID_ARGUMENT names the field. ABORTED (SUPERSEDED) if another router opened a run at the
+    same time.
     """
     PushAdapter: _grpc.StreamUnaryMultiCallable[_router_pb2.PushAdapterRequest, _router_pb2.PushAdapterResponse]
     """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
@@ -92,7 +101,7 @@ class RouterServiceStub:
     engine refuses a revision, it is dropped and its version may be used again. Adapters belong to the
     weights that they were pushed for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+    above the last one of the name, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
     too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
     has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
@@ -139,7 +148,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     dropped and the version may be used again. Weights that came over a transfer backend cannot be
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+    above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
     (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
     ForgetWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]  # type: ignore[assignment]
@@ -147,6 +156,15 @@ class RouterServiceAsyncStub(RouterServiceStub):
     weights they hold, and the next push may have any version. For operators, after a push with a
     wrong version.
     Errors: INVALID_ARGUMENT names the model.
+    """
+    OpenRun: _aio.UnaryUnaryMultiCallable[_router_pb2.OpenRunRequest, _router_pb2.OpenRunResponse]  # type: ignore[assignment]
+    """Opens a run of a trainer that starts, or that went back to a checkpoint, so that the versions of its
+    policy may go back. Pushes of earlier runs are refused from then on (RUN_ABANDONED). Engines sample
+    with the weights that they hold until the first push of the run. It is durable when the call returns.
+    A repeat with the same request_id returns the same run, for the last 16 runs of a policy, so all
+    processes of one trainer may open its run.
+    Errors: INVALID_ARGUMENT names the field. ABORTED (SUPERSEDED) if another router opened a run at the
+    same time.
     """
     PushAdapter: _aio.StreamUnaryMultiCallable[_router_pb2.PushAdapterRequest, _router_pb2.PushAdapterResponse]  # type: ignore[assignment]
     """Passes a revision of a LoRA adapter to all engines of a model that take adapters, in parallel.
@@ -157,7 +175,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     engine refuses a revision, it is dropped and its version may be used again. Adapters belong to the
     weights that they were pushed for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-    above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+    above the last one of the name, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
     too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
     has no room. DEADLINE_EXCEEDED if the stream fell silent.
     """
@@ -237,7 +255,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         dropped and the version may be used again. Weights that came over a transfer backend cannot be
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one that was offered. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
+        above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
         (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """
 
@@ -254,6 +272,21 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def OpenRun(
+        self,
+        request: _router_pb2.OpenRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.OpenRunResponse, _abc.Awaitable[_router_pb2.OpenRunResponse]]:
+        """Opens a run of a trainer that starts, or that went back to a checkpoint, so that the versions of its
+        policy may go back. Pushes of earlier runs are refused from then on (RUN_ABANDONED). Engines sample
+        with the weights that they hold until the first push of the run. It is durable when the call returns.
+        A repeat with the same request_id returns the same run, for the last 16 runs of a policy, so all
+        processes of one trainer may open its run.
+        Errors: INVALID_ARGUMENT names the field. ABORTED (SUPERSEDED) if another router opened a run at the
+        same time.
+        """
+
+    @_abc_1.abstractmethod
     def PushAdapter(
         self,
         request_iterator: _MaybeAsyncIterator[_router_pb2.PushAdapterRequest],
@@ -267,7 +300,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         engine refuses a revision, it is dropped and its version may be used again. Adapters belong to the
         weights that they were pushed for: PushWeights is refused (INVALID_FIELD) until they are unloaded.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
-        above the last one of the name. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
+        above the last one of the name, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field: `header.adapter` if an engine has
         too little room, with the number of revisions needed. RESOURCE_EXHAUSTED (STORE_FULL) if the disk
         has no room. DEADLINE_EXCEEDED if the stream fell silent.
         """

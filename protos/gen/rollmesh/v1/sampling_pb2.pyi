@@ -470,6 +470,50 @@ class AdapterChoice(_message.Message):
 Global___AdapterChoice: _TypeAlias = AdapterChoice  # noqa: Y015
 
 @_typing.final
+class PolicyRun(_message.Message):
+    """A run of a trainer with a policy: from its start, or from the checkpoint that it went back to. Every
+    policy version in this contract is a number that holds both the run and the version: 10^12 times the
+    number of the run, plus the version, below 10^12, by which the trainer counts within the run. So the
+    versions of run 0 are the trainer's own, and each version of a later run is above those of earlier
+    runs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ANCESTORS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the run. 0 is the first one, which needs no OpenRun."""
+    model: _builtins.str
+    """Name of the model."""
+    adapter: _builtins.str
+    """Name of the adapter. Empty means the weights of the model."""
+    @_builtins.property
+    def ancestors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each run that this one descends from, the last policy version that belongs to both, ascending.
+        Tokens of an earlier run up to it belong to this run. All others of earlier runs are abandoned. The
+        newest 1,000 are kept.
+        """
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        ancestors: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "ancestors", b"ancestors", "model", b"model", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyRun: _TypeAlias = PolicyRun  # noqa: Y015
+
+@_typing.final
 class VersionSpan(_message.Message):
     """A run of tokens sampled by one policy version on one engine."""
 
@@ -483,7 +527,8 @@ class VersionSpan(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights, at least 0: the number that the trainer pushed them with, or 0 for those
-    that the engine started with. If `adapter` is set, the version of that adapter.
+    that the engine started with. If `adapter` is set, the version of that adapter. PolicyRun says how
+    it holds the trainer's run.
     """
     start: _builtins.int
     """Index of the first token."""

@@ -18,6 +18,7 @@ from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
@@ -133,7 +134,8 @@ def _row(
         "token_ids": token_ids.tolist(),
         "logprobs": logprobs.tolist(),
         "loss_mask": loss_mask.tolist(),
-        "policy_versions": _versions(one, len(token_ids)),
+        "policy_versions": _of_spans(one, len(token_ids), version_of),
+        "policy_runs": _of_spans(one, len(token_ids), run_of),
         "numerics": [
             {"end": span.end, "numerics": numerics.get(span.numerics_id, "")}
             for span in one.version_spans
@@ -228,12 +230,12 @@ def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
         part.replace(path)
 
 
-def _versions(one: log.Row, count: int) -> list[int]:
-    """Returns the policy version that sampled each token. -1 if it was not sampled."""
-    versions = [-1] * count
+def _of_spans(one: log.Row, count: int, part: Callable[[int], int]) -> list[int]:
+    """Returns a part of the policy version that sampled each token. -1 if it was not sampled."""
+    values = [-1] * count
     for span in one.version_spans:
-        versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
-    return versions
+        values[span.start : span.end] = [part(span.policy_version)] * (span.end - span.start)
+    return values
 
 
 @contextmanager
@@ -281,7 +283,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
             "token_ids": arrow.list_(whole),
             "logprobs": arrow.list_(arrow.float32()),
             "loss_mask": arrow.list_(arrow.bool_()),
-            "policy_versions": arrow.list_(arrow.int64()),
+            **dict.fromkeys(("policy_versions", "policy_runs"), arrow.list_(arrow.int64())),
             **dict.fromkeys(
                 ("sampling_support", "routed_experts"), arrow.list_(arrow.list_(whole))
             ),

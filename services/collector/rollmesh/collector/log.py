@@ -22,6 +22,14 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.runtime.codec.records import check_name
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
+from rollmesh.runtime.runs import (
+    check_current,
+    check_run,
+    is_stale,
+    run_of,
+    start_of,
+    version_of,
+)
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -421,7 +429,9 @@ def judge(
 ) -> Verdict:
     """Evaluates a consumer's filter on the sessions of one unit.
 
-    The policy lag counts from the consumer's policy version. Without one it is ignored.
+    The policy lag counts from the consumer's policy version. Without one it is ignored. A consumer
+    with a run gets nothing that abandoned runs sampled, unless it keeps that. Then such tokens have
+    no lag.
 
     Args:
         consumer: The consumer's settings.
@@ -438,8 +448,8 @@ def judge(
     refused: list[Reason] = []
     for head in heads:
         refusal = _refusal(rules, head)
-        rows = rows_of(head)
-        reasons = [refusal or _reason(rules, version, row) for row in rows]
+        rows, run = rows_of(head), _run_of(consumer, head)
+        reasons = [refusal or _reason(rules, version, row, run) for row in rows]
         if consumer.HasField("teacher"):
             for at, row in enumerate(rows):
                 if (head.session_id, at) in unscorable or _has_no_scores(row):
@@ -460,9 +470,19 @@ def judge(
     return Verdict(reason, kept, removed)
 
 
-def usable(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
+def usable(consumer: pb.Consumer, head: session_pb2.SessionRecord) -> bool:
     """Returns whether the filter leaves a session at least one trajectory. Ignores policy lag."""
-    return not _refusal(rules, head) and any(not _reason(rules, None, row) for row in rows_of(head))
+    rules, run = consumer.filter, _run_of(consumer, head)
+    reasons = (_reason(rules, None, row, run) for row in rows_of(head))
+    return not _refusal(rules, head) and not all(reasons)
+
+
+def _run_of(
+    consumer: pb.Consumer, head: session_pb2.SessionRecord
+) -> sampling_pb2.PolicyRun | None:
+    """Returns the consumer's run, or None if it has none, or one of another model."""
+    is_other = consumer.policy_run.model not in {"", head.model}
+    return consumer.policy_run if consumer.HasField("policy_run") and not is_other else None
 
 
 def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
@@ -486,8 +506,16 @@ def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reaso
     return pb.FILTER_REASON_UNSPECIFIED
 
 
-def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
+def _reason(
+    rules: pb.DeliveryFilter,
+    version: int | None,
+    row: Row,
+    run: sampling_pb2.PolicyRun | None,
+) -> Reason:
     """Returns the first rule that removes a row, or UNSPECIFIED if the row is kept."""
+    is_kept = run is None or rules.stale_runs == pb.STALE_RUNS_KEEP
+    if not is_kept and any(is_stale(run, span) for span in row.version_spans):
+        return pb.FILTER_REASON_STALE_RUN
     allowed = {trajectory_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
     if rules.lineages and not _lineages(row) & set(rules.lineages):
         return pb.FILTER_REASON_LINEAGE
@@ -498,8 +526,9 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
     if rules.HasField("max_turns") and turns_of(row) > rules.max_turns:
         return pb.FILTER_REASON_TURNS
     if rules.HasField("max_policy_lag") and version is not None:
-        oldest = min((span.policy_version for span in trained_spans(row)), default=None)
-        if oldest is not None and version - oldest > rules.max_policy_lag:
+        spans = [one for one in trained_spans(row) if not is_stale(run, one)]
+        oldest = min((version_of(one.policy_version) for one in spans), default=None)
+        if oldest is not None and version_of(version) - oldest > rules.max_policy_lag:
             return pb.FILTER_REASON_POLICY_LAG
     if rules.adapters and not any(one.adapter in rules.adapters for one in trained_spans(row)):
         return pb.FILTER_REASON_ADAPTER
@@ -703,7 +732,9 @@ def counts_of(entries: Iterable[pb.FilteredEntry]) -> dict[int, tuple[int, int]]
 # Settings of consumers: validation, defaults, and changes.
 
 DEFAULT_LEASE_MS = 600_000
-_Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version", "teacher"]
+_Changeable: TypeAlias = Literal[
+    "policy_run", "groups", "filter", "lease_ms", "policy_version", "teacher"
+]
 _MOST_TOP_K = 256
 _CHANGEABLE: tuple[_Changeable, ...] = get_args(_Changeable)
 
@@ -723,12 +754,25 @@ def created(consumer: pb.Consumer) -> pb.Consumer:
 def updated(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
     """Returns a consumer with the fields that are set in `changes`. The others stay.
 
+    A later run of the trainer begins with its own policy version.
+
     Raises:
         InvalidFieldError: A field is invalid, or would change the unit. The error names it.
+        RunAbandonedError: The changes are of an earlier run than the consumer.
     """
     if changes.unit not in (pb.DELIVERY_UNIT_UNSPECIFIED, stored.unit):
         raise other_unit(stored.name)
-    return _changed(stored, changes)
+    current = stored.policy_run
+    if changes.HasField("policy_run"):
+        check_current("consumer.policy_run", changes.policy_run.number, current)
+        current = changes.policy_run
+    after = _changed(stored, changes)
+    if changes.HasField("policy_version"):
+        run = run_of(changes.policy_version)
+        check_current("consumer.policy_version", run, current)
+    elif after.HasField("policy_version"):
+        after.policy_version = max(after.policy_version, start_of(current))
+    return after
 
 
 def other_unit(name: str) -> InvalidFieldError:
@@ -766,7 +810,7 @@ def _changed(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
         if changes.HasField(name):
             new.ClearField(name)
             new.MergeFrom(pb.Consumer(**{name: getattr(changes, name)}))
-    for message in ("groups", "filter", "teacher"):  # an empty one is the default
+    for message in ("groups", "filter", "teacher", "policy_run"):  # an empty one is the default
         if not getattr(new, message).ListFields():
             new.ClearField(message)
     new.ClearField("seen_unix_ms")
@@ -801,6 +845,7 @@ def _check(consumer: pb.Consumer) -> None:
         raise InvalidFieldError(
             "consumer.policy_version", "is missing; filter.max_policy_lag needs it"
         )
+    check_run("consumer.policy_run", consumer.policy_run)
     for name, named in (("allowed_reasons", "reasons"), ("purposes",) * 2, ("lineages",) * 2):
         if 0 in getattr(rules, name):
             problem = f"holds UNSPECIFIED; name the {named}"

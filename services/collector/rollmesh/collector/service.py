@@ -296,7 +296,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.RestoreCheckpointRequest, context: Context
     ) -> pb.RestoreCheckpointResponse:
         async def restore() -> pb.RestoreCheckpointResponse:
-            work = self.subscriptions.restore(request.consumer, request.checkpoint_id)
+            work = self.subscriptions.restore(request)
             return pb.RestoreCheckpointResponse(again=await self.subscriptions.finish(work))
 
         return await self._repeats.once(request, restore)

@@ -49,6 +49,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     TooManyCheckpointsError,
 )
+from rollmesh.runtime.runs import check_current
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
@@ -405,7 +406,7 @@ def _member(consumer: pb.Consumer, session_id: str, index: int, data: bytes | No
         head = log.read_head(session_id, data)
     except SessionDamagedError:
         return Member(session_id, index, usable=False)
-    is_usable = not consumer.groups.HasField("samples") or log.usable(consumer.filter, head)
+    is_usable = not consumer.groups.HasField("samples") or log.usable(consumer, head)
     is_lost = head.outcome == session_pb2.SESSION_OUTCOME_LOST
     return Member(session_id, index, is_usable, is_lost)
 
@@ -651,10 +652,10 @@ def create_consumer(
 def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple[pb.Consumer, bool]:
     """Changes the settings of a consumer, as `log.updated` says.
 
-    With a new group policy, every group that is not settled is decided anew.
+    With a new group policy or a later run, every group that is not settled is decided anew.
 
     Returns:
-        The consumer, and whether its group policy changed, so that units fetched for it are void.
+        The consumer, and whether one of these changed, so that units fetched for it are void.
 
     Raises:
         ConsumerUnknownError: The consumer is unknown.
@@ -664,7 +665,7 @@ def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple
     seen_ms = stored.seen_unix_ms
     stored.ClearField("seen_unix_ms")
     after = log.updated(stored, changes)
-    moved = after.groups != stored.groups
+    moved = (after.groups, after.policy_run) != (stored.groups, stored.policy_run)
     if moved:
         _decide_anew(tx, after, now_ms)
     elif after != stored:
@@ -892,6 +893,7 @@ def create_checkpoint(
     """
     name, made = request.consumer, request.checkpoint_id
     known, settings = _known(tx, name), find_consumer(tx, name)
+    check_current("run", request.run, settings.policy_run)
     found = {one.checkpoint_id: one for one in find_checkpoints(tx, name)}
     if made not in found:
         if not request.HasField("keep") and len(found) >= MOST_CHECKPOINTS:
@@ -940,13 +942,15 @@ def find_checkpoints(tx: Transaction, name: str) -> list[pb.Checkpoint]:
     ]
 
 
-def restore_checkpoint(tx: Transaction, name: str, checkpoint_id: str) -> int:
+def restore_checkpoint(tx: Transaction, request: pb.RestoreCheckpointRequest) -> int:
     """Moves a consumer back to a checkpoint. Returns the number of units that it gets again.
 
     Raises:
         ConsumerUnknownError: The consumer is unknown.
         CheckpointUnknownError: It has no such checkpoint.
+        RunAbandonedError: The consumer is of a later run.
     """
+    name, checkpoint_id = request.consumer, request.checkpoint_id
     consumer = find_consumer(tx, name)
     row = tx.db.row(
         "SELECT n, start_seq, policy_version FROM checkpoints"
@@ -975,7 +979,8 @@ def restore_checkpoint(tx: Transaction, name: str, checkpoint_id: str) -> int:
         consumer.ClearField(field)
     if version is not None:
         consumer.policy_version = version
-    _set_settings(tx, consumer)
+    run = request.policy_run
+    _set_settings(tx, log.updated(consumer, pb.Consumer(name=name, policy_run=run)))
     _count_open(tx, name)
     tx.store.tell(tx, name, moved=True)
     return again

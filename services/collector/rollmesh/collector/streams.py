@@ -36,6 +36,7 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
 )
 from rollmesh.runtime.process import faults
+from rollmesh.runtime.runs import check_current
 from rollmesh.runtime.tasks import begun, contained, finish
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb
@@ -348,7 +349,7 @@ class Subscriptions:
         return created
 
     async def update(self, changes: pb.Consumer) -> pb.Consumer:
-        """Changes the settings of a consumer. With another group policy its streams end.
+        """Changes the settings of a consumer. With another group policy or run its streams end.
 
         Raises:
             RollmeshError: The consumer is unknown, or a field is invalid.
@@ -372,13 +373,13 @@ class Subscriptions:
         """
         return await self._move(name, self.store.seek(name, position, clock.steady_unix_ms()))
 
-    async def restore(self, name: str, checkpoint_id: str) -> int:
+    async def restore(self, request: pb.RestoreCheckpointRequest) -> int:
         """Moves a consumer to a checkpoint. Returns the number of units that it gets again.
 
         Raises:
-            RollmeshError: The consumer or the checkpoint is unknown.
+            RollmeshError: The consumer or the checkpoint is unknown, or the run is abandoned.
         """
-        return await self._move(name, self.store.restore_checkpoint(name, checkpoint_id))
+        return await self._move(request.consumer, self.store.restore_checkpoint(request))
 
     async def _move(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
         consumer = self._known.get(name) or Consumer(pb.Consumer(name=name))
@@ -515,6 +516,7 @@ class Subscriptions:
         check_consumer_name("hello.consumer", name)
         await self.store.touch([name], clock.steady_unix_ms())
         consumer = self._know(await self.store.consumer(name))
+        check_current("hello.run", first.hello.run, consumer.settings.policy_run)
         if consumer.settings.HasField("teacher") and self._lessons is None:
             raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
         stream = consumer.open_stream()

@@ -35,12 +35,15 @@ from rollmesh.runtime.errors import (
     WeightsBaseError,
 )
 from rollmesh.runtime.rpc.uploads import check_room
+from rollmesh.runtime.runs import run_of, start_of
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
 _MOST_DIFFERENCES = 64
 """Number of differences after which whole weights must come: a late engine gets all of them."""
+_MOST_RUNS = 16
+"""Number of runs of a policy whose requests are recognised when they are repeated."""
 Header: TypeAlias = engine_pb2.UpdateWeightsHeader | engine_pb2.AdapterHeader
 _PUSH_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -93,9 +96,35 @@ class KeptWeights:
 
     @property
     def last_version(self) -> int:
-        """Highest version that an engine may have received from this router."""
+        """The version that the next push must exceed, and that no engine exceeds."""
         offered = self.offered.policy_version if self.offered is not None else 0
-        return max(self.target_version, offered)
+        return max(self.target_version, offered, start_of(self.run("")) - 1)
+
+    def run(self, adapter: str) -> sampling_pb2.PolicyRun:
+        """Returns the current run of the model's weights, or of an adapter."""
+        opened = [one.run for one in self.state.runs if one.run.adapter == adapter]
+        return opened[-1] if opened else sampling_pb2.PolicyRun(model=self.model, adapter=adapter)
+
+    @property
+    def current_runs(self) -> list[sampling_pb2.PolicyRun]:
+        """The current run of each policy of which one was opened."""
+        return list({one.run.adapter: one.run for one in self.state.runs}.values())
+
+    def run_of_request(self, adapter: str, request_id: str) -> sampling_pb2.PolicyRun | None:
+        """Returns the run that a request opened. None if it opened none."""
+        runs = [one for one in self.state.runs if one.run.adapter == adapter]
+        return next((one.run for one in runs if one.request_id == request_id), None)
+
+    def open_run(self, run: sampling_pb2.PolicyRun, request_id: str) -> None:
+        """Stores a run, which is current from then on.
+
+        Raises:
+            StoreError: It could not be stored. The earlier run stays current.
+        """
+        mine = [one for one in self.state.runs if one.run.adapter == run.adapter]
+        outlived = mine[: -_MOST_RUNS + 1]
+        runs = [one for one in self.state.runs if one not in outlived]
+        self._store(runs=[*runs, peers_pb2.OpenedRun(run=run, request_id=request_id)])
 
     def chain_to(
         self, header: engine_pb2.UpdateWeightsHeader
@@ -127,10 +156,11 @@ class KeptWeights:
         base, current = header.base_push_id, self.current
         if not base:
             return
-        if current is None or current.push_id != base or not current.keep_file:
+        other_run = current and run_of(current.policy_version) != run_of(header.policy_version)
+        if current is None or other_run or current.push_id != base or not current.keep_file:
             raise WeightsBaseError(
-                f"header.base_push_id: {base!r:.80} is not the last push with keep_file; push "
-                "whole weights"
+                f"header.base_push_id: {base!r:.80} is not the last push of the run with "
+                "keep_file; push whole weights"
             )
         if len(self.state.bases) >= _MOST_DIFFERENCES:
             raise WeightsBaseError(
@@ -413,10 +443,11 @@ def _name(header: Header) -> str:
     return f"{version}-{header.push_id}"
 
 
-def _position(state: peers_pb2.KeptWeights) -> tuple[int, str, list[str]]:
+def _position(state: peers_pb2.KeptWeights) -> tuple[int, str, list[str], list[str]]:
     """Returns the sort key that orders two states by recency."""
     adapters = [one.header.push_id for one in state.adapters]
-    return state.revision, state.offered.push_id or state.current.push_id, adapters
+    runs = [f"{one.run.number} {one.request_id}" for one in state.runs]
+    return state.revision, state.offered.push_id or state.current.push_id, adapters, runs
 
 
 def _read(path: Path) -> peers_pb2.KeptWeights | None:

@@ -88,6 +88,7 @@ class Models:
                 target_policy_version=self.kept(name).target_version,
                 last_policy_version=self.kept(name).last_version,
                 adapters=self.kept(name).retained,
+                runs=self.kept(name).current_runs,
             )
             for name in sorted(self.names())
         ]

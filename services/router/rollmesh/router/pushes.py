@@ -25,10 +25,11 @@ from rollmesh.runtime.errors import (
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.uploads import check_adapter_header, check_update
+from rollmesh.runtime.rpc.uploads import check_adapter, check_adapter_header, check_update
+from rollmesh.runtime.runs import STRIDE, check_current, check_run, opened, run_of, start_of
 from rollmesh.runtime.tasks import begun, contained, finish
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import engine_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _REFUSALS = (
@@ -125,6 +126,48 @@ class Pushes:
         check_adapter_header(header)
         header.ClearField("replaces")
         return await self._push(header, chunks, header.request_id)
+
+    async def open_run(self, request: router_pb2.OpenRunRequest) -> sampling_pb2.PolicyRun:
+        """Opens a run of a policy. Its number is above all that routers and engines know.
+
+        Raises:
+            InvalidFieldError: A field is invalid, or the mesh does not have the model.
+            SupersededError: Another router opened a run at the same time.
+            StoreError: The run could not be stored.
+        """
+        if not 0 <= request.version < STRIDE:
+            raise InvalidFieldError("version", f"is {request.version}; give 0 to {STRIDE - 1}")
+        check_run("parent", request.parent)
+        if request.adapter:
+            check_adapter(sampling_pb2.AdapterRef(name=request.adapter), "adapter", 0)
+        model, name = await self._models.named(request.model), request.adapter
+        kept, request_id = self._models.kept(model), request.request_id or uuid.uuid4().hex
+        await self.peers.sync()
+        async with self._models.lock(model):
+            if (repeated := kept.run_of_request(name, request_id)) is not None:
+                return repeated
+            parent = kept.run(name)
+            if request.HasField("parent"):
+                given = request.parent
+                parent = sampling_pb2.PolicyRun(
+                    number=given.number, model=model, adapter=name, ancestors=given.ancestors
+                )
+            engines = self._models.fleet.of_model(model)
+            held = [one.policy_version for one in engines if not name]
+            held += [of for one in engines for at, of in one.adapters if at == name]
+            taken = max([kept.run(name).number, *map(run_of, held)])
+            run = opened(parent, request.version, taken)
+            await asyncio.to_thread(kept.open_run, run, request_id)
+            self._models.show(kept)
+        await self.peers.share()
+        await self.peers.sync()  # another run may have been stored there meanwhile
+        if kept.run_of_request(name, request_id) is None:
+            raise SupersededError("another router opened a run at the same time; open one again")
+        _log.info(
+            "run opened",
+            extra=fields(model=model, adapter=name, run=run.number, version=request.version),
+        )
+        return run
 
     async def forget(self, model: str) -> tuple[str, int]:
         """Forgets the kept weights of a model and returns its name and their version.
@@ -228,6 +271,7 @@ class Pushes:
             raise InvalidFieldError(
                 "header", f"{adapters} adapters belong to the weights in use; unload them first"
             )
+        _check_run("header.policy_version", header.policy_version, kept.run(""))
         if header.policy_version <= last:
             raise StaleVersionError(
                 f"policy_version {header.policy_version} is not above {last}; count up",
@@ -253,12 +297,13 @@ class Pushes:
             raise InvalidFieldError(
                 "header.adapter", f"{name!r} is a model's name; give the adapter another one"
             )
+        run = kept.run(name)
+        _check_run("header.adapter.version", version, run)
         versions = [one.header.adapter.version for one in kept.adapters_of(name)]
-        if version <= max(versions, default=0):
+        if version <= (last := max([*versions, start_of(run) - 1, 0])):
             raise StaleVersionError(
-                f"header.adapter: version {version} of {name!r} is not above {max(versions)}; "
-                "count up",
-                policy_version=max(versions),
+                f"header.adapter: version {version} of {name!r} is not above {last}; count up",
+                policy_version=last,
             )
         engines = self._models.fleet.of_model(kept.model)
         if engines and not any(one.max_adapters for one in engines):
@@ -376,6 +421,15 @@ class Pushes:
             self._models.show(kept)
         await self.peers.share()
         self._heed_all(kept.model)
+
+
+def _check_run(field: str, version: int, current: sampling_pb2.PolicyRun) -> None:
+    """Checks that a pushed version is of the current run of its policy."""
+    run = run_of(version)
+    check_current(field, run, current)
+    if run > current.number:
+        problem = f"is of run {run}, which is not open; open it, or count up from lower versions"
+        raise InvalidFieldError(field, problem)
 
 
 def _noun(header: Header) -> str:

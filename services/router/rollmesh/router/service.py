@@ -313,6 +313,14 @@ class RouterService(
 
             return await self._write(given, push)
 
+    async def OpenRun(
+        self, request: router_pb2.OpenRunRequest, context: Context
+    ) -> router_pb2.OpenRunResponse:
+        async def open_run() -> router_pb2.OpenRunResponse:
+            return router_pb2.OpenRunResponse(run=await self._pushes.open_run(request))
+
+        return await self._write(request, open_run)
+
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:

@@ -210,6 +210,10 @@ class StaleVersionError(RollmeshError, code="FAILED_PRECONDITION", reason="STALE
     """The policy version is not above the current one."""
 
 
+class RunAbandonedError(RollmeshError, code="FAILED_PRECONDITION", reason="RUN_ABANDONED"):
+    """A later run of the trainer's policy was opened, so this run's weights are refused."""
+
+
 class SupersededError(RollmeshError, code="ABORTED", reason="SUPERSEDED"):
     """A later push, stream or control call replaced this, or the engine left before it answered."""
 

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from rollmesh.v1 import engine_pb2 as _engine_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,7 +26,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class KeptWeights(_message.Message):
     """A router's kept weights of a model, as it stores them. Of two different states, the one with the
     higher revision is later. If the revisions are equal, the one whose `offered`, or else `current`,
-    has the higher push_id.
+    has the higher push_id, then adapters and runs decide.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -37,10 +38,13 @@ class KeptWeights(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     BASES_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     revision: _builtins.int
-    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting, of weights and adapters."""
+    """Counts the changes: an offer, its acceptance or withdrawal, and forgetting, of weights and adapters,
+    and each run that is opened.
+    """
     request_id: _builtins.str
     """The request_id of the last push, so that a repeat at another router is recognised. May be empty."""
     @_builtins.property
@@ -61,6 +65,10 @@ class KeptWeights(_message.Message):
         before `current`, in their order.
         """
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenedRun]:
+        """The runs that were opened, oldest first, at most 16 of a policy. The last one is current."""
+
     def __init__(
         self,
         *,
@@ -71,14 +79,43 @@ class KeptWeights(_message.Message):
         request_id: _builtins.str = ...,
         adapters: _abc.Iterable[Global___KeptAdapter] | None = ...,
         bases: _abc.Iterable[_engine_pb2.UpdateWeightsHeader] | None = ...,
+        runs: _abc.Iterable[Global___OpenedRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bases", b"bases", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bases", b"bases", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeptWeights: _TypeAlias = KeptWeights  # noqa: Y015
+
+@_typing.final
+class OpenedRun(_message.Message):
+    """A run that a trainer opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request_id of its OpenRun, so that a repeat is recognised."""
+    @_builtins.property
+    def run(self) -> _sampling_pb2.PolicyRun:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: _sampling_pb2.PolicyRun | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenedRun: _TypeAlias = OpenedRun  # noqa: Y015
 
 @_typing.final
 class KeptAdapter(_message.Message):

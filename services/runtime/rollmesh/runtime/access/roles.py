@@ -59,6 +59,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "PushWeights": _OPERATES,
         "PushAdapter": _OPERATES,
         "ForgetWeights": _OPERATES,
+        "OpenRun": _TRAINS,
     },
     "rollmesh.internal.v1.MembershipService": {"Register": _SERVICES},
     "rollmesh.internal.v1.LeaseService": {"Dispatch": frozenset({_R.GATEWAY})},
