@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.collector import Store
-from rollmesh.collector.log import Arrival, Loaded, Settlement, Unit, created
+from rollmesh.collector.log import Arrival, Loaded, Settlement, Unit
 from rollmesh.collector.retention import Retention
+from rollmesh.collector.settings import created
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.runtime.errors import ConsumerExistsError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2

@@ -17,7 +17,7 @@ from benchmarks.fuzz.decoders.target import (
     text_with,
 )
 from rollmesh.client.sessions import SessionResult
-from rollmesh.collector.log import created
+from rollmesh.collector.settings import created
 from rollmesh.engine.backend import ModelLimits
 from rollmesh.engine.requests import read_generate, read_init
 from rollmesh.gateway.requests import read_choices

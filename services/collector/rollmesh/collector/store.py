@@ -35,6 +35,7 @@ from rollmesh.collector.log import (
     own_log,
 )
 from rollmesh.collector.retention import REMEMBERED_MS, Retention
+from rollmesh.collector.settings import other_unit, updated
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.database import Row, Statements
 from rollmesh.runtime.errors import (
@@ -643,14 +644,14 @@ def create_consumer(
             f"consumer.name: {name!r} exists; update it, or choose another name"
         )
     elif (row[1] == SESSION_LOG) != (read == SESSION_LOG):
-        raise log.other_unit(name)
+        raise other_unit(name)
     _decide_anew(tx, consumer, now_ms)
     tx.store.tell(tx, name)
     return find_consumer(tx, name)
 
 
 def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple[pb.Consumer, bool]:
-    """Changes the settings of a consumer, as `log.updated` says.
+    """Changes the settings of a consumer, as `settings.updated` says.
 
     With a new group policy or a later run, every group that is not settled is decided anew.
 
@@ -664,7 +665,7 @@ def update_consumer(tx: Transaction, changes: pb.Consumer, now_ms: int) -> tuple
     stored = find_consumer(tx, changes.name)
     seen_ms = stored.seen_unix_ms
     stored.ClearField("seen_unix_ms")
-    after = log.updated(stored, changes)
+    after = updated(stored, changes)
     moved = (after.groups, after.policy_run) != (stored.groups, stored.policy_run)
     if moved:
         _decide_anew(tx, after, now_ms)
@@ -980,7 +981,7 @@ def restore_checkpoint(tx: Transaction, request: pb.RestoreCheckpointRequest) ->
     if version is not None:
         consumer.policy_version = version
     run = request.policy_run
-    _set_settings(tx, log.updated(consumer, pb.Consumer(name=name, policy_run=run)))
+    _set_settings(tx, updated(consumer, pb.Consumer(name=name, policy_run=run)))
     _count_open(tx, name)
     tx.store.tell(tx, name, moved=True)
     return again

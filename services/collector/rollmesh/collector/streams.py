@@ -23,10 +23,9 @@ from rollmesh.collector.log import (
     Settlement,
     Unit,
     Verdict,
-    check_consumer_name,
-    check_version,
 )
 from rollmesh.collector.scoring import Teachers
+from rollmesh.collector.settings import check_consumer_name, check_version
 from rollmesh.collector.store import Store, consumer_unknown
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
