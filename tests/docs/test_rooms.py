@@ -5,16 +5,16 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_875, 51),
+    "services/runtime/rollmesh/runtime": (7_995, 52),
     "services/runtime/rollmesh/mesh": (4_609, 11),
     "services/gateway/rollmesh/chat": (8_230, 40),
     "services/gateway/rollmesh/gateway": (9_768, 25),
     "services/engine/rollmesh/engine": (7_889, 32),
-    "services/router/rollmesh/router": (4_357, 16),
-    "services/collector/rollmesh/collector": (5_618, 15),
+    "services/router/rollmesh/router": (4_451, 16),
+    "services/collector/rollmesh/collector": (5_670, 16),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
-    "clients/rollmesh/client": (5_875, 20),
+    "clients/rollmesh/client": (6_066, 21),
     "clients/rollmesh/batches": (1_007, 6),
     "clients/rollmesh/integrations": (3_978, 22),
     "clients/rollmesh/launch": (576, 4),
