@@ -13,6 +13,7 @@ from rollmesh.runtime.runs import number_of, opened
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from rollmesh.v1.sampling_pb2 import PolicyRun
 from tests.collector.collectors import TIMEOUT_S, collector_at
+from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record
 from tests.waiting import until
 
@@ -172,3 +173,24 @@ async def test_a_run_is_kept_when_the_collector_restarts(tmp_path: Path) -> None
         async with collector_at(tmp_path) as address, subscription(address) as old:
             with pytest.raises(RunAbandonedError):
                 await anext(old)
+
+
+async def test_a_trainer_at_another_collector_gets_nothing_after_another_was_restored(
+    tmp_path: Path,
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S), postgres_database() as database:
+        async with (
+            collector_at(tmp_path / "one", store=database.url) as first,
+            collector_at(tmp_path / "two", store=database.url) as second,
+        ):
+            await store(first, a=0, b=1)
+            async with Client(addresses(first)) as zombie, subscription(first) as old:
+                taken = await anext(old)
+                state = await zombie.state_dict("c")
+                async with Client(addresses(second)) as restored:
+                    restored.follow_run(SECOND)
+                    await restored.load_state_dict(state)
+                async with subscription(second, SECOND) as new:
+                    assert await train(new, 2) == ["a", "b"]
+                    with pytest.raises(RunAbandonedError):
+                        await old.acknowledge(taken)
