@@ -13,7 +13,7 @@ import grpc
 
 from rollmesh.client.arguments import Purpose, chosen, filled, purpose_of
 from rollmesh.client.connections import CALL_S
-from rollmesh.client.runs import RunCalls
+from rollmesh.client.runs import RunCalls, numbered
 from rollmesh.client.sessions import Delivery, Rewards, SessionResult
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime.backoff import Backoff
@@ -29,7 +29,6 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
 )
 from rollmesh.runtime.rpc.channels import read_stream, stub_of, typed_errors
-from rollmesh.runtime.runs import number_of
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2, session_pb2
@@ -137,7 +136,7 @@ class Subscription(Background):
             groups=options.groups or collector_pb2.GroupPolicy(),
             filter=options.filter or collector_pb2.DeliveryFilter(),
             policy_run=run,
-            policy_version=self._number(options.policy_version),
+            policy_version=numbered(run, options.policy_version),
             teacher=filled(collector_pb2.Teacher, model=options.teacher, top_k=options.top_k),
         )
         self._create = filled(
@@ -287,14 +286,10 @@ class Subscription(Background):
         Raises:
             InvalidFieldError: It is not a version.
         """
-        number = self._number(policy_version)
+        number = numbered(self._run, policy_version)
         message = filled(collector_pb2.ReportPolicyVersion, policy_version=number)
         self._create.consumer.policy_version = message.policy_version  # for the next stream
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
-
-    def _number(self, version: Any) -> Any:
-        """Returns the policy version of a version within the run, if it is one."""
-        return number_of(self._run.number, version) if isinstance(version, int) else version
 
     def _send_acknowledgements(self, ids: list[str]) -> None:
         for at in range(0, len(ids), _MAX_ACKNOWLEDGED):

@@ -80,8 +80,7 @@ class RunCalls(Connections):
 
     def _number(self, version: Any, model: str, adapter: str = "") -> Any:
         """Returns the policy version of a version within this client's run."""
-        known = isinstance(version, int)  # else the request's field refuses it
-        return number_of(self._run(model, adapter).number, version) if known else version
+        return numbered(self._run(model, adapter), version)
 
     def _only_run(self, run: PolicyRun | None) -> PolicyRun:
         """Returns a run that was given, or else the only one of this client.
@@ -92,6 +91,14 @@ class RunCalls(Connections):
         if run is None and len(self._runs) > 1:
             raise InvalidFieldError("run", "is None, and this client has several; give one")
         return run or next(iter(self._runs.values()), PolicyRun())
+
+
+def numbered(run: PolicyRun, version: Any) -> Any:
+    """Returns the policy version of a version within a run.
+
+    A value of another type stays as it is, and is refused by the field of its request.
+    """
+    return number_of(run.number, version) if isinstance(version, int) else version
 
 
 def state_of_run(run: PolicyRun) -> dict[str, Any]:

