@@ -442,9 +442,6 @@ class DeliveryCalls(RunCalls):
                 when `Subscription.grant` asks for them.
             lease_ms: Time to acknowledge a delivery, milliseconds.
             options: Start position, group policy, filter and run.
-
-        Raises:
-            InvalidFieldError: An argument is invalid.
         """
         options = options or SubscribeOptions()
         return Subscription(

@@ -1,16 +1,19 @@
 """The runs of a trainer's policies. A trainer that goes back to a checkpoint opens a new one."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.client.arguments import filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.errors import InvalidFieldError, SupersededError
 from rollmesh.runtime.runs import number_of
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.v1 import router_pb2, router_pb2_grpc, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 
 
@@ -118,3 +121,15 @@ def run_of_state(state: Mapping[str, Any]) -> PolicyRun:
         return PolicyRun(**state.get("policy_run", {}))
     except (TypeError, ValueError) as error:
         raise InvalidFieldError("state.policy_run", f"{error}; give what was saved") from error
+
+
+def of_spans(
+    proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+    count: int,
+    part: Callable[[int], int],
+) -> NDArray[np.int64]:
+    """Returns a part of each token's policy version. -1 for tokens that were not sampled."""
+    values = np.full(count, -1, np.int64)
+    for span in proto.version_spans:
+        values[span.start : span.end] = part(span.policy_version)
+    return values

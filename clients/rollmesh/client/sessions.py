@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from rollmesh.client.arguments import (
     read_sampling,
 )
 from rollmesh.client.failures import is_infrastructure
-from rollmesh.client.runs import RunCalls
+from rollmesh.client.runs import RunCalls, of_spans
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
 from rollmesh.client.transcripts import Transcript
@@ -522,19 +522,7 @@ def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
         InvalidFieldError: The arrays differ in length.
     """
     token_ids, logprobs, mask = unpack_tokens(proto.tokens, "tokens")
-    return TokenColumns(token_ids, logprobs, mask, _of_spans(proto, len(token_ids), version_of))
-
-
-def _of_spans(
-    proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
-    count: int,
-    part: Callable[[int], int],
-) -> NDArray[np.int64]:
-    """Returns a part of each token's policy version. -1 for tokens that were not sampled."""
-    values = np.full(count, -1, np.int64)
-    for span in proto.version_spans:
-        values[span.start : span.end] = part(span.policy_version)
-    return values
+    return TokenColumns(token_ids, logprobs, mask, of_spans(proto, len(token_ids), version_of))
 
 
 def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
@@ -578,8 +566,7 @@ class TrajectoryTree:
     loss_mask: Mask
     """bool [N]: true if the token is trained."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version, within its run, that sampled the token. -1 for tokens that were not
-    sampled."""
+    """int64 [N]: version of the run that sampled the token. -1 for tokens not sampled."""
     policy_runs: NDArray[np.int64]
     """int64 [N]: the trainer's run that sampled the token. -1 for tokens not sampled."""
     position_ids: NDArray[np.int64]
@@ -629,7 +616,7 @@ class TrajectoryTree:
         offsets = ends[:-1] - bounds[1:]
         return cls(
             *arrays,
-            policy_runs=_of_spans(proto, len(arrays.token_ids), run_of),
+            policy_runs=of_spans(proto, len(arrays.token_ids), run_of),
             position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
             node_index=np.repeat(np.arange(len(parents)), sizes),
             parents=parents,
@@ -711,8 +698,7 @@ class Trajectory:
     loss_mask: Mask
     """bool [N]: true if the token is trained in this trajectory."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version, within its run, that sampled the token. -1 for tokens that were not
-    sampled."""
+    """int64 [N]: version of the run that sampled the token. -1 for tokens not sampled."""
     prompt_tokens: int
     """Number of ids before the first sampled one."""
     turns: int
@@ -749,7 +735,7 @@ class Trajectory:
     @property
     def policy_runs(self) -> NDArray[np.int64]:
         """int64 [N]: the trainer's run that sampled the token. -1 for tokens not sampled."""
-        return _of_spans(self.path, len(self.token_ids), run_of)
+        return of_spans(self.path, len(self.token_ids), run_of)
 
     @classmethod
     def from_proto(cls, proto: trajectory_pb2.Trajectory) -> "Trajectory":
