@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (9_768, 25),
     "services/engine/rollmesh/engine": (7_889, 32),
     "services/router/rollmesh/router": (4_451, 16),
-    "services/collector/rollmesh/collector": (5_670, 16),
+    "services/collector/rollmesh/collector": (5_683, 16),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
     "clients/rollmesh/client": (6_070, 21),

@@ -1182,12 +1182,24 @@ def count_attempts(
     return [one if one and (one.attempt or not one.delivers) else None for one in mine]
 
 
-def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms: int) -> list[str]:
+def settle(
+    tx: Transaction,
+    name: str,
+    settlements: Sequence[Settlement],
+    now_ms: int,
+    run: int | None = None,
+) -> list[str]:
     """Settles units and returns the ids of those that were open.
 
-    An acknowledgement counts only for units delivered since the consumer's last seek.
+    An acknowledgement counts only for units delivered since the consumer's last seek. `run` is the
+    run of the trainer that sent it.
+
+    Raises:
+        RunAbandonedError: Another collector has moved the consumer to a later run.
     """
     read = _known(tx, name).log
+    if run is not None:
+        check_current("acknowledge", run, find_consumer(tx, name).policy_run)
     rows = tx.db.rows(
         "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"
         f" AND attempts > 0 AND unit_id {tx.db.within(3)} RETURNING unit_id",

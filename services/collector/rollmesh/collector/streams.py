@@ -61,6 +61,8 @@ class Stream:
     """One `Subscribe` call: the state its reader shares with its writer."""
 
     consumer: "Consumer" = field(repr=False)
+    run: int = 0
+    """Number of the trainer's run."""
     credits: int = 0
     """Units that it may be sent."""
     sent_ms: int | None = None
@@ -185,9 +187,9 @@ class Consumer:
             self._queued.add(unit.unit_id)
             heapq.heappush(self.ready, unit)
 
-    def open_stream(self) -> Stream:
+    def open_stream(self, run: int = 0) -> Stream:
         """Opens a stream without credits."""
-        stream = Stream(self)
+        stream = Stream(self, run)
         self.streams.add(stream)
         return stream
 
@@ -518,7 +520,7 @@ class Subscriptions:
         check_current("hello.run", first.hello.run, consumer.settings.policy_run)
         if consumer.settings.HasField("teacher") and self._lessons is None:
             raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
-        stream = consumer.open_stream()
+        stream = consumer.open_stream(first.hello.run)
         reader = self.tasks.create_task(self._read(stream, requests))
         reader.add_done_callback(lambda _: stream.end())  # however it ended
         try:
@@ -578,9 +580,8 @@ class Subscriptions:
 
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
         consumer = stream.consumer
-        settled = await self.store.settle(
-            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
-        )
+        settlements, now_ms = [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
+        settled = await self.store.settle(consumer.name, settlements, now_ms, stream.run)
         await faults.reach("collector-after-acknowledgement")
         for unit_id in settled:
             consumer.settle(unit_id)
