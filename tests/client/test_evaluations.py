@@ -132,6 +132,24 @@ async def test_weights_that_arrive_meanwhile_end_the_evaluation_with_numbers(
         await evaluate(client, tasks, runner=agent, policy_version=0)
 
 
+async def test_the_same_version_of_another_run_is_another_version(
+    mesh: Mesh, client: Client
+) -> None:
+    agent = Agent(mesh, {"a": [1], "b": [1]})
+    await client.push_weights(WEIGHTS, 1)
+
+    async def run(task: str, session: Session) -> Any:
+        reward = await agent(task, session)
+        async with mesh.client() as restored:
+            await restored.open_run(1)
+            await restored.push_weights(WEIGHTS, 1)
+        return reward
+
+    said = r"is of version 1, and .* version 1 \d+, version 1 of run 1 \d+;"
+    with pytest.raises(PolicyVersionChangedError, match=said):
+        await evaluate(client, ["a", "b"], runner=run, concurrency=1)
+
+
 async def test_an_attempt_out_of_time_beside_new_weights_is_no_result(
     mesh: Mesh, client: Client
 ) -> None:
@@ -257,7 +275,7 @@ def test_pass_at_k_is_the_unbiased_estimate_with_wilsons_interval() -> None:
         pytest.param({"purpose": "other"}, "^purpose: is set by", id="another purpose"),
         pytest.param({"consumer": "c", "on_session": print}, "is set by", id="a consumer"),
         pytest.param({"adapter": "unknown"}, "^adapter: 'unknown' has no version", id="adapter"),
-        pytest.param({"task_id": lambda _: "same"}, "^task_id: returns one id", id="one id"),
+        pytest.param({"task_id": lambda _: "same"}, "^task_id: returns 'same' twice", id="one id"),
         pytest.param({"n": 0}, "^n: is 0", id="no attempts"),
     ],
 )

@@ -124,7 +124,7 @@ async def test_the_reward_of_a_turn_is_at_the_last_token_of_that_turn(ran: Ran) 
 async def test_a_failed_attempt_is_superseded_by_one_that_verl_trains(ran: Ran) -> None:
     (failed,) = [session for session in ran.superseded if session.group_id == "flaky"]
     successor = ran.sessions["flaky", failed.sample_index]
-    assert (failed.outcome, failed.reward) == ("FAILED", None)
+    assert (failed.outcome, failed.reward) == ("LOST", None)
     assert successor.metadata == {"agent_name": "solver", "attempt": "2"}
     assert (successor.outcome, successor.reward) == ("COMPLETED", 2.0)
     trained = {extra["trajectory_id"] for extra in ran.column("extra_fields")}

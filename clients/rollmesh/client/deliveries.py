@@ -55,10 +55,12 @@ class Ended(Protocol):
     @property
     def run_id(self) -> str:
         """Id of its run."""
+        ...
 
     @property
     def group_id(self) -> str:
         """Its id."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,25 @@ import math
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from rollmesh.client.client import Client
-from rollmesh.client.rollouts import Group, RolloutSettings, SampleOutcome, rollout
-from rollmesh.client.runners import AgentRunner
+from rollmesh.client.rollouts import (
+    Group,
+    RolloutSettings,
+    SampleOutcome,
+    Samples,
+    each,
+    rollout,
+    with_settings,
+)
 from rollmesh.client.sessions import SessionResult
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, RollmeshError
+from rollmesh.runtime.runs import number_of, run_of, told, version_of
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 _Z = 1.96
@@ -33,10 +41,13 @@ class PolicyVersionChangedError(RollmeshError):
     reason = "POLICY_VERSION_CHANGED"
 
     def __init__(self, wanted: int, tokens: Mapping[int, int]) -> None:
-        """Takes the version of the evaluation, and the number of tokens that each one sampled."""
-        found = ", ".join(f"version {one} {count}" for one, count in sorted(tokens.items()))
+        """Takes the version of the evaluation, and the number of tokens that each one sampled.
+
+        They are the policy versions of the protocol, which name the run, too.
+        """
+        found = ", ".join(f"{told(one)} {count}" for one, count in sorted(tokens.items()))
         super().__init__(
-            f"the evaluation is of version {wanted}, and sampled tokens are: {found}; start "
+            f"the evaluation is of {told(wanted)}, and sampled tokens are: {found}; start "
             "another one, of an adapter's version or without pushes of weights meanwhile",
             policy_version=wanted,
         )
@@ -51,6 +62,8 @@ class EvaluatedPolicy:
     policy_version: int
     adapter: str = ""
     """Name of the adapter. Empty for the model's own weights."""
+    run: int = 0
+    """Number of the run in which the version was pushed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,11 @@ class EvaluatedAttempt:
     """Ids of the numerics of the engines that sampled."""
     policy: EvaluatedPolicy | None = None
     """None if no token was sampled."""
+
+    @property
+    def has_result(self) -> bool:
+        """Whether it counts."""
+        return self.passed is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,60 +157,62 @@ class Evaluation:
         return Estimate(value, max(middle - half, 0.0), min(middle + half, 1.0), count)
 
 
-Passes: TypeAlias = Callable[[float], bool]
-"""Returns whether an attempt with this reward passed."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(RolloutSettings):
+    """The keyword arguments of `evaluate`: a rollout's, and these."""
+
+    n: int = 1
+    """Attempts at each task."""
+    policy_version: int | None = None
+    """The version that must sample. None: the newest one."""
+    adapter: str = ""
+    """Name of the adapter that samples. Engines keep this version of it while newer ones are
+    pushed. Empty: the model's weights."""
+    path: Path | None = None
+    """File of results, one line of JSON for each attempt. Attempts that have a result there are not
+    repeated. None: results are only returned."""
+    task_id: Callable[[Any], str] = str
+    """Returns the id of a task, unique in the evaluation."""
+    passes: Callable[[float], bool] = lambda reward: reward >= 1
+    """Whether an attempt with this reward passed. An attempt out of time has the reward 0."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            InvalidFieldError: A setting is invalid, or an evaluation sets it itself.
+        """
+        RolloutSettings.__post_init__(self)
+        for name in ("on_sample", "on_session", "consumer", "purpose", "adapters", "group_id"):
+            if getattr(self, name) != getattr(_DEFAULTS, name):
+                raise InvalidFieldError(name, "is set by the evaluation; leave it out")
 
 
-async def evaluate(  # noqa: PLR0913 - keywords, each with a default
-    client: Client,
-    tasks: Iterable[Any],
-    /,
-    *,
-    runner: str | AgentRunner,
-    n: int = 1,
-    policy_version: int | None = None,
-    adapter: str = "",
-    path: Path | None = None,
-    task_id: Callable[[Any], str] = str,
-    passes: Passes = lambda reward: reward >= 1,
-    **settings: Any,
-) -> Evaluation:
+_DEFAULTS = RolloutSettings()
+
+
+@with_settings(EvaluationSettings)
+async def evaluate(client: Client, tasks: Samples, settings: EvaluationSettings) -> Evaluation:
     """Attempts each task n times with one policy version.
 
-    Its sessions have the purpose "eval", so trainers do not receive them.
+    Its sessions have the purpose "eval", so trainers do not receive them. `EvaluationSettings` has
+    the keyword arguments.
 
     Args:
         client: A client of the mesh.
         tasks: Samples for the runner.
-        runner: Attempts a task, and returns its reward.
-        n: Attempts at each task.
-        policy_version: The version that must sample. None: the newest one.
-        adapter: Name of the adapter that samples. Engines keep this version of it while newer ones
-            are pushed. Empty: the model's weights.
-        path: File of results, one line of JSON for each attempt. Attempts that have a result there
-            are not repeated. None: results are only returned.
-        task_id: Returns the id of a task, unique in the evaluation.
-        passes: Whether an attempt passed. An attempt that exceeds `timeout_s` has the reward 0.
-        settings: Further settings of `RolloutSettings`: `concurrency`, `timeout_s`, `retries`,
-            `sampling`, `model`, `reward`.
+        settings: Of the rollout and of the evaluation.
 
     Raises:
         InvalidFieldError: A setting is invalid, two tasks have one id, or the file has results of
             another policy.
         PolicyVersionChangedError: Another version sampled. The evaluation ends at once.
     """
-    run = _Run(client, RolloutSettings(runner=runner, n=n, **settings), passes, adapter, path)
-    await run.begin(policy_version)
-    given = list(tasks)
-    samples = {task_id(task): task for task in given}
-    if len(samples) < len(given):
-        raise InvalidFieldError("task_id", "returns one id for two tasks; give each its own")
-    for name, task in samples.items():
-        run.add(name, task)
+    run = _Run(client, settings)
+    await run.begin()
+    async for task in each(tasks):
+        run.add(task)
     return await run.finish()
-
-
-_OWN = ("on_sample", "on_session", "consumer", "purpose", "adapters", "group_id", "needed")
 
 
 @dataclass(slots=True)
@@ -200,36 +220,36 @@ class _Run:
     """A running evaluation."""
 
     client: Client
-    settings: RolloutSettings
-    passes: Passes
-    adapter: str
-    path: Path | None
+    settings: EvaluationSettings
     version: int = 0
-    groups: list[Group] = field(default_factory=list)
+    number: int | None = None
+    """The policy version that sampled, which names the run, too. None before the first token."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """The attempts to make, by task."""
     seats: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """By group id: the task, and the attempt of each seat."""
     results: dict[tuple[str, int], EvaluatedAttempt] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
-    """Number of tokens that each version sampled."""
+    """Number of tokens that each policy version sampled."""
     unseen: bool = False
     """Whether an attempt exceeded its time."""
 
-    async def begin(self, policy_version: int | None) -> None:
+    async def begin(self) -> None:
         """Finds the version, and reads the results that there are."""
-        for name in _OWN:
-            if getattr(self.settings, name) != getattr(_DEFAULTS, name):
-                raise InvalidFieldError(name, "is set by the evaluation; leave it out")
-        newest = await self.client.policy_version(self.settings.model, self.adapter)
-        self.version = newest if policy_version is None else policy_version
-        if self.adapter and not newest:
-            raise InvalidFieldError("adapter", f"{self.adapter!r} has no version; push one first")
-        if not self.adapter and self.version != newest:
+        settings = self.settings
+        newest = await self.client.policy_version(settings.model, settings.adapter)
+        given = settings.policy_version
+        self.version = newest if given is None else given
+        if settings.adapter and not newest:
+            said = f"{settings.adapter!r} has no version; push one first"
+            raise InvalidFieldError("adapter", said)
+        if not settings.adapter and self.version != newest:
             raise InvalidFieldError(
                 "policy_version",
                 f"is {self.version}, and the engines have {newest}; give that, or an adapter",
             )
-        if self.path is not None and self.path.exists():
-            self._read(self.path)
+        if settings.path is not None and settings.path.exists():
+            self._read(settings.path)
 
     def _read(self, path: Path) -> None:
         lines = path.read_bytes().split(b"\n")
@@ -240,7 +260,7 @@ class _Run:
                 raise InvalidFieldError(
                     "path", f"line {at + 1} of {path} is no attempt; give another file"
                 ) from error
-            if one.policy is not None and self._differs(one.policy):
+            if one.policy is not None and not self._is_of(one.policy):
                 raise InvalidFieldError(
                     "path",
                     f"line {at + 1} of {path} is of {one.policy}, and this evaluation is of "
@@ -251,19 +271,22 @@ class _Run:
             with path.open("r+b") as file:
                 file.truncate(sum(len(line) + 1 for line in lines[:-1]))
 
-    def _differs(self, policy: EvaluatedPolicy) -> bool:
-        return (policy.policy_version, policy.adapter) != (self.version, self.adapter)
+    def _is_of(self, policy: EvaluatedPolicy) -> bool:
+        number = number_of(policy.run, policy.policy_version)
+        self.number = number if self.number is None else self.number
+        wanted = self.number, self.version, self.settings.adapter
+        return (number, policy.policy_version, policy.adapter) == wanted
 
-    def add(self, name: str, task: Any) -> None:
+    def add(self, task: Any) -> None:
         """Adds the attempts at a task that have no result."""
-        found = {at for of, at in self.results if of == name and self._has_result(of, at)}
-        if open_ := [at for at in range(self.settings.n) if at not in found]:
-            group_id = uuid.uuid4().hex
-            self.seats[group_id] = name, open_
-            self.groups.append(Group(sample=task, group_id=group_id, n=len(open_)))
-
-    def _has_result(self, name: str, attempt: int) -> bool:
-        return self.results[name, attempt].passed is not None
+        name = self.settings.task_id(task)
+        if name in self.groups:
+            raise InvalidFieldError("task_id", f"returns {name!r} twice; give each task its own")
+        found = {at for (of, at), one in self.results.items() if of == name and one.has_result}
+        open_ = [at for at in range(self.settings.n) if at not in found]
+        group_id = uuid.uuid4().hex
+        self.seats[group_id] = name, open_
+        self.groups[name] = Group(sample=task, group_id=group_id, n=len(open_))
 
     async def finish(self) -> Evaluation:
         """Runs the attempts.
@@ -271,21 +294,19 @@ class _Run:
         Raises:
             PolicyVersionChangedError: Another version sampled.
         """
-        if self.groups:
-            choice = [AdapterChoice(name=self.adapter, version=self.version)]
-            settings = replace(
-                self.settings,
-                purpose="eval",
-                needed=0,
-                adapters=choice if self.adapter else [],
-                consumer=f"evaluation-{uuid.uuid4().hex}",
-                on_session=self._delivered,
-                on_sample=self._ended,
-            )
+        groups = [one for one in self.groups.values() if one.n]
+        if groups:
+            adapter = self.settings.adapter
+            settings = {one.name: getattr(self.settings, one.name) for one in fields(_DEFAULTS)}
+            settings |= {"purpose": "eval", "needed": 0, "on_sample": self._ended}
+            settings["consumer"] = consumer = f"evaluation-{uuid.uuid4().hex}"
+            settings["on_session"] = self._delivered
+            if adapter:
+                settings["adapters"] = [AdapterChoice(name=adapter, version=self.version)]
             try:
-                await rollout(self.client, self.groups, **vars(settings))
+                await rollout(self.client, groups, **settings)
             finally:
-                await self._leave(settings.consumer)
+                await self._leave(consumer)
             await self._check_unseen()
         attempts = tuple(one for _, one in sorted(self.results.items()))
         policies = {one.policy for one in attempts if one.policy is not None}
@@ -293,11 +314,19 @@ class _Run:
 
     async def _check_unseen(self) -> None:
         """Checks the version of attempts that exceeded their time: their tokens were not read."""
-        if self.adapter or not self.unseen:
+        if self.settings.adapter or not self.unseen:
             return
         newest = await self.client.policy_version(self.settings.model)
         if newest != self.version:
-            raise PolicyVersionChangedError(self.version, self.tokens | {newest: 0})
+            raise self._changed(self.tokens | {newest: 0})
+
+    def _is_mixed(self) -> bool:
+        return bool(set(self.tokens) - {self.number})
+
+    def _changed(self, tokens: Mapping[int, int]) -> PolicyVersionChangedError:
+        return PolicyVersionChangedError(
+            self.version if self.number is None else self.number, tokens
+        )
 
     async def _leave(self, consumer: str) -> None:
         with suppress(ConsumerUnknownError):  # no session came so far
@@ -305,14 +334,18 @@ class _Run:
 
     async def _delivered(self, outcome: SampleOutcome, session: SessionResult) -> None:
         sampled = Counter[int]()
-        parts = session.trajectories or ([session.tree] if session.tree else [])
-        for part in parts:
-            sampled.update(part.policy_versions[part.policy_versions >= 0].tolist())
+        for part in session.trajectories or ([session.tree] if session.tree else []):
+            where = part.policy_versions >= 0
+            pairs = zip(part.policy_runs[where], part.policy_versions[where], strict=True)
+            sampled.update(number_of(int(run), int(version)) for run, version in pairs)
         self.tokens += sampled
-        if sampled and set(sampled) != {self.version}:
+        if self.number is None and sampled and version_of(min(sampled)) == self.version:
+            self.number = min(sampled)
+        if self._is_mixed():
             return  # `_ended` ends the evaluation
         error = "" if outcome.reward is not None else "the runner returned no reward"
-        policy = EvaluatedPolicy(session.model, self.version, self.adapter) if sampled else None
+        run, adapter = run_of(self.number or 0), self.settings.adapter
+        policy = EvaluatedPolicy(session.model, self.version, adapter, run) if sampled else None
         self._keep(
             outcome,
             outcome.reward,
@@ -324,8 +357,8 @@ class _Run:
         )
 
     def _ended(self, outcome: SampleOutcome) -> None:
-        if set(self.tokens) - {self.version}:
-            raise PolicyVersionChangedError(self.version, self.tokens)
+        if self._is_mixed():
+            raise self._changed(self.tokens)
         if outcome.outcome == "ABORTED":
             self.unseen = True
             self._keep(outcome, 0.0, error="time limit")
@@ -338,20 +371,17 @@ class _Run:
             name,
             attempts[outcome.sample_index],
             reward,
-            None if reward is None else self.passes(reward),
+            None if reward is None else self.settings.passes(reward),
             session_id=outcome.session_id,
             seconds=round(outcome.seconds, 3),
             **values,
         )
         self.results[one.task_id, one.attempt] = one
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+        if self.settings.path is not None:
+            with self.settings.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-
-
-_DEFAULTS = RolloutSettings()
 
 
 def _attempt_of(line: dict[str, Any]) -> EvaluatedAttempt:

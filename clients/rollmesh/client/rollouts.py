@@ -1025,6 +1025,7 @@ def _bar(total: int | None) -> Iterator[Show]:
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 """Samples for the runners, or `Group`s. Each becomes one group."""
 _Keywords = ParamSpec("_Keywords")
+_Settings = TypeVar("_Settings", bound=RolloutSettings)
 
 
 class Rollout(AsyncIterator[GroupOutcome]):
@@ -1065,7 +1066,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
         """Starts a session whenever there is room for one, until the samples end."""
         try:
-            async for sample in _each(self._samples):
+            async for sample in each(self._samples):
                 group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
                 seats = [Seat(group, index, stop) for index in range(group.size)]
                 self._seats.update(seats)
@@ -1143,16 +1144,16 @@ class Rollout(AsyncIterator[GroupOutcome]):
             self._slots.release()
 
 
-def _with_settings(
-    make: Callable[_Keywords, RolloutSettings],
+def with_settings(
+    make: Callable[_Keywords, _Settings],
 ) -> Callable[
-    [Callable[[Client, Samples, RolloutSettings], _Result]],
+    [Callable[[Client, Samples, _Settings], _Result]],
     Callable[Concatenate[Client, Samples, _Keywords], _Result],
 ]:
     """Turns a function of the settings into one of keyword arguments, with their types."""
 
     def wrap(
-        call: Callable[[Client, Samples, RolloutSettings], _Result],
+        call: Callable[[Client, Samples, _Settings], _Result],
     ) -> Callable[Concatenate[Client, Samples, _Keywords], _Result]:
         def called(
             client: Client, samples: Samples, /, *args: _Keywords.args, **settings: _Keywords.kwargs
@@ -1165,7 +1166,7 @@ def _with_settings(
     return wrap
 
 
-@_with_settings(RolloutSettings)
+@with_settings(RolloutSettings)
 def rollout_groups(
     client: Client, samples: Samples, settings: RolloutSettings
 ) -> AbstractAsyncContextManager[Rollout]:
@@ -1181,7 +1182,7 @@ def rollout_groups(
     return _rolling(client, samples, settings)
 
 
-@_with_settings(RolloutSettings)
+@with_settings(RolloutSettings)
 async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -> RolloutSummary:
     """Runs every sample `n` times, as one group, and waits for all groups.
 
@@ -1258,7 +1259,8 @@ def _total(samples: Samples, n: int) -> int | None:
     return len(samples) * n if isinstance(samples, Sized) else None
 
 
-async def _each(samples: Samples) -> AsyncIterator[Any]:
+async def each(samples: Samples) -> AsyncIterator[Any]:
+    """Yields the samples of an iterable of either kind."""
     if isinstance(samples, AsyncIterable):
         async for sample in samples:
             yield sample

@@ -134,8 +134,8 @@ class StateCalls(RunCalls):
             consumer: Name of the trainer's consumer.
             step: Number of the step.
             metrics: Numbers by name, at most 64. An array or a tensor on the CPU, such as the ratio
-                of each token, becomes NAME_mean, NAME_min and NAME_max. `step_metrics` and
-                `logprob_metrics` of `rollmesh.batches` have those that alarms look at.
+                of each token, becomes NAME_mean, NAME_min and NAME_max. Alarms look at
+                `step_metrics` and `logprob_metrics` of `rollmesh.batches`.
 
         Returns:
             The alarms that the last steps raise, with their remedies.

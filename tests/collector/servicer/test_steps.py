@@ -164,6 +164,7 @@ async def test_the_last_thousand_steps_survive_the_death_of_a_collector(
 
 async def test_metrics_of_delivered_sessions_raise_their_alarm(client: Client) -> None:
     masked = session("s", [trajectory("t", [(2, False, False), (3, True, False)])])
+    alarms: list[pb.Alarm] = []
     for step in range(3):
         alarms = await client.report_step("c", step, step_metrics([masked]))
     assert {one.name for one in alarms} == {"rewarded_without_tokens", "everything_masked"}
