@@ -126,7 +126,7 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 # --- the main job ----------------------------------------------------------------------------
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
-	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO))
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo $(addprefix --,$(DEMO)) $(if $(RESUME),--resume)
 
 harbor-demo: .venv/.ready .venv-harbor/.ready  # The demo with its agents on a Harbor server, whose connections are cut ten times
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo --harbor --folder var/harbor-demo

@@ -3,15 +3,20 @@
     python -m examples.grpo_sync --steps 30
 
 The policy is made on the fly, the engine is vLLM, and the agent is the demo's. `make demo` runs
-this loop with a screen. `examples.grpo_async` is the asynchronous version.
+this loop with a screen. With a checkpoint the loop survives its own death, and that of the mesh.
+`examples.grpo_async` is the asynchronous version.
 """
 
 import asyncio
 import time
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from examples.demo import checkpoint as checkpoints
 from examples.demo.grpo import Trainer
 from examples.demo.run import (
     AGENT_TIMEOUT_S,
@@ -26,9 +31,19 @@ from examples.demo.run import (
     run_alone,
 )
 from rollmesh.batches import step_metrics
-from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import (
+    Client,
+    Delivery,
+    Group,
+    MeshAddresses,
+    SubscribeOptions,
+    Subscription,
+    rollout,
+)
 from rollmesh.v1 import collector_pb2
+
+_KEPT = 3
+"""Number of checkpoints that the collector keeps."""
 
 
 async def train(
@@ -37,48 +52,75 @@ async def train(
     plan: Plan,
     on_step: OnStep,
     running: Running = in_this_process,
+    checkpoint: Path | None = None,
 ) -> Run:
-    """Trains only on what the newest policy sampled."""
+    """Trains only on what the newest policy sampled.
+
+    With a checkpoint, it continues from there if the file exists, and replaces it after each step.
+    """
     torch.set_num_threads(2)  # nothing else runs during a training step
-    trainer = plan.trainer(model)
-    consumer, options = "trainer", SubscribeOptions()
+    trainer, run, started = plan.trainer(model), Run(), time.monotonic()
+    consumer, adapter, options = "trainer", "", SubscribeOptions()
     if plan.rank:  # other adapters of the mesh may have trainers of their own
         own = collector_pb2.DeliveryFilter(adapters=[plan.adapter])
-        consumer, options = plan.adapter, SubscribeOptions(filter=own)
-    run, started = Run(), time.monotonic()
-    async with (
-        Client(addresses) as client,
-        client.subscribe(consumer, unit="group", credits=plan.groups, options=options) as groups,
-        running(plan, run.audit) as agents,
-    ):
+        consumer, adapter = plan.adapter, plan.adapter
+        options = SubscribeOptions(filter=own)
+    first_version = int(bool(plan.rank))  # an adapter has no version 0
+    async with Client(addresses) as client:
         await client.check_temperature(plan.temperature)
-        if plan.rank:  # sessions sample with an adapter from the first one on
-            await _push(client, trainer, plan, 1)
-        for step in range(plan.steps):
-            summary = await rollout(
-                client,
-                plan.tasks(step),
-                runner=agents,
-                n=plan.samples,
-                concurrency=plan.concurrency,
-                timeout_s=AGENT_TIMEOUT_S,
-                adapters=[plan.adapter] if plan.rank else [],
-                sampling={"temperature": plan.temperature},
-                progress=False,
-            )
-            print_failures(summary)
-            deliveries = await _take(groups, plan.groups)
-            for delivery in deliveries:
-                run.audit.received(delivery.sessions)
-            run.rewards.append(summary.mean_reward or 0.0)
-            report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
-            run.differences.append(report.logprob_mean_abs_diff)
-            metrics = step_metrics(deliveries, policy_version=step + bool(plan.rank))
-            await client.report_step(consumer, step, metrics | report.metrics())
-            await _push(client, trainer, plan, step + 1 + bool(plan.rank))
-            await groups.acknowledge(*deliveries)  # a successor need not repeat the step
-            run.seconds = time.monotonic() - started
-            on_step(run, report)
+        restored = checkpoints.load(checkpoint, trainer) if checkpoint else None
+        if restored is not None:
+            run, version = restored.run, restored.steps + first_version
+            started -= run.seconds
+            await client.open_run(version, state=restored.mesh, adapter=adapter)
+            await client.load_state_dict(restored.mesh)
+            await _push(client, trainer, plan, version)
+        elif plan.rank:  # sessions sample with an adapter from the first one on
+            await _push(client, trainer, plan, first_version)
+        async with (
+            client.subscribe(
+                consumer, unit="group", credits=plan.groups, options=options
+            ) as groups,
+            running(plan, run.audit) as agents,
+        ):
+            if checkpoint is not None and restored is None:
+                checkpoints.save(checkpoint, trainer, run, await client.state_dict(consumer))
+            left = await _left(client, groups, consumer) if restored else []
+            for step in range(len(run.rewards), plan.steps):
+                wanted = {f"{step}-{at}": task for at, task in enumerate(plan.tasks(step))}
+                deliveries = [
+                    one for one in left if _is_whole(one) and wanted.pop(one.group_id, None)
+                ]
+                await _drop(groups, run, [one for one in left if one not in deliveries])
+                left, run_id = [], uuid.uuid4().hex
+                summary = await rollout(
+                    client,
+                    [Group(sample=task, group_id=name) for name, task in wanted.items()],
+                    runner=agents,
+                    n=plan.samples,
+                    concurrency=plan.concurrency,
+                    timeout_s=AGENT_TIMEOUT_S,
+                    adapters=[plan.adapter] if plan.rank else [],
+                    sampling={"temperature": plan.temperature},
+                    run_id=run_id,
+                    progress=False,
+                )
+                print_failures(summary)
+                deliveries += await _take(groups, run, run_id, len(wanted))
+                for delivery in deliveries:
+                    run.audit.received(delivery.sessions)
+                run.rewards.append(_mean_reward(deliveries))
+                report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
+                run.differences.append(report.logprob_mean_abs_diff)
+                metrics = step_metrics(deliveries, policy_version=step + first_version)
+                await client.report_step(consumer, step, metrics | report.metrics())
+                await _push(client, trainer, plan, step + 1 + first_version)
+                await groups.acknowledge(*deliveries)  # a successor need not repeat the step
+                run.seconds = time.monotonic() - started
+                if checkpoint is not None:
+                    state = await client.state_dict(consumer, keep=_KEPT)
+                    await asyncio.to_thread(checkpoints.save, checkpoint, trainer, run, state)
+                on_step(run, report)
     return run
 
 
@@ -90,8 +132,20 @@ async def _push(client: Client, trainer: Trainer, plan: Plan, version: int) -> N
         await client.push_weights(trainer.weights(), version)
 
 
-async def _take(groups: Subscription, count: int) -> list[Delivery]:
-    """Returns the next complete groups.
+async def _left(client: Client, groups: Subscription, consumer: str) -> list[Delivery]:
+    """Returns the complete groups that the killed trainer did not train."""
+    stats = {one.name: one for one in (await client.stats()).consumers}[consumer]
+    async with asyncio.timeout(DELIVERY_TIMEOUT_S):
+        return [await anext(groups) for _ in range(stats.ready + stats.leased)]
+
+
+def _is_whole(delivery: Delivery) -> bool:
+    """Returns whether its agents ended, rather than died with the trainer."""
+    return all(session.outcome in {"COMPLETED", "FAILED"} for session in delivery.sessions)
+
+
+async def _take(groups: Subscription, run: Run, run_id: str, count: int) -> list[Delivery]:
+    """Returns the groups of a step. Others were left incomplete by a killed trainer.
 
     Raises:
         RuntimeError: Some groups were never completed.
@@ -100,13 +154,30 @@ async def _take(groups: Subscription, count: int) -> list[Delivery]:
     try:
         async with asyncio.timeout(DELIVERY_TIMEOUT_S):
             while len(taken) < count:
-                taken.append(await anext(groups))
+                delivery = await anext(groups)
+                if delivery.run_id == run_id:
+                    taken.append(delivery)
+                else:
+                    await _drop(groups, run, [delivery])
     except TimeoutError:
         raise RuntimeError(
             f"{len(taken)} of {count} groups came within {DELIVERY_TIMEOUT_S:.0f} s: "
             "sessions are missing; see the failures above and the mesh's logs"
         ) from None
     return taken
+
+
+async def _drop(groups: Subscription, run: Run, deliveries: Iterable[Delivery]) -> None:
+    """Acknowledges groups whose step was rolled out again."""
+    for delivery in deliveries:
+        run.audit.kept_back.update(session.session_id for session in delivery.sessions)
+        await groups.acknowledge(delivery)
+
+
+def _mean_reward(deliveries: Iterable[Delivery]) -> float:
+    sessions = [session for delivery in deliveries for session in delivery.sessions]
+    rewards = [session.reward for session in sessions if session.reward is not None]
+    return float(np.mean(rewards or [0.0]))
 
 
 if __name__ == "__main__":

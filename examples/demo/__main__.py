@@ -1,6 +1,7 @@
 """`make demo`: a small policy learns through the complete mesh, on CPU, in minutes.
 
-With `--harbor`, which is `make harbor-demo`, its agents are rollouts of a real Harbor server.
+With `--harbor`, which is `make harbor-demo`, its agents are rollouts of a real Harbor server. With
+`--resume`, which is `make demo RESUME=1`, it continues from the checkpoint of one that was killed.
 """
 
 import argparse
@@ -46,7 +47,15 @@ def main() -> int:
     parser.add_argument("--lora", action="store_true", help="train an adapter, not the weights")
     parser.add_argument("--harbor", action="store_true", help="run the agents on a Harbor server")
     parser.add_argument("--folder", type=Path, default=Path("var/demo"))
+    parser.add_argument("--resume", action="store_true", help="continue from the last step")
     options = parser.parse_args()
+    checkpoint: Path = options.folder.absolute() / "checkpoint.pt"
+    if options.resume and (options.harbor or not checkpoint.exists()):
+        parser.error(
+            "--resume does not go with --harbor"
+            if options.harbor
+            else f"--resume: there is no {checkpoint}; start without it"
+        )
     if options.harbor and not HARBOR.exists():
         parser.error(
             "Harbor is not set up: it needs Python 3.12 or newer, by HARBOR_PYTHON=python3.12"
@@ -58,10 +67,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     torch.set_num_threads(2)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    folder: Path = options.folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    _make_policy(folder / "policy", options.seed)
+    folder = checkpoint.parent
+    if not options.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _make_policy(folder / "policy", options.seed)
     steps = options.steps or (_HARBOR_STEPS if options.harbor else _STEPS)
     plan = Plan(seed=options.seed, steps=steps, temperature=options.temperature)
     if options.harbor:  # its server waits for disks: more attempts at once only wait longer
@@ -69,7 +79,8 @@ def main() -> int:
     if options.lora:  # matrices that begin at 0 take a higher rate
         plan = replace(plan, rank=_RANK, rate=_LORA_RATE)
     harbor = OnHarbor(folder / "harbor") if options.harbor else None
-    run = asyncio.run(_train(folder, plan, options.logprobs, harbor or in_this_process))
+    kept = None if options.harbor else checkpoint
+    run = asyncio.run(_train(folder, plan, options.logprobs, harbor or in_this_process, kept))
     plot_terminal(run.rewards)
     plot_png(run.rewards, folder / "reward.png")
     print(f"curve: {folder / 'reward.png'}")
@@ -111,7 +122,9 @@ def _make_policy(path: Path, seed: int) -> None:
     )
 
 
-async def _train(folder: Path, plan: Plan, logprobs: str, running: Running) -> Run:
+async def _train(
+    folder: Path, plan: Plan, logprobs: str, running: Running, checkpoint: Path | None
+) -> Run:
     _console.print("2/3 the mesh: router, engine (vLLM), collector, gateway, sidecar")
     room = _REVISIONS if plan.rank else 0
     mesh = running_mesh(folder, folder / "policy", CONTEXT_TOKENS, logprobs, room)
@@ -129,7 +142,7 @@ async def _train(folder: Path, plan: Plan, logprobs: str, running: Running) -> R
                 if not _console.is_terminal:
                     _console.print(f"    step {len(run.rewards):2d}  reward {value}")
 
-            return await train(addresses, folder / "policy", plan, show, running)
+            return await train(addresses, folder / "policy", plan, show, running, checkpoint)
 
 
 def _progress(text: str) -> Progress:

@@ -145,6 +145,17 @@ class Trainer:
             reference_kl=float(np.mean(divergences or [0.0])),
         )
 
+    def state(self) -> dict[str, Any]:
+        """Returns all that a further step depends on."""
+        parts = {"model": self._model, "optimizer": self._optimizer, "schedule": self._schedule}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from a state."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors under their checkpoint names, without the tied output layer.
 

@@ -13,10 +13,10 @@ from tests.processes import run_to_end
 
 _STEPS = 10  # of 30
 _RISE = 0.1
-_PROGRAM_S = 1500.0
-_ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+PROGRAM_S = 1500.0
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 """Torch's threads sleep while they wait, and leave the cores to the tests beside."""
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(PROGRAM_S + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "-c", program, path],
         cwd=ROOT,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         check=True,
-        timeout=_PROGRAM_S,
+        timeout=PROGRAM_S,
     )
     return path
 
@@ -42,7 +42,7 @@ async def _run(example: str, folder: Path, policy: Path) -> tuple[dict[str, floa
     command: list[str | Path] = ["-m", f"examples.{example}", "--steps", str(_STEPS)]
     command += ["--folder", folder, "--policy", policy]
     output, said = await run_to_end(
-        sys.executable, *command, cwd=ROOT, env=_ENVIRONMENT, limit_s=_PROGRAM_S
+        sys.executable, *command, cwd=ROOT, env=ENVIRONMENT, limit_s=PROGRAM_S
     )
     return json.loads(output.splitlines()[-1]), said
 
@@ -77,8 +77,8 @@ async def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
         "--folder",
         tmp_path / "run",
         cwd=ROOT,
-        env=_ENVIRONMENT,
-        limit_s=_PROGRAM_S,
+        env=ENVIRONMENT,
+        limit_s=PROGRAM_S,
     )
     result = json.loads(output.splitlines()[-1])
     assert result["loss_last"] < 0.9 * result["loss_first"], said
