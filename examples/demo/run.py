@@ -142,11 +142,15 @@ def shared_client() -> AsyncOpenAI:
 
 
 def rows_of(deliveries: Iterable[Delivery]) -> list[list[Row]]:
-    """Returns the trajectories of each group, as the trainer expects them."""
+    """Returns the trajectories of each group, as the trainer expects them.
+
+    An agent that failed has the reward 0. A session that the infrastructure lost is left out.
+    """
     return [
         [
             Row(one.token_ids, one.loss_mask, one.logprobs, session.reward or 0.0)
             for session in delivery.sessions
+            if session.outcome != "LOST"
             for one in session.trajectories
         ]
         for delivery in deliveries
