@@ -21,11 +21,9 @@ from rollmesh.batches import group_advantages, pad, rows_of, step_metrics, to_to
 from rollmesh.client import (
     Client,
     Delivery,
-    GroupOutcome,
     MeshAddresses,
     Retries,
     Session,
-    Subscription,
     rollout_groups,
 )
 
@@ -65,22 +63,22 @@ class Policy:
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.version = 0
-        self.trained: set[str] = set()
-        """Deliveries of the last step: they come again if they were not acknowledged."""
+        self.mesh: dict[str, Any] = {}
+        """The trainer's place in the deliveries, with the checkpoint. Empty without one."""
         self._path = checkpoint
         if checkpoint.exists():
             saved = torch.load(checkpoint, weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.version, self.trained = saved["version"], set(saved["trained"])
+            self.version, self.mesh = saved["version"], saved["mesh"]
 
-    def save(self) -> None:
+    def save(self, mesh: dict[str, Any]) -> None:
         """Replaces the checkpoint."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
-            "trained": sorted(self.trained),
+            "mesh": mesh,
         }
         part = self._path.with_suffix(".part")
         torch.save(state, part)
@@ -107,53 +105,39 @@ class Policy:
         return float(loss.detach())
 
 
-async def take(
-    groups: Subscription, outcomes: list[GroupOutcome], trained: set[str]
-) -> list[Delivery]:
-    """Takes deliveries until all groups of a rollout have come.
-
-    Older groups, from before a restart, come first. They are trained too, except those that the
-    checkpoint has.
-    """
-    taken: list[Delivery] = []
-    async for delivery in groups.until(outcomes, timeout_s=DELIVERY_S):
-        if delivery.delivery_id in trained:
-            await groups.acknowledge(delivery)
-        else:
-            taken.append(delivery)
-    return taken
-
-
 async def train(addresses: MeshAddresses, model: Path, checkpoint: Path, steps: int) -> None:
-    """Rolls out, trains, saves, pushes the weights and acknowledges, until `steps` are done."""
+    """Rolls out, trains, pushes the weights, acknowledges and saves, until `steps` are done."""
     policy = Policy(model, checkpoint)
-    async with (
-        Client(addresses) as client,
-        client.subscribe("trainer", unit="group", credits=2 * GROUPS) as groups,
-    ):
-        if policy.version > await client.policy_version():
+    async with Client(addresses) as client:
+        if policy.mesh:  # of a loop that died: the weights and the deliveries go back to it
+            await client.open_run(policy.version, state=policy.mesh)
+            await client.load_state_dict(policy.mesh)
             await client.push_weights(policy.model.state_dict(), policy.version)
-        while policy.version < steps:
-            async with rollout_groups(
-                client,
-                prompts_of(policy.version),
-                runner=agent,
-                n=SAMPLES,
-                retries=Retries(tries=2),
-            ) as ended:
-                outcomes = [outcome async for outcome in ended]
-            deliveries = await take(groups, outcomes, policy.trained)
-            metrics = step_metrics(deliveries, policy_version=policy.version)
-            loss = policy.step(deliveries)
-            if loss is not None:
-                metrics["loss"] = loss
-            await client.report_step("trainer", policy.version, metrics)  # logs alarms
-            policy.version += 1
-            policy.trained = {delivery.delivery_id for delivery in deliveries}
-            policy.save()
-            await client.push_weights(policy.model.state_dict(), policy.version)
-            await groups.acknowledge(*deliveries)
-            print(f"step {policy.version} loss {loss} rollout {ended.summary}", flush=True)
+        async with client.subscribe("trainer", unit="group", credits=2 * GROUPS) as groups:
+            if not policy.mesh:
+                policy.save(await client.state_dict("trainer"))
+            while policy.version < steps:
+                async with rollout_groups(
+                    client,
+                    prompts_of(policy.version),
+                    runner=agent,
+                    n=SAMPLES,
+                    retries=Retries(tries=2),
+                ) as ended:
+                    outcomes = [outcome async for outcome in ended]
+                # Groups that a dead loop has left come first. They are trained too.
+                arriving = groups.until(outcomes, timeout_s=DELIVERY_S)
+                deliveries = [delivery async for delivery in arriving]
+                metrics = step_metrics(deliveries, policy_version=policy.version)
+                loss = policy.step(deliveries)
+                if loss is not None:
+                    metrics["loss"] = loss
+                await client.report_step("trainer", policy.version, metrics)  # logs alarms
+                policy.version += 1
+                await client.push_weights(policy.model.state_dict(), policy.version)
+                await groups.acknowledge(*deliveries)
+                policy.save(await client.state_dict("trainer", keep=3))
+                print(f"step {policy.version} loss {loss} rollout {ended.summary}", flush=True)
 
 
 def main() -> None:

@@ -57,8 +57,9 @@ async def test_the_loop_trains_beside_a_lost_seat_and_an_old_failed_group(
         assert (await client.stats()).open_groups == 0
 
 
+@pytest.mark.parametrize("steps", [0, 1], ids=["in the first step", "after a step"])
 async def test_a_killed_loop_continues_from_its_checkpoint(
-    small: Mesh, model_dir: Path, tmp_path: Path
+    steps: int, small: Mesh, model_dir: Path, tmp_path: Path
 ) -> None:
     command = (
         *(sys.executable, str(_LOOP), "--steps", "2"),
@@ -66,14 +67,17 @@ async def test_a_killed_loop_continues_from_its_checkpoint(
         *("--checkpoint", str(tmp_path / "loop.pt")),
     )
     async with small.client() as client, asyncio.timeout(_LIMIT_S):
-        first = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        first = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert first.stdout is not None
         await until((tmp_path / "loop.pt").exists, _LIMIT_S)
-        first.kill()  # before or after it acknowledged its first step
+        for _ in range(steps):
+            assert await first.stdout.readline()
+        first.kill()
         await first.wait()
         second = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         output, _ = await second.communicate()
         assert second.returncode == 0
-        assert [line.split()[1] for line in output.decode().splitlines()] == ["2"]
+        assert [line.split()[1] for line in output.decode().splitlines()] == ["1", "2"][steps:]
         assert await client.policy_version() == 2
         (consumer,) = (await client.stats()).consumers
         # A group that the killed loop had begun and completed is trained as well.
