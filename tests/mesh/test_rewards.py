@@ -192,7 +192,7 @@ async def test_a_group_is_whole_with_the_attempts_that_count_after_agents_were_k
     single = [delivery.sessions[0] for delivery in await taken(only, "session", 4)]
     superseded = [session for session in single if session.superseded]
     assert sorted(session.sample_index for session in superseded) == [0, 1]
-    assert {session.outcome for session in superseded} == {"FAILED"}
+    assert {session.outcome for session in superseded} == {"LOST"}
 
 
 async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(shared: Mesh) -> None:

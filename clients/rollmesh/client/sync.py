@@ -325,6 +325,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     revoke_key = _waiting(AsyncClient.revoke_key)
     renew_key = _waiting(AsyncClient.renew_key)
     transcript = _waiting(AsyncClient.transcript)
+    has_session = _waiting(AsyncClient.has_session)
 
     evaluate = _waiting(evaluate)
     rollout = _waiting(rollout)

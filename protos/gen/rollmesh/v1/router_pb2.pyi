@@ -911,7 +911,7 @@ class OpenRunRequest(_message.Message):
     version: _builtins.int
     """The version, within its run, at which the trainer continues. 0 starts anew."""
     request_id: _builtins.str
-    """Makes the call repeatable, also at other routers. See server.proto."""
+    """Makes the call repeatable, also at other routers: 1 to 128 characters. See server.proto."""
     @_builtins.property
     def parent(self) -> _sampling_pb2.PolicyRun:
         """The run that the checkpoint was made in. Not set means the current one."""

@@ -16,6 +16,7 @@ from rollmesh.router.kept import Header, KeptWeights, holds, revision_of
 from rollmesh.router.models import Models
 from rollmesh.router.peers import Peers, receive
 from rollmesh.router.updates import Updates, refused
+from rollmesh.runtime.codec.records import check_name
 from rollmesh.runtime.errors import (
     EngineAsleepError,
     InvalidFieldError,
@@ -138,10 +139,11 @@ class Pushes:
         if not 0 <= request.version < STRIDE:
             raise InvalidFieldError("version", f"is {request.version}; give 0 to {STRIDE - 1}")
         check_run("parent", request.parent)
+        request_id = check_name("request_id", request.request_id)
         if request.adapter:
             check_adapter(sampling_pb2.AdapterRef(name=request.adapter), "adapter", 0)
         model, name = await self._models.named(request.model), request.adapter
-        kept, request_id = self._models.kept(model), request.request_id or uuid.uuid4().hex
+        kept = self._models.kept(model)
         await self.peers.sync()
         async with self._models.lock(model):
             if (repeated := kept.run_of_request(name, request_id)) is not None:
