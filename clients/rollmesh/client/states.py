@@ -123,7 +123,12 @@ class StateCalls(RunCalls):
         await self._at_collector(lambda stub: stub.ReleaseCheckpoint, request)
 
     async def report_step(
-        self, consumer: str, step: int, metrics: Mapping[str, Any]
+        self,
+        consumer: str,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        run: PolicyRun | None = None,
     ) -> list[collector_pb2.Alarm]:
         """Stores the trainer's numbers of a step, for `rollmesh status` and viewers.
 
@@ -136,19 +141,22 @@ class StateCalls(RunCalls):
             metrics: Numbers by name, at most 64. An array or a tensor on the CPU, such as the ratio
                 of each token, becomes NAME_mean, NAME_min and NAME_max. Alarms look at
                 `step_metrics` and `logprob_metrics` of `rollmesh.batches`.
+            run: The trainer's run. None: the only run that this client has opened, or the first.
 
         Returns:
             The alarms that the last steps raise, with their remedies.
 
         Raises:
             ConsumerUnknownError: No consumer has this name.
+            RunAbandonedError: The consumer is of a later run.
             InvalidFieldError: A name or a value is invalid.
         """
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             numbers |= _numbers(name, value)
         report = filled(collector_pb2.TrainingStep, step=step, metrics=numbers)
-        request = collector_pb2.ReportStepRequest(consumer=consumer, step=report)
+        number = self._only_run(run).number
+        request = collector_pb2.ReportStepRequest(consumer=consumer, step=report, run=number)
         response: collector_pb2.ReportStepResponse
         response = await self._at_collector(lambda stub: stub.ReportStep, request)
         for alarm in response.alarms:

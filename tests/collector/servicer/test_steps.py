@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rollmesh.batches import step_metrics
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client, MeshAddresses, PolicyRun
 from rollmesh.client.sync import Client as SyncClient
-from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, RunAbandonedError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.batches.records import session, trajectory
 from tests.collector.collectors import TIMEOUT_S, collector_at
@@ -85,6 +85,32 @@ async def test_a_trainer_that_went_back_replaces_the_steps_of_the_abandoned_one(
     found = [(one.step, one.metrics["at"]) for one in await client.steps("c")]
     assert found == [(0, 0), (1, 1), (2, 2), (3, -3), (4, -4)]
     assert [one.step for one in await client.steps("c", last=2)] == [3, 4]
+
+
+async def test_a_step_with_a_single_number_raises_its_alarm_and_leaves_the_counts_readable(
+    client: Client,
+) -> None:
+    for name in ("rewarded_untrained_sessions", "sampled_tokens", "flat_groups", "lag_mean"):
+        for value in (2.0, float("nan"), float("inf")):
+            await client.report_step("c", 0, {name: value})
+            (standing,) = (await client.stats()).consumers
+            assert standing.step == 0
+    alarms = await client.report_step("c", 0, {"rewarded_untrained_sessions": 2})
+    assert [one.name for one in alarms] == ["rewarded_without_tokens"]
+
+
+async def test_a_trainer_whose_run_was_abandoned_reports_nothing(client: Client) -> None:
+    """As after `open_run` and `load_state_dict` of the trainer that was restored in its place."""
+    run = PolicyRun(number=1, model="policy", ancestors=[4])
+    state = await client.state_dict("c")
+    async with client_at(client.addresses.collector) as restored:
+        restored.follow_run(run)
+        await restored.load_state_dict(state)
+        await restored.report_step("c", 5, {"at": 1})
+        with pytest.raises(RunAbandonedError, match=r"^run: run 0 is abandoned"):
+            await client.report_step("c", 4, {"at": 0})
+        (step,) = await restored.steps("c")
+    assert (step.step, step.metrics["at"]) == (5, 1)
 
 
 async def test_two_trainers_that_report_one_step_leave_one_of_their_reports(

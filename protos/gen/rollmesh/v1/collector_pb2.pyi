@@ -888,8 +888,11 @@ class ReportStepRequest(_message.Message):
 
     CONSUMER_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Name of the consumer."""
+    run: _builtins.int
+    """Number of the trainer's run. FAILED_PRECONDITION (RUN_ABANDONED) if the consumer is of a later one."""
     @_builtins.property
     def step(self) -> Global___TrainingStep:
         """The step."""
@@ -899,10 +902,11 @@ class ReportStepRequest(_message.Message):
         *,
         consumer: _builtins.str = ...,
         step: Global___TrainingStep | None = ...,
+        run: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -278,7 +278,8 @@ class CollectorServiceServicer(object):
     def ReportStep(self, request, context):
         """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
         step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
+        field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

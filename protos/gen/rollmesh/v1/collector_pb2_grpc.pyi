@@ -116,7 +116,8 @@ class CollectorServiceStub:
     ReportStep: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ReportStepRequest, _collector_pb2.ReportStepResponse]
     """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
     step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
+    field.
     """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]
     """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
@@ -222,7 +223,8 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     ReportStep: _aio.UnaryUnaryMultiCallable[_collector_pb2.ReportStepRequest, _collector_pb2.ReportStepResponse]  # type: ignore[assignment]
     """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
     step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
-    Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
+    field.
     """
     ListSteps: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]  # type: ignore[assignment]
     """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
@@ -415,7 +417,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_collector_pb2.ReportStepResponse, _abc.Awaitable[_collector_pb2.ReportStepResponse]]:
         """Stores a trainer's numbers of a step. Steps come in order: a report deletes earlier reports of this
         step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
-        Errors: NOT_FOUND (CONSUMER_UNKNOWN). INVALID_ARGUMENT names the field.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
+        field.
         """
 
     @_abc_1.abstractmethod

@@ -41,18 +41,17 @@ def _not_finite(steps: Sequence[pb.TrainingStep]) -> Iterator[str]:
 
 
 def _rewarded_without_tokens(steps: Sequence[pb.TrainingStep]) -> Iterator[str]:
-    count = _value(steps[-1], "rewarded_untrained_sessions")
+    count = steps[-1].metrics.get("rewarded_untrained_sessions")
     if count:
         yield (
-            f"{count:.0f} of {_value(steps[-1], 'sessions'):.0f} sessions of step {steps[-1].step} "
-            "have a reward and no trained token. See whether their agents call the mesh's model, "
-            "and why their tokens are masked"
+            f"{count:.0f} sessions of step {steps[-1].step} have a reward and no trained token. "
+            "See whether their agents call the mesh's model, and why their tokens are masked"
         )
 
 
 def _everything_masked(steps: Sequence[pb.TrainingStep]) -> Iterator[str]:
-    sampled = _value(steps[-1], "sampled_tokens")
-    if sampled and _value(steps[-1], "trained_tokens") == 0:
+    sampled = steps[-1].metrics.get("sampled_tokens")
+    if sampled and steps[-1].metrics.get("trained_tokens") == 0:
         yield (
             f"none of the {sampled:.0f} tokens that were sampled for step {steps[-1].step} is "
             "trained. See the trajectories' reasons, and the settings that mask turns"
@@ -61,8 +60,8 @@ def _everything_masked(steps: Sequence[pb.TrainingStep]) -> Iterator[str]:
 
 def _no_variance(steps: Sequence[pb.TrainingStep]) -> Iterator[str]:
     last = steps[-_REPEATS:]
-    compared = [_value(step, "compared_groups") or 0 for step in last]
-    flat = [_value(step, "flat_groups") for step in last]
+    compared = [step.metrics.get("compared_groups", 0) for step in last]
+    flat = [step.metrics.get("flat_groups") for step in last]
     if len(last) == _REPEATS and all(compared) and compared == flat:
         yield (
             f"in each group of the last {_REPEATS} steps all sessions have the same reward, so "
@@ -96,10 +95,6 @@ _RULES: tuple[_Rule, ...] = (
     _lag_grows,
     _logprob_difference_grows,
 )
-
-
-def _value(step: pb.TrainingStep, name: str) -> float | None:
-    return step.metrics.get(name)
 
 
 def _growths(

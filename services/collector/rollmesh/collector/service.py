@@ -318,7 +318,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             reported_unix_ms=clock.unix_ms(),
         )
         _check_step(step)
-        await self.subscriptions.finish(self.store.report_step(request.consumer, step))
+        await self.subscriptions.finish(self.store.report_step(request.consumer, step, request.run))
         steps = await self.store.steps(request.consumer, WINDOW)
         return pb.ReportStepResponse(alarms=alarms_of(steps))
 

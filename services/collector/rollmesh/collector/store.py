@@ -1016,13 +1016,14 @@ MOST_STEPS = 1000
 """Maximum number of steps that are kept for a consumer."""
 
 
-def report_step(tx: Transaction, name: str, step: pb.TrainingStep) -> None:
-    """Stores a step, in the place of itself and of later ones.
+def report_step(tx: Transaction, name: str, step: pb.TrainingStep, run: int) -> None:
+    """Stores a step of a run, in the place of itself and of later ones.
 
     Raises:
         ConsumerUnknownError: The consumer is unknown.
+        RunAbandonedError: The consumer is of a later run.
     """
-    _known(tx, name)
+    check_current("run", run, find_consumer(tx, name).policy_run)
     tx.db.run("DELETE FROM steps WHERE consumer = ?1 AND step >= ?2", name, step.step)
     tx.db.run(
         "INSERT INTO steps (consumer, step, report) VALUES (?1, ?2, ?3)",
