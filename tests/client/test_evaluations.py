@@ -146,14 +146,34 @@ async def test_the_same_version_of_another_run_is_another_version(
         await evaluate(client, ["a", "b"], runner=run, concurrency=1)
 
 
-async def test_an_attempt_out_of_time_has_the_reward_0(mesh: Mesh, client: Client) -> None:
+async def test_an_attempt_out_of_time_has_the_reward_0(
+    mesh: Mesh, client: Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.jsonl"
+
     async def run(task: str, session: Session) -> float:
         await asyncio.Event().wait()
         return 1.0
 
-    found = await evaluate(client, ["a"], runner=run, timeout_s=2)
+    found = await evaluate(client, ["a"], runner=run, timeout_s=2, path=path)
     (one,) = found.attempts
     assert (one.reward, one.passed, one.error) == (0.0, False, "time limit")
+    # It is of its version, so a later version does not take it for its own.
+    await client.push_weights(WEIGHTS, 1)
+    with pytest.raises(
+        InvalidFieldError, match=r"^path: line 1 of .* version 1; give another file"
+    ):
+        await evaluate(client, ["a"], runner=run, timeout_s=2, path=path)
+
+
+async def test_figures_are_of_the_tasks_and_attempts_that_were_asked_for(
+    mesh: Mesh, client: Client, tmp_path: Path
+) -> None:
+    path, agent = tmp_path / "results.jsonl", Agent(mesh, {"a": [1, 1], "b": [0, 0]})
+    await evaluate(client, "ab", runner=agent, n=2, path=path)
+    found = await evaluate(client, "a", runner=agent, n=1, path=path)
+    assert [(one.task_id, one.attempt) for one in found.attempts] == [("a", 0)]
+    assert found.pass_at().value == 1
 
 
 async def test_an_attempt_out_of_time_beside_new_weights_is_no_result(

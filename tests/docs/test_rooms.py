@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_679, 16),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
-    "clients/rollmesh/client": (6_113, 21),
+    "clients/rollmesh/client": (6_115, 21),
     "clients/rollmesh/batches": (1_007, 6),
     "clients/rollmesh/integrations": (3_978, 22),
     "clients/rollmesh/launch": (576, 4),

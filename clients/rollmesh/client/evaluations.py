@@ -22,8 +22,9 @@ from rollmesh.client.rollouts import (
     with_settings,
 )
 from rollmesh.client.sessions import SessionResult
+from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, RollmeshError
-from rollmesh.runtime.runs import number_of, run_of, told, version_of
+from rollmesh.runtime.runs import number_of, run_of, told
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 _Z = 1.96
@@ -222,8 +223,9 @@ class _Run:
     client: Client
     settings: EvaluationSettings
     version: int = 0
-    number: int | None = None
-    """The policy version that sampled, which names the run, too. None before the first token."""
+    number: int = 0
+    """The version in the protocol, which names the run, too."""
+    model: str = ""
     groups: dict[str, Group] = field(default_factory=dict)
     """The attempts to make, by task."""
     seats: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
@@ -238,8 +240,12 @@ class _Run:
         """Finds the version, and reads the results that there are."""
         settings = self.settings
         newest = await self.client.policy_version(settings.model, settings.adapter)
+        weights = weights_of(await self.client.replicas(), settings.model)
+        run = next((one.number for one in weights.runs if one.adapter == settings.adapter), 0)
+        self.model = weights.model
         given = settings.policy_version
         self.version = newest if given is None else given
+        self.number = number_of(run, self.version)
         if settings.adapter and not newest:
             said = f"{settings.adapter!r} has no version; push one first"
             raise InvalidFieldError("adapter", said)
@@ -264,7 +270,7 @@ class _Run:
                 raise InvalidFieldError(
                     "path",
                     f"line {at + 1} of {path} is of {one.policy}, and this evaluation is of "
-                    f"version {self.version}; give another file",
+                    f"{told(self.number)}; give another file",
                 )
             self.results[one.task_id, one.attempt] = one
         if lines[-1]:  # of an evaluation that was killed
@@ -273,9 +279,7 @@ class _Run:
 
     def _is_of(self, policy: EvaluatedPolicy) -> bool:
         number = number_of(policy.run, policy.policy_version)
-        self.number = number if self.number is None else self.number
-        wanted = self.number, self.version, self.settings.adapter
-        return (number, policy.policy_version, policy.adapter) == wanted
+        return (number, policy.adapter) == (self.number, self.settings.adapter)
 
     def add(self, task: Any) -> None:
         """Adds the attempts at a task that have no result."""
@@ -308,7 +312,11 @@ class _Run:
             finally:
                 await self._leave(consumer)
             await self._check_unseen()
-        attempts = tuple(one for _, one in sorted(self.results.items()))
+        attempts = tuple(
+            one
+            for (name, at), one in sorted(self.results.items())
+            if name in self.groups and at < self.settings.n
+        )
         policies = {one.policy for one in attempts if one.policy is not None}
         return Evaluation(attempts, next(iter(policies), None))
 
@@ -318,15 +326,10 @@ class _Run:
             return
         newest = await self.client.policy_version(self.settings.model)
         if newest != self.version:
-            raise self._changed(self.tokens | {newest: 0})
+            raise PolicyVersionChangedError(self.number, self.tokens | {newest: 0})
 
     def _is_mixed(self) -> bool:
         return bool(set(self.tokens) - {self.number})
-
-    def _changed(self, tokens: Mapping[int, int]) -> PolicyVersionChangedError:
-        return PolicyVersionChangedError(
-            self.version if self.number is None else self.number, tokens
-        )
 
     async def _leave(self, consumer: str) -> None:
         with suppress(ConsumerUnknownError):  # no session came so far
@@ -339,13 +342,9 @@ class _Run:
             pairs = zip(part.policy_runs[where], part.policy_versions[where], strict=True)
             sampled.update(number_of(int(run), int(version)) for run, version in pairs)
         self.tokens += sampled
-        if self.number is None and sampled and version_of(min(sampled)) == self.version:
-            self.number = min(sampled)
         if self._is_mixed():
             return  # `_ended` ends the evaluation
         error = "" if outcome.reward is not None else "the runner returned no reward"
-        run, adapter = run_of(self.number or 0), self.settings.adapter
-        policy = EvaluatedPolicy(session.model, self.version, adapter, run) if sampled else None
         self._keep(
             outcome,
             outcome.reward,
@@ -353,15 +352,18 @@ class _Run:
             turns=session.turns,
             sampled_tokens=sampled.total(),
             numerics=tuple(sorted(session.numerics)),
-            policy=policy,
+            policy=self._policy() if sampled else None,
         )
+
+    def _policy(self) -> EvaluatedPolicy:
+        return EvaluatedPolicy(self.model, self.version, self.settings.adapter, run_of(self.number))
 
     def _ended(self, outcome: SampleOutcome) -> None:
         if self._is_mixed():
-            raise self._changed(self.tokens)
+            raise PolicyVersionChangedError(self.number, self.tokens)
         if outcome.outcome == "ABORTED":
             self.unseen = True
-            self._keep(outcome, 0.0, error="time limit")
+            self._keep(outcome, 0.0, error="time limit", policy=self._policy())
         elif outcome.outcome in {"FAILED", "LOST"}:
             self._keep(outcome, None, error=outcome.error)
 
