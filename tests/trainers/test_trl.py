@@ -75,13 +75,26 @@ async def test_the_rewards_of_turns_are_in_the_trainers_reward(ran: Any) -> None
 
 
 async def test_a_failed_attempt_is_superseded_by_one_that_is_trained(ran: Any) -> None:
-    assert sorted(ran["attempts"]) == [["COMPLETED", "2", False], ["FAILED", "1", True]]
+    assert sorted(ran["attempts"]) == [["COMPLETED", "2", False], ["LOST", "1", True]]
 
 
 async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran: Any) -> None:
     trained = _STEPS * _SAMPLES - 1
     assert ran["counts"] == {"trained": trained, "failed": 1, "retried": 1, "left_out": 1}
     assert [step["failed"] for step in ran["steps"]] == [1, 0, 0]  # as the trainer prints it
+
+
+async def test_a_resumed_training_goes_back_in_a_new_run(ran: Any) -> None:
+    assert [step["runs"] for step in ran["steps"]] == [[1]] * _STEPS
+    resumed = ran["resumed"]
+    (step,) = resumed["steps"]  # after the checkpoint of the second one
+    assert (step["runs"], step["versions"]) == ([2], [3])
+    assert step["samples"] == resumed["trained"]["trained"] == _SAMPLES
+    assert step["difference"] < 1e-3  # the engines sampled with the weights of the checkpoint
+
+
+async def test_the_training_before_it_cannot_push_any_more(ran: Any) -> None:
+    assert "run 1 is abandoned, because run 2 was opened at version 3" in ran["resumed"]["refused"]
 
 
 def arguments(**settings: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import SessionResult, Trajectory
+from rollmesh.v1 import collector_pb2
 from tests.meshes import scripted_mesh
 from tests.trainers.processes import run_script
 
@@ -18,6 +19,7 @@ _SAMPLES = 3
 _SUPERSEDED = _SAMPLES + 1  # of the broken agent, which is tried again, and of the flaky one
 _HOPELESS = 2  # the attempts of the step that ends verl
 _SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1 + _HOPELESS  # of four prompts and a validation set
+_AFTER = 2 * _SAMPLES  # of the job after its checkpoint, and of the one that resumed from that
 _TRAINED = 3 * _SAMPLES  # of four prompts. One is broken
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -60,7 +62,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         superseded: list[SessionResult] = []
         async with client.subscribe("audit", unit="session") as deliveries:
             async with asyncio.timeout(240):
-                while len(sessions) + len(superseded) < _SESSIONS:
+                while len(sessions) + len(superseded) < _SESSIONS + _AFTER:
                     (session,) = (await anext(deliveries)).sessions
                     if session.superseded:
                         superseded.append(session)
@@ -68,7 +70,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
                         sessions[session.group_id, session.sample_index] = session
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.name == "verl"]
-        assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS, 0, 0)
+        assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS + _AFTER, 0, 0)
         yield Ran(read, sessions, superseded)
 
 
@@ -225,3 +227,31 @@ async def test_verls_own_reward_manager_scores_sessions_without_a_reward(ran: Ra
     assert (said["truth"], said["accuracy"]) == ("sums 7", 0.25)
     assert found["rm_scores"][-1] == said["score"] > 0
     assert not any(found["rm_scores"][:-1])
+
+
+async def test_a_resumed_job_samples_with_the_weights_of_its_checkpoint_in_a_new_run(
+    ran: Ran,
+) -> None:
+    resumed = ran.read["resumed"]
+    assert resumed["pushed"] == [1, 2]  # the mesh had version 2 of the job before
+    assert "run 1 is abandoned, because run 2 was opened at version 1" in resumed["refused"]
+    assert {one["min_global_steps"] for one in resumed["abandoned"] + resumed["tags"]} == {2}
+    runs = {
+        uid: {
+            int(run)
+            for place, session in ran.sessions.items()
+            for one in session.trajectories
+            for run in one.policy_runs[one.loss_mask]
+            if place[0] == uid
+        }
+        for uid in ("first", "abandoned", "resumed")
+    }
+    assert runs == {"first": {1}, "abandoned": {1}, "resumed": {2}}
+
+
+async def test_a_resumed_job_gets_nothing_that_the_abandoned_run_sampled(ran: Ran) -> None:
+    abandoned = {one.session_id for place, one in ran.sessions.items() if place[0] == "abandoned"}
+    stale = collector_pb2.FILTER_REASON_STALE_RUN
+    assert {tuple(one) for one in ran.read["resumed"]["filtered"]} == {
+        (session_id, stale) for session_id in abandoned
+    }

@@ -1,7 +1,7 @@
 """verl's own trainer as published, from the command line of docs/verl.md, on a CPU.
 
 Its Ray workers, FSDP, TransferQueue, checkpoint manager and replay buffer are its own. The engines
-are vLLM. Three steps, and one more after a resume from its checkpoint.
+are vLLM. Three steps, and the last one again after a resume from the checkpoint of the second.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.locks import Locks
 from tests.meshes import scripted_mesh
 from tests.trainers.verl_runs import PROMPTS, SAMPLES, Run, train
 
-_STEPS = 3
+_STEPS, _SAVED = 3, 2
 _SESSIONS = PROMPTS * SAMPLES
 _FAILED = 2
 _ALL = (_STEPS + 1) * _SESSIONS
@@ -58,15 +58,17 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Asyn
         scripted_mesh(folder, model, locks=locks, **engine) as mesh,
         mesh.client() as client,
     ):
-        first = await train(mesh, folder, _STEPS, f"trainer.save_freq={_STEPS}")
+        first = await train(mesh, folder, _STEPS, f"trainer.save_freq={_SAVED}")
         assert first.code == 0, first.output[-20_000:]
         versions.append(await client.policy_version())
-        resumed = await train(mesh, folder, _STEPS + 1)
+        checkpoint = folder / "checkpoints" / f"global_step_{_SAVED}"
+        going_back = {"resume_mode": "resume_path", "resume_from_path": checkpoint}
+        overrides = [f"trainer.{name}={value}" for name, value in going_back.items()]
+        resumed = await train(mesh, folder, _STEPS, *overrides)
         assert resumed.code == 0, resumed.output[-20_000:]
         versions.append(await client.policy_version())
         async with client.subscribe("audit", unit="session") as deliveries:
             sessions = [(await anext(deliveries)).sessions[0] for _ in range(_ALL)]
-    checkpoint = folder / "checkpoints" / f"global_step_{_STEPS}"
     saved = json.loads((checkpoint / "rollmesh.json").read_text())
     yield Ran(first, resumed, sessions, versions, saved)
 
@@ -91,24 +93,27 @@ async def test_rollout_log_probs_are_those_that_verl_computes(ran: Ran) -> None:
 
 
 async def test_weights_reach_the_engines_after_each_step(ran: Ran) -> None:
-    assert ran.versions == [_STEPS, _STEPS + 1]
+    assert ran.versions == [_STEPS, _STEPS]
     assert ran.first.metric("training/off_policy/trajectory_staleness_worst/max") == [0.0] * _STEPS
 
 
-async def test_records_have_the_version_that_sampled_them(ran: Ran) -> None:
-    seen: Counter[int] = Counter()
+async def test_records_have_the_run_and_the_version_that_sampled_them(ran: Ran) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
     for session in ran.sessions:
         for trajectory in session.trajectories:
+            (run,) = set(trajectory.policy_runs[trajectory.loss_mask].tolist())
             (version,) = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
-            seen[version] += 1
-    assert seen == {0: _SESSIONS, 1: _SESSIONS - _FAILED, 2: _SESSIONS, 3: _SESSIONS}
+            seen[run, version] += 1
+    first = {(1, 0): _SESSIONS, (1, 1): _SESSIONS - _FAILED, (1, 2): _SESSIONS}
+    assert seen == {**first, (2, 2): _SESSIONS}
 
 
-async def test_a_resumed_run_goes_on_from_verls_checkpoint(ran: Ran) -> None:
-    assert sorted(ran.resumed.steps) == [_STEPS + 1]
+async def test_a_resumed_run_goes_back_to_verls_checkpoint(ran: Ran) -> None:
+    assert sorted(ran.resumed.steps) == [_STEPS]
     assert ran.saved["consumer"] == "verl"
-    assert ran.saved["global_step"] == _STEPS
-    assert "resumed: 0 sessions after the checkpoint are rolled out again" in ran.resumed.output
+    assert ran.saved["global_step"] == _SAVED
+    again = f"resumed: {_SESSIONS} sessions after the checkpoint are rolled out again"
+    assert again in ran.resumed.output
 
 
 async def test_agents_that_fail_are_seen_in_verls_output_and_in_their_records(ran: Ran) -> None:

@@ -13,9 +13,12 @@ adapter, by the name of the consumer, and the sessions sample with it.
 
 import asyncio
 import importlib
+import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -35,8 +38,18 @@ from rollmesh.client import (
     rollout,
 )
 from rollmesh.client.arguments import chosen
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.client.runs import run_of_state, state_of_run
+from rollmesh.runtime.errors import (
+    CheckpointUnknownError,
+    ConsumerUnknownError,
+    InvalidFieldError,
+)
 from rollmesh.v1 import sampling_pb2
+from rollmesh.v1.sampling_pb2 import PolicyRun
+
+_log = logging.getLogger(__name__)
+_MOST_CHECKPOINTS = 64
+"""Of a consumer."""
 
 
 class MeshRollouts:
@@ -77,9 +90,8 @@ class MeshRollouts:
         Raises:
             InvalidFieldError: A setting is invalid.
         """
-        self._addresses = addresses
+        self._mesh = _Mesh(addresses, model)
         self._consumer = consumer
-        self._model = model
         self._settings: dict[str, Any] = {
             "runner": runner,
             "model": model,
@@ -115,8 +127,7 @@ class MeshRollouts:
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         sampling = sampling_of(trainer.args)
-        process = int(trainer.accelerator.process_index)
-        consumer = f"{self._consumer}-{process}" if process else self._consumer
+        consumer = _of_process(self._consumer, int(trainer.accelerator.process_index))
         self.rows = asyncio.run(self._run(list(_groups(prompts, size, sampling)), consumer))
         filler = int(trainer.eos_token_ids[0])
         found = [_columns(row, filler) for row in self.rows]
@@ -153,6 +164,10 @@ class MeshRollouts:
         (`vllm_importance_sampling_correction`) it weighs every token by exp(trainer's
         log-probability - ours).
 
+        Each training is a run of the policy. The trainer's checkpoints have the states of the
+        consumers, so a training that resumes from one goes back in a new run, with its weights and
+        its place in the deliveries.
+
         Args:
             trainer: The trainer.
             delta: Whether to push weights as differences, see `Client.push_weights`.
@@ -163,9 +178,10 @@ class MeshRollouts:
         sampling_of(trainer.args)
         adapter = self._consumer if _is_adapter(trainer) else ""
         self._settings["adapters"] = [adapter] if adapter else []
-        trainer.vllm_generation = _Weights(
-            self._addresses, self._model, trainer, adapter, WeightDeltas() if delta else None
-        )
+        self._mesh.adapter = adapter
+        deltas = WeightDeltas() if delta else None
+        trainer.vllm_generation = _Attached(self._mesh, trainer, self._consumer, deltas)
+        trainer.add_callback(_callback(trainer.vllm_generation))
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
@@ -176,9 +192,9 @@ class MeshRollouts:
         async def keep(outcome: SampleOutcome, session: SessionResult) -> None:
             rows[outcome.group_id, outcome.sample_index] = self._main(session)
 
-        async with Client(self._addresses) as client:
+        async with self._mesh.client() as client:
             for sampling in (group.sampling or {} for group in groups[:1]):
-                await client.check_temperature(sampling["temperature"], self._model)
+                await client.check_temperature(sampling["temperature"], self._mesh.model)
             summary = await rollout(
                 client,
                 groups,
@@ -210,42 +226,140 @@ class MeshRollouts:
         return rows[0]
 
 
-class _Weights:
-    """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh."""
+@dataclass(slots=True)
+class _Mesh:
+    """The mesh, and the trainer's run of its policy."""
+
+    addresses: MeshAddresses
+    model: str
+    adapter: str = ""
+    run: PolicyRun = field(default_factory=PolicyRun)
+    """Run 0 until it is opened."""
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        """A client in the run. Each call of the trainer has an event loop of its own."""
+        async with Client(self.addresses) as client:
+            client.follow_run(self.run)
+            yield client
+
+
+class _Attached:
+    """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh. Opens and saves its run."""
 
     def __init__(
-        self,
-        addresses: MeshAddresses,
-        model: str,
-        trainer: Any,
-        adapter: str,
-        deltas: WeightDeltas | None,
+        self, mesh: _Mesh, trainer: Any, consumer: str, deltas: WeightDeltas | None
     ) -> None:
-        self._addresses = addresses
-        self._delta = deltas or False
-        self._model = model
+        self._mesh = mesh
         self._trainer = trainer
-        self._adapter = adapter
+        self._consumer = consumer
+        self._delta = deltas or False
+        self._trains = False
+        self._version = 0
+        """The last version that was pushed."""
 
     def sync_weights(self) -> None:
         """Pushes the model's parameters, tied ones once, or its adapter, under the next version."""
         accelerator = self._trainer.accelerator
+        if not self._mesh.run.number:  # an evaluation without training
+            self._open(0, {})
         if accelerator.is_main_process:
             asyncio.run(self._push(accelerator.unwrap_model(self._trainer.model)))
         accelerator.wait_for_everyone()
 
+    def begin(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Opens a run for the training that begins, or goes on after a checkpoint.
+
+        Args:
+            step: The trainer's step. 0 without a checkpoint.
+            saved: As returned by `saved`. Empty if the checkpoint has nothing of the mesh.
+        """
+        version = saved["version"] + 1 if saved else step + bool(step)
+        self._open(version, saved.get("consumers", {}))
+        self._trains = True
+
+    def saved(self) -> dict[str, Any]:
+        """Makes checkpoints of the consumers of all processes, and returns them with the version.
+
+        Empty if the trainer does not train.
+        """
+        return asyncio.run(self._save()) if self._trains else {}
+
+    def end(self) -> None:
+        """Ends the training. The run stays, for evaluations."""
+        self._trains = False
+
+    def _open(self, version: int, states: Mapping[str, Any]) -> None:
+        """Opens a run in the first process, for all of them."""
+        found: list[Any] = [None]
+        if self._trainer.accelerator.is_main_process:
+            found[0] = state_of_run(asyncio.run(self._restore(version, states)))
+        importlib.import_module("accelerate.utils").broadcast_object_list(found)
+        self._mesh.run = run_of_state({"policy_run": found[0]})
+        self._version = max(version - 1, 0)
+
+    async def _restore(self, version: int, states: Mapping[str, Any]) -> PolicyRun:
+        mesh, state = self._mesh, next(iter(states.values()), None)
+        async with Client(mesh.addresses) as client:
+            run = await client.open_run(
+                version, state=state, model=mesh.model, adapter=mesh.adapter
+            )
+            for consumer, of_consumer in states.items():
+                try:
+                    again = await client.load_state_dict(of_consumer)
+                except (ConsumerUnknownError, CheckpointUnknownError) as error:
+                    _log.warning("the mesh does not know the checkpoint of %s: %s", consumer, error)
+                else:
+                    _log.info("resumed: %d sessions after the checkpoint are left out", again)
+        return run
+
+    async def _save(self) -> dict[str, Any]:
+        keep = min(self._trainer.args.save_total_limit or _MOST_CHECKPOINTS, _MOST_CHECKPOINTS)
+        count = self._trainer.accelerator.num_processes
+        async with self._mesh.client() as client:
+            consumers = [_of_process(self._consumer, process) for process in range(count)]
+            states = {one: await client.state_dict(one, keep=keep) for one in consumers}
+        return {"version": self._version, "consumers": states}
+
     async def _push(self, model: Any) -> None:
-        async with Client(self._addresses) as client:
-            version = await client.policy_version(self._model, self._adapter) + 1
-            if not self._adapter:
+        mesh = self._mesh
+        async with mesh.client() as client:
+            version = await client.policy_version(mesh.model, mesh.adapter) + 1
+            if not mesh.adapter:
                 named = {name: tensor.detach() for name, tensor in model.named_parameters()}
                 tensors = _as_saved(model, named)
-                await client.push_weights(tensors, version, model=self._model, delta=self._delta)
-                return
-            peft: Any = importlib.import_module("peft")  # it is there if the model is one
-            matrices = peft.get_peft_model_state_dict(model)
-            config = model.peft_config[model.active_adapter].to_dict()
-            await client.push_adapter(matrices, self._adapter, version, config, model=self._model)
+                await client.push_weights(tensors, version, model=mesh.model, delta=self._delta)
+            else:
+                peft: Any = importlib.import_module("peft")  # it is there if the model is one
+                matrices = peft.get_peft_model_state_dict(model)
+                config = model.peft_config[model.active_adapter].to_dict()
+                await client.push_adapter(matrices, mesh.adapter, version, config, model=mesh.model)
+        self._version = version
+
+
+def _callback(attached: _Attached) -> Any:
+    """Returns the trainer's callback. Its state is in the trainer's checkpoints."""
+    callbacks: Any = importlib.import_module("transformers.trainer_callback")
+
+    class MeshRun(callbacks.TrainerCallback, callbacks.ExportableState):  # type: ignore[misc]
+        """Has no state of its own: the trainer may make another one."""
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"saved": attached.saved()}}
+
+        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            found = state.stateful_callbacks.setdefault(MeshRun.__name__, self.state())
+            attached.begin(state.global_step, found["attributes"]["saved"])
+
+        def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+            attached.end()
+
+    return MeshRun()
+
+
+def _of_process(consumer: str, process: int) -> str:
+    """Returns the name of a process's consumer."""
+    return f"{consumer}-{process}" if process else consumer
 
 
 def _as_saved(model: Any, named: Mapping[str, Any]) -> Mapping[str, Any]:

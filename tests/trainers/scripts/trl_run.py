@@ -20,9 +20,10 @@ from examples.trl_grpo import mesh
 from rollmesh.client import MeshAddresses, Retries, Session
 from rollmesh.client.sync import Client
 from rollmesh.integrations.trl import MeshRollouts
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError
 
 _STEPS, _GROUPS, _SAMPLES = 3, 2, 4
+_SAVED = 2
 _FAILS, _IS_INTERRUPTED, _BRANCHES = 3, 5, 7
 _RUNS = itertools.count()
 _ORDER: dict[str, Any] = defaultdict(itertools.count)  # two runs of one question differ
@@ -66,6 +67,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
         rows = [row for row in self.rollouts.rows if row is not None]
         self.audit.received([row.session for row in rows])
         versions = np.concatenate([row.trajectory.policy_versions for row in rows])
+        runs = np.concatenate([row.trajectory.policy_runs for row in rows])
         segments = [one for row in rows for one in row.trajectory.segments if one.sampled]
         self.steps.append(
             {
@@ -81,6 +83,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
                     {span.adapter for row in rows for span in row.trajectory.version_spans}
                 ),
                 "versions": sorted(set(versions[versions >= 0].tolist())),
+                "runs": sorted(set(runs[runs >= 0].tolist())),
                 "turns": sorted({row.trajectory.turns for row in rows}),
                 "rewards": sorted({row.reward for row in rows}),
                 "samples": len(self.rollouts.rows),
@@ -129,51 +132,80 @@ def delivered(addresses: MeshAddresses, count: int) -> list[tuple[str, str, bool
     ]
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def trainer_of(given: dict[str, Any], watch: Watch, steps: int) -> Inspected:
+    """A trainer that saves its second step."""
     folder = Path(given["folder"])
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if given["is_adapter"] else None
-    with mesh(folder, adapters=6 if adapter else 0) as addresses:
-        rollouts = MeshRollouts(addresses, converse, retries=Retries(tries=2, delay_s=0.01))
-        watch = Watch(rollouts)
-        questions = [f"What is {at} plus 2?" for at in range(_GROUPS * _STEPS)]
-        trainer = Inspected(
-            model=Qwen3ForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(folder / "policy"),
-            args=GRPOConfig(
-                output_dir=str(folder / "trained"),
-                per_device_train_batch_size=_GROUPS * _SAMPLES,
-                num_generations=_SAMPLES,
-                max_completion_length=16,
-                top_p=0.5,
-                generation_kwargs={"top_p": 0.875},  # it wins
-                max_steps=_STEPS,
-                learning_rate=1e-3,
-                lr_scheduler_type="constant",
-                bf16=False,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": questions}),
-            reward_funcs=rollouts.reward,
-            rollout_func=rollouts,
-            callbacks=[watch],
-            peft_config=adapter,
-        )
-        rollouts.attach(trainer, delta=True)
+    questions = [f"What is {at} plus 2?" for at in range(_GROUPS * _STEPS)]
+    trainer = Inspected(
+        model=Qwen3ForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder / "policy"),
+        args=GRPOConfig(
+            output_dir=str(folder / "trained"),
+            per_device_train_batch_size=_GROUPS * _SAMPLES,
+            num_generations=_SAMPLES,
+            max_completion_length=16,
+            top_p=0.5,
+            generation_kwargs={"top_p": 0.875},  # it wins
+            max_steps=steps,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="steps",
+            save_steps=_SAVED,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": questions}),
+        reward_funcs=watch.rollouts.reward,
+        rollout_func=watch.rollouts,
+        callbacks=[watch],
+        peft_config=adapter,
+    )
+    watch.rollouts.attach(trainer, delta=True)
+    return trainer
+
+
+def rollouts_of(addresses: MeshAddresses) -> MeshRollouts:
+    return MeshRollouts(addresses, converse, retries=Retries(tries=2, delay_s=0.01))
+
+
+def resumed(given: dict[str, Any], addresses: MeshAddresses, former: Inspected) -> dict[str, Any]:
+    """Goes back to the checkpoint. The trainer before it still runs."""
+    watch = Watch(rollouts_of(addresses))
+    trainer = trainer_of(given, watch, _STEPS)
+    saved = str(Path(given["folder"], "trained", f"checkpoint-{_SAVED}"))
+    trainer.train(resume_from_checkpoint=saved)
+    try:
+        former.vllm_generation.sync_weights()
+    except RunAbandonedError as error:
+        refused = str(error)
+    return {
+        "steps": watch.steps,
+        "refused": refused,
+        "trained": dict(watch.rollouts.counts),
+    }
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    with mesh(Path(given["folder"]), adapters=8 if given["is_adapter"] else 0) as addresses:
+        watch = Watch(rollouts_of(addresses))
+        trainer = trainer_of(given, watch, _STEPS)
         trainer.train()
         attempts = delivered(addresses, _STEPS * _GROUPS * _SAMPLES + 1)
+        again = resumed(given, addresses, trainer)
     result = {
         "attempts": attempts,
         "steps": watch.steps,
         "same": trainer.same,
-        "counts": dict(rollouts.counts),
+        "counts": dict(watch.rollouts.counts),
         "drift_tokens": watch.audit.drift_tokens,
         "duplicated": watch.audit.duplicated,
+        "resumed": again,
     }
     print(json.dumps(result))  # noqa: T201
 

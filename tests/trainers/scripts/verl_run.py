@@ -4,10 +4,12 @@ What runs here is the trainer's side as it is in `verl.trainer.ppo.v1`, with the
 loads by name. The actor's network is all that is left out.
 """
 
+import asyncio
 import itertools
 import json
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +20,20 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout.base import get_rollout_class
 
-from rollmesh.client import Session
+from rollmesh.client import MeshAddresses, Session
+from rollmesh.client.sync import Client
+from rollmesh.runtime.errors import RunAbandonedError
 from tests.trainers.queues import buffer, described
 from tests.trainers.transfer_queue_server import running_queue
 
 _MANAGER = "rollmesh.integrations.verl.manager.AgentLoopManager"
+_CHECKPOINTS = "rollmesh.integrations.verl.checkpoints.Checkpoints"
 
 
 _REWARDS = itertools.count()
@@ -71,6 +78,8 @@ def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
             "actor_rollout_ref": {
                 "model": {"path": model, "tokenizer_path": None},
                 "rollout": {
+                    "name": "rollmesh",
+                    "engine_kwargs": {"rollmesh": {"router": addresses["router"]}},
                     "n": samples,
                     "temperature": 1.0,
                     "top_p": 0.875,
@@ -94,6 +103,11 @@ def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
                 "custom_reward_function": {"path": __file__, "name": "compute_score"},
                 "reward_manager": {"source": "register", "name": "naive"},
                 "reward_model": {"enable": False},
+            },
+            "trainer": {
+                "checkpoint_callback_class": _CHECKPOINTS,
+                "default_local_dir": str(Path("checkpoints").absolute()),
+                "resume_mode": "disable",
             },
             "rollmesh": {
                 **addresses,
@@ -160,18 +174,71 @@ def without_trajectories(trainer: Any) -> str:
     return ""
 
 
+def job(config: Any, step: int) -> tuple[Any, Any, Any]:
+    """Begins a job as verl does. Returns its checkpoint callback, pushes of a step, and manager."""
+    callback = build_checkpoint_callback(config)  # before the workers get their configuration
+    rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout)
+    actor = get_rollout_class("rollmesh", "async")(SimpleNamespace(**rollout), None, None)
+
+    def push(step: int) -> None:
+        weights = [("w", torch.full((1,), float(step)))]
+        asyncio.run(actor.update_weights(iter(weights), global_steps=step))
+
+    push(step)
+    reward_worker = ray.remote(RewardLoopWorker).remote(config)
+    fqn = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    manager = load_class_from_fqn(fqn, "AgentLoopManager").create(
+        config=config,
+        llm_client=None,
+        teacher_client=None,
+        reward_loop_worker_handles=[reward_worker],
+    )
+    return callback, push, manager
+
+
+def step_of(trainer: Any, uid: str) -> list[dict[str, Any]]:
+    """Rolls a prompt out, alone in the queue. Returns the tags of its rows."""
+    tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
+    batch = prompts([uid], [False])
+    PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
+    sampled, _ = buffer().sample(trainer.global_steps, "train", 1)
+    return list(sampled.tags)
+
+
+def resumed(config: Any, addresses: dict[str, str], push: Any, trainer: Any) -> dict[str, Any]:
+    """The job goes on after its checkpoint of step 1, and another one resumes from that."""
+    for step in (1, 2):
+        push(step)
+    abandoned = step_of(trainer, "abandoned")
+    config = OmegaConf.create(OmegaConf.to_container(config))
+    config.trainer.resume_mode = "auto"
+    with Client(MeshAddresses(**addresses)) as client:
+        _, push_again, manager = job(config, 1)
+        pushed = [client.policy_version()]
+        try:
+            push(3)
+        except RunAbandonedError as error:
+            refused = str(error)
+        push_again(2)
+        pushed.append(client.policy_version())
+        again = SimpleNamespace(**{**vars(trainer), "agent_loop_manager": manager})
+        tags = step_of(again, "resumed")
+        filtered = [one.removed[0] for one in client.filtered("verl")]
+        manager.close()
+    return {
+        "abandoned": abandoned,
+        "tags": tags,
+        "pushed": pushed,
+        "refused": refused,
+        "filtered": [(one.session_id, one.reason) for one in filtered],
+    }
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     config = configuration(given["addresses"], given["samples"], given["model"])
     with running_queue():
-        reward_worker = ray.remote(RewardLoopWorker).remote(config)
-        fqn = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
-        manager = load_class_from_fqn(fqn, "AgentLoopManager").create(
-            config=config,
-            llm_client=None,
-            teacher_client=None,
-            reward_loop_worker_handles=[reward_worker],
-        )
+        callback, push, manager = job(config, 0)
         trainer: Any = SimpleNamespace(
             config=config, trainer_mode="sync", global_steps=1, agent_loop_manager=manager
         )
@@ -186,6 +253,11 @@ def main() -> None:
         )
         validated = validation(manager)
         ended = without_trajectories(trainer)
+        folder = Path(config.trainer.default_local_dir, "global_step_1")
+        folder.mkdir(parents=True)
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text("1")
+        callback.on_save(trainer, 1, str(folder))
+        went_back = resumed(config, given["addresses"], push, trainer)
         manager.close()
     columns = {name: described(before[name]) for name in before.keys()}  # noqa: SIM118
     result = {
@@ -195,6 +267,7 @@ def main() -> None:
         "metrics": metrics,
         "validated": validated,
         "ended": ended,
+        "resumed": went_back,
         "advantages": described(after["advantages"])["values"],
     }
     print(json.dumps(result))  # noqa: T201

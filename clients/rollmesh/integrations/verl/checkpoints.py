@@ -1,26 +1,54 @@
-"""The consumer's state in verl's checkpoints.
+"""The run of a verl job, and the consumer's state in verl's checkpoints.
 
-verl saves it if it is told to:
+verl uses it if it is told to:
 
     trainer.checkpoint_callback_class=rollmesh.integrations.verl.checkpoints.Checkpoints
 
-and the manager restores it when verl resumes from the checkpoint.
+and the manager restores the state when verl resumes from the checkpoint.
 """
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from omegaconf import OmegaConf
 from verl.trainer.ppo import checkpoint_callback
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from rollmesh.client.runs import state_of_run
+from rollmesh.client.sync import Client
+from rollmesh.integrations.verl.settings import RUN, Settings
+
 _FILE = "rollmesh.json"
+_STEP = "global_step_"
 _MOST = 64
 """Checkpoints that a consumer can have."""
 
 
 class Checkpoints(checkpoint_callback.CheckpointCallback):  # type: ignore[misc]  # verl has no types
-    """Writes the state into the folder of each checkpoint."""
+    """Opens a run for the job, and writes the state into the folder of each checkpoint.
+
+    verl creates it in its driver, before the processes that roll out and push. They find the run in
+    the configuration.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Opens a run at the step that verl begins or resumes with.
+
+        Raises:
+            InvalidFieldError: The settings are invalid, or the mesh lacks the model.
+            RollmeshError: The router is unavailable.
+        """
+        super().__init__(config)
+        settings = Settings.from_config(config.get("rollmesh"))
+        step, state = resumed(config)
+        version = step + bool(settings.adapter)  # an adapter's first version is 1
+        with Client(settings.addresses) as client:
+            run = client.open_run(
+                version, state=state, model=settings.model, adapter=settings.adapter
+            )
+        name = f"actor_rollout_ref.rollout.engine_kwargs.rollmesh.{RUN}"
+        OmegaConf.update(config, name, state_of_run(run), force_add=True)
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Makes a checkpoint of the manager's consumer. Called by verl in its driver.
@@ -33,8 +61,11 @@ class Checkpoints(checkpoint_callback.CheckpointCallback):  # type: ignore[misc]
         (Path(checkpoint_dir) / _FILE).write_text(json.dumps({**state, "global_step": global_step}))
 
 
-def resumed_state(config: Any) -> dict[str, Any] | None:
-    """Returns the state in the checkpoint that verl resumes from. None without one."""
+def resumed(config: Any) -> tuple[int, dict[str, Any] | None]:
+    """Returns the step that verl resumes from, and the state in that checkpoint.
+
+    The step is 0 without a checkpoint. The state is None if the checkpoint has none.
+    """
     trainer = config.get("trainer") or {}
     match trainer.get("resume_mode"):
         case "auto":
@@ -43,6 +74,7 @@ def resumed_state(config: Any) -> dict[str, Any] | None:
             folder = trainer["resume_from_path"]
         case _:
             folder = None
-    if folder is None or not (path := Path(folder) / _FILE).exists():
-        return None
-    return cast("dict[str, Any]", json.loads(path.read_text()))
+    if folder is None:
+        return 0, None
+    step, path = int(str(folder).rpartition(_STEP)[2]), Path(folder) / _FILE
+    return step, json.loads(path.read_text()) if path.exists() else None

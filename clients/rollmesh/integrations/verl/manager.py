@@ -17,8 +17,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
 import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -28,117 +28,25 @@ from rollmesh.client import (
     AgentRunner,
     Client,
     Group,
-    MeshAddresses,
-    Retries,
-    RolloutSettings,
     RolloutSummary,
     SampleOutcome,
     SessionResult,
-    TimeLimits,
     rollout_groups,
 )
-from rollmesh.client.arguments import chosen
 from rollmesh.client.sessions import REWARD_NAMES
 from rollmesh.integrations.verl.queue import (
-    PromptStatus,
     TransferQueueWriter,
-    checked_status,
     prompt_uid,
     queue_rows,
 )
-from rollmesh.integrations.verl.settings import sampling_of, served
+from rollmesh.integrations.verl.settings import Settings, run_of, sampling_of, served
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,
     InvalidFieldError,
     ShuttingDownError,
 )
-
-# The `rollmesh` part of verl's configuration.
-
-_OPTIONAL_ADDRESSES = [one.name for one in fields(MeshAddresses) if one.name != "router"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of the manager. Those without a description are those of `RolloutSettings`."""
-
-    addresses: MeshAddresses
-    runners: dict[str, str]
-    """Runners as `package.module:function`, by agent name."""
-    consumer: str = "verl"
-    """Consumer name at the collector. One per trainer."""
-    model: str = RolloutSettings.model
-    adapter: str = ""
-    """Name of the adapter that is trained, as `engine_kwargs` has it. Empty: the model itself."""
-    teacher: str = RolloutSettings.teacher
-    teacher_top_k: int = RolloutSettings.teacher_top_k
-    """As verl's `distillation_loss.topk`. 0 for the losses that need the tokens' own."""
-    concurrency: int = RolloutSettings.concurrency
-    timeout_s: float = RolloutSettings.timeout_s
-    limits: TimeLimits = field(default_factory=TimeLimits)
-    retries: Retries = field(default_factory=Retries)
-    refill: int = RolloutSettings.refill
-    sampling_policy: Literal["enforce", "refuse"] = "enforce"
-    """The treatment of an agent's own temperature, top_p and the like, unknown to verl: they are
-    ignored, or a 400."""
-    status: PromptStatus = "any_failed"
-    """When a prompt counts as a failure."""
-    flat_extra_fields: bool = False
-    """Whether each entry of `extra_fields` is also a column."""
-    image_model_path: str = ""
-    """Folder of a vision model with its image processor. Empty for a model of text."""
-
-    def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            InvalidFieldError: A setting is invalid.
-        """
-        checked_status(self.status)
-        chosen("sampling_policy", self.sampling_policy, dict.fromkeys(("enforce", "refuse")))
-        RolloutSettings(**self.rollout)
-
-    @property
-    def rollout(self) -> dict[str, Any]:
-        """Keyword arguments of a rollout."""
-        names = (
-            "model",
-            "teacher",
-            "teacher_top_k",
-            "concurrency",
-            "timeout_s",
-            "limits",
-            "retries",
-            "refill",
-            "sampling_policy",
-        )
-        adapters = [self.adapter] if self.adapter else []
-        return {"adapters": adapters, **{name: getattr(self, name) for name in names}}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any] | None) -> "Settings":
-        """Reads the settings.
-
-        Raises:
-            InvalidFieldError: A setting is missing, unknown or invalid.
-        """
-        found = {str(name): value for name, value in (config or {}).items()}
-        try:
-            addresses = MeshAddresses(
-                router=str(found.pop("router")),
-                **{name: str(found.pop(name)) for name in _OPTIONAL_ADDRESSES if name in found},
-            )
-            return cls(
-                addresses=addresses,
-                runners=dict(found.pop("runners")),
-                limits=TimeLimits(**found.pop("limits", {})),
-                retries=Retries(**found.pop("retries", {})),
-                **found,
-            )
-        except (KeyError, TypeError) as error:
-            raise InvalidFieldError("rollmesh", f"{error}; see docs/verl.md") from error
-
+from rollmesh.v1.sampling_pb2 import PolicyRun
 
 # Rolls out verl's prompts as groups of sessions and writes the rows to the TransferQueue.
 
@@ -186,6 +94,7 @@ class PromptRollouts:
         rollout: Mapping[str, Any],
         score: RewardLoopScore | None = None,
         state: Mapping[str, Any] | None = None,
+        run: PolicyRun | None = None,
     ) -> None:
         """Takes the settings, and verl's reward loop if the trainer has one.
 
@@ -195,9 +104,11 @@ class PromptRollouts:
             rollout: Arguments of the rollout that verl's own settings mean.
             score: The reward loop.
             state: The consumer's state in the checkpoint that verl resumes from.
+            run: The run of the job, if it opened one.
         """
         self._settings = settings
         self._state = state
+        self._run = run or PolicyRun()
         self._client: Client | None = None
         self._rollout = rollout
         self._temperature = temperature
@@ -246,6 +157,7 @@ class PromptRollouts:
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         try:
             async with Client(self._settings.addresses) as client:
+                client.follow_run(self._run)
                 await client.check_temperature(self._temperature, self._settings.model)
                 await self._restore(client)
                 self._client = client
@@ -371,8 +283,9 @@ class AgentLoopManager:
         workers = reward_loop_worker_handles
         score = _reward_loop(workers) if workers else None
         temperature = float(config.actor_rollout_ref.rollout.temperature)
-        state = _verl("checkpoints").resumed_state(config)
-        self._rollouts = PromptRollouts(settings, temperature, rollout, score, state)
+        _, state = _verl("checkpoints").resumed(config)
+        run = run_of(config.actor_rollout_ref.rollout.get("engine_kwargs"))
+        self._rollouts = PromptRollouts(settings, temperature, rollout, score, state, run)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
 

@@ -1,14 +1,106 @@
-"""verl's own settings of rollouts. The mesh serves some and refuses others by name.
+"""Settings: those of rollmesh in verl's configuration, and verl's own settings of rollouts.
 
-Settings of verl's inference servers alone (memory, parallel sizes, batches) are not read. The table
-is in docs/verl.md.
+The mesh serves some of verl's and refuses others by name. Settings of verl's inference servers
+alone (memory, parallel sizes, batches) are not read. The tables are in docs/verl.md.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from rollmesh.client import Budget
+from rollmesh.client import Budget, MeshAddresses, Retries, RolloutSettings, TimeLimits
+from rollmesh.client.arguments import chosen
+from rollmesh.client.runs import run_of_state
+from rollmesh.integrations.verl.queue import PromptStatus, checked_status
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1.sampling_pb2 import PolicyRun
+
+RUN = "run"
+"""Setting in `engine_kwargs.rollmesh`, by which `Checkpoints` tells all processes the job's run."""
+
+_OPTIONAL_ADDRESSES = [one.name for one in fields(MeshAddresses) if one.name != "router"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the manager. Those without a description are those of `RolloutSettings`."""
+
+    addresses: MeshAddresses
+    runners: dict[str, str]
+    """Runners as `package.module:function`, by agent name."""
+    consumer: str = "verl"
+    """Consumer name at the collector. One per trainer."""
+    model: str = RolloutSettings.model
+    adapter: str = ""
+    """Name of the adapter that is trained, as `engine_kwargs` has it. Empty: the model itself."""
+    teacher: str = RolloutSettings.teacher
+    teacher_top_k: int = RolloutSettings.teacher_top_k
+    """As verl's `distillation_loss.topk`. 0 for the losses that need the tokens' own."""
+    concurrency: int = RolloutSettings.concurrency
+    timeout_s: float = RolloutSettings.timeout_s
+    limits: TimeLimits = field(default_factory=TimeLimits)
+    retries: Retries = field(default_factory=Retries)
+    refill: int = RolloutSettings.refill
+    sampling_policy: Literal["enforce", "refuse"] = "enforce"
+    """The treatment of an agent's own temperature, top_p and the like, unknown to verl: they are
+    ignored, or a 400."""
+    status: PromptStatus = "any_failed"
+    """When a prompt counts as a failure."""
+    flat_extra_fields: bool = False
+    """Whether each entry of `extra_fields` is also a column."""
+    image_model_path: str = ""
+    """Folder of a vision model with its image processor. Empty for a model of text."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            InvalidFieldError: A setting is invalid.
+        """
+        checked_status(self.status)
+        chosen("sampling_policy", self.sampling_policy, dict.fromkeys(("enforce", "refuse")))
+        RolloutSettings(**self.rollout)
+
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """Keyword arguments of a rollout."""
+        names = (
+            "model",
+            "teacher",
+            "teacher_top_k",
+            "concurrency",
+            "timeout_s",
+            "limits",
+            "retries",
+            "refill",
+            "sampling_policy",
+        )
+        adapters = [self.adapter] if self.adapter else []
+        return {"adapters": adapters, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None) -> "Settings":
+        """Reads the settings.
+
+        Raises:
+            InvalidFieldError: A setting is missing, unknown or invalid.
+        """
+        found = {str(name): value for name, value in (config or {}).items()}
+        try:
+            addresses = MeshAddresses(
+                router=str(found.pop("router")),
+                **{name: str(found.pop(name)) for name in _OPTIONAL_ADDRESSES if name in found},
+            )
+            return cls(
+                addresses=addresses,
+                runners=dict(found.pop("runners")),
+                limits=TimeLimits(**found.pop("limits", {})),
+                retries=Retries(**found.pop("retries", {})),
+                **found,
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidFieldError("rollmesh", f"{error}; see docs/verl.md") from error
+
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVER = "is for verl's inference servers, whose place the mesh takes; set up the mesh's engines"
@@ -90,6 +182,12 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
     if config.get("response_length"):
         sampling["max_tokens"] = int(config.response_length)
     return sampling
+
+
+def run_of(engine_kwargs: Any) -> PolicyRun | None:
+    """Returns the run of the job, from verl's `engine_kwargs`. None if it opened none."""
+    run = _at(engine_kwargs, f"rollmesh.{RUN}", None)
+    return None if run is None else run_of_state({"policy_run": {**run}})
 
 
 def _at(config: Any, name: str, default: Any) -> Any:

@@ -20,9 +20,12 @@ from torch import distributed
 from verl.workers.rollout import base, replica
 
 from rollmesh.client import Client, MeshAddresses, WeightDeltas
+from rollmesh.client.runs import numbered
+from rollmesh.integrations.verl.settings import run_of
 from rollmesh.mesh.scores import weights_of
 from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1.sampling_pb2 import PolicyRun
 
 NAME = "rollmesh"
 
@@ -57,12 +60,14 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
     ) -> None:
         """Pushes the weights of a step. Every rank calls it, the first one pushes.
 
-        Weights whose version the mesh already has are not pushed: before the first step they are
-        the model that the engines were started with.
+        They are of the run that `Checkpoints` opened for the job. Weights whose version the mesh
+        already has are not pushed: without a run, those before the first step are the model that
+        the engines were started with.
 
         Raises:
             InvalidFieldError: The weights are a delta, or no router or adapter is configured.
-            StaleVersionError: The mesh has a later version.
+            StaleVersionError: The mesh has a later version of the run.
+            RunAbandonedError: Another job has opened a later run.
             WeightsPushError: An engine did not apply the weights.
         """
         if wire_format != "named_tensors":
@@ -86,13 +91,18 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         if peft_config is not None and not adapter:
             field = "rollout.engine_kwargs.rollmesh.adapter"
             raise InvalidFieldError(field, "is missing; name the adapter of the rollouts")
+        run = run_of(self.config.engine_kwargs) or PolicyRun()
         async with Client(addresses) as client:
+            client.follow_run(run)
+            present = weights_of(await client.replicas(), model)
             if peft_config is not None:
-                if await client.policy_version(model, adapter) != step + 1:
+                version = numbered(run, step + 1)
+                if not any(
+                    (one.name, one.version) == (adapter, version) for one in present.adapters
+                ):
                     await client.push_adapter(tensors, adapter, step + 1, peft_config, model=model)
                 return
-            present = weights_of(await client.replicas(), model)
-            if present.target_policy_version == step:
+            if present.target_policy_version == numbered(run, step):
                 return
             if settings.get("delta") and self._deltas is None:
                 self._deltas = WeightDeltas()
