@@ -84,6 +84,18 @@ async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran
     assert [step["failed"] for step in ran["steps"]] == [1, 0, 0]  # as the trainer prints it
 
 
+async def test_each_step_is_reported_with_its_sessions_and_the_trainers_numbers(ran: Any) -> None:
+    assert len(ran["reported"]) == _STEPS
+    for metrics, step in zip(ran["reported"], ran["steps"], strict=True):
+        assert metrics["sessions"] == _SAMPLES - step["failed"]
+        assert metrics["reward_mean"] == pytest.approx(0.5, abs=0.1)  # without those of turns
+        assert metrics["lag_max"] == metrics["masked_sessions"] == 0
+        assert metrics["trained_tokens"] > 0
+        assert metrics["grad_norm"] == pytest.approx(step["grad_norm"])
+        assert metrics["logprob_difference_max"] == pytest.approx(step["difference"])
+        assert {"loss", "entropy", "logprob_difference_mean", "ratio_mean"} <= metrics.keys()
+
+
 async def test_a_resumed_training_goes_back_in_a_new_run(ran: Any) -> None:
     assert [step["runs"] for step in ran["steps"]] == [[1]] * _STEPS
     resumed = ran["resumed"]

@@ -31,6 +31,8 @@ class Ran:
     read: dict[str, Any]
     sessions: dict[tuple[str, int], SessionResult]
     superseded: list[SessionResult]
+    step: dict[str, float]
+    """The numbers that the trainer reported."""
 
     def column(self, name: str) -> list[Any]:
         values: list[Any] = self.read["columns"][name]["values"]
@@ -71,7 +73,8 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.name == "verl"]
         assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS + _AFTER, 0, 0)
-        yield Ran(read, sessions, superseded)
+        (step,) = await client.steps("verl")
+        yield Ran(read, sessions, superseded, dict(step.metrics))
 
 
 async def test_the_replay_buffer_takes_every_session_of_every_prompt_that_ended(ran: Ran) -> None:
@@ -255,3 +258,16 @@ async def test_a_resumed_job_gets_nothing_that_the_abandoned_run_sampled(ran: Ra
     assert {tuple(one) for one in ran.read["resumed"]["filtered"]} == {
         (session_id, stale) for session_id in abandoned
     }
+
+
+async def test_a_step_is_reported_with_verls_numbers_and_counts_of_its_sessions(ran: Ran) -> None:
+    step = {name: value for name, value in ran.step.items() if name != "grad_norm"}
+    assert np.isnan(ran.step["grad_norm"])
+    assert (step["sessions"], step["compared_groups"], step["flat_groups"]) == (_TRAINED, 3, 1)
+    assert step["trained_tokens"] == sum(int(one.loss_mask.sum()) for one in ran.trajectories())
+    assert (step["masked_sessions"], step["rewarded_untrained_sessions"]) == (0, 0)
+    assert (step["lag_mean"], step["lag_max"], step["entropy"]) == (0, 0, 0.5)
+    assert step["logprob_difference_mean"] == pytest.approx(0.01, rel=1e-3)
+    assert step["ratio_max"] == pytest.approx(np.exp(0.01), rel=1e-3)
+    alarms = [one for one in ran.read["said"] if "values that are not finite: grad_norm" in one]
+    assert len(alarms) == 1

@@ -1,16 +1,89 @@
 """Numbers of a step that show a run going wrong without an error, for `Client.report_step`."""
 
-from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.batches.layouts import Batch
 from rollmesh.batches.rows import sessions_of
 from rollmesh.batches.tensors import RaggedBatch
 from rollmesh.client import Delivery, SessionResult
 from rollmesh.runtime.errors import InvalidFieldError
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts the sessions of a step one by one, without keeping them. See `step_metrics`."""
+
+    sessions: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    masked_sessions: int = 0
+    rewarded_untrained_sessions: int = 0
+    rewards: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By run and group."""
+    version_sum: int = 0
+    """Sum of the policy versions of the trained tokens."""
+    oldest_version: int | None = None
+
+    def add(self, session: SessionResult) -> None:
+        """Counts a session, unless another attempt replaced it or its seat is abandoned."""
+        if session.superseded or session.abandoned:
+            return
+        parts = session.trajectories or ([session.tree] if session.tree else [])
+        versions = [part.policy_versions[part.loss_mask] for part in parts]
+        sampled = sum(int((part.policy_versions >= 0).sum()) for part in parts)
+        trained = sum(map(len, versions))
+        found = StepCounts(
+            1,
+            sampled,
+            trained,
+            int(bool(sampled and not trained)),
+            int(session.reward is not None and not trained),
+            {} if session.reward is None else {session.group: [session.reward]},
+            sum(int(one.sum()) for one in versions),
+            min((int(one.min()) for one in versions if len(one)), default=None),
+        )
+        self.merge(found)
+
+    def merge(self, other: "StepCounts") -> None:
+        """Adds the counts of other sessions."""
+        self.sessions += other.sessions
+        self.sampled_tokens += other.sampled_tokens
+        self.trained_tokens += other.trained_tokens
+        self.masked_sessions += other.masked_sessions
+        self.rewarded_untrained_sessions += other.rewarded_untrained_sessions
+        for group, rewards in other.rewards.items():
+            self.rewards.setdefault(group, []).extend(rewards)
+        self.version_sum += other.version_sum
+        oldest = [one for one in (self.oldest_version, other.oldest_version) if one is not None]
+        self.oldest_version = min(oldest, default=None)
+
+    def metrics(self, policy_version: int | None = None) -> dict[str, float]:
+        """Returns the numbers of `step_metrics`."""
+        compared = [group for group in self.rewards.values() if len(group) > 1]
+        rewards = [reward for group in self.rewards.values() for reward in group]
+        found: dict[str, float] = {
+            "sessions": self.sessions,
+            "sampled_tokens": self.sampled_tokens,
+            "trained_tokens": self.trained_tokens,
+            "masked_sessions": self.masked_sessions,
+            "rewarded_untrained_sessions": self.rewarded_untrained_sessions,
+            "compared_groups": len(compared),
+            "flat_groups": sum(min(group) == max(group) for group in compared),
+        }
+        if rewards:
+            found["reward_mean"] = float(np.mean(rewards))
+        if policy_version is not None and self.oldest_version is not None:
+            mean = self.version_sum / self.trained_tokens
+            found |= {
+                "lag_mean": policy_version - mean,
+                "lag_max": policy_version - self.oldest_version,
+            }
+        return found
 
 
 def step_metrics(
@@ -30,39 +103,10 @@ def step_metrics(
         reward, and no trained token. `compared_groups`: two rewards or more. `flat_groups`: all
         the same. `lag_mean` and `lag_max`: age of the trained tokens, in policy versions.
     """
-    sampled = trained = masked = untrained = count = 0
-    rewards = defaultdict[tuple[str, str], list[float]](list)
-    lags: list[np.ndarray] = []
+    counts = StepCounts()
     for session in sessions_of(sources):
-        if session.superseded or session.abandoned:
-            continue
-        parts = session.trajectories or ([session.tree] if session.tree else [])
-        of_session = [part.policy_versions[part.loss_mask] for part in parts]
-        tokens = sum(int((part.policy_versions >= 0).sum()) for part in parts)
-        used = sum(map(len, of_session))
-        count, sampled, trained = count + 1, sampled + tokens, trained + used
-        masked += bool(tokens and not used)
-        lags += of_session
-        if session.reward is not None:
-            untrained += not used
-            rewards[session.group].append(session.reward)
-    compared = [group for group in rewards.values() if len(group) > 1]
-    all_rewards = [reward for group in rewards.values() for reward in group]
-    found: dict[str, float] = {
-        "sessions": count,
-        "sampled_tokens": sampled,
-        "trained_tokens": trained,
-        "masked_sessions": masked,
-        "rewarded_untrained_sessions": untrained,
-        "compared_groups": len(compared),
-        "flat_groups": sum(min(group) == max(group) for group in compared),
-    }
-    if all_rewards:
-        found["reward_mean"] = float(np.mean(all_rewards))
-    if policy_version is not None and trained:
-        lag = policy_version - np.concatenate(lags)
-        found |= {"lag_mean": float(lag.mean()), "lag_max": float(lag.max())}
-    return found
+        counts.add(session)
+    return counts.metrics(policy_version)
 
 
 def logprob_metrics(batch: Batch | RaggedBatch, logprobs: Any) -> dict[str, float]:
@@ -87,7 +131,15 @@ def logprob_metrics(batch: Batch | RaggedBatch, logprobs: Any) -> dict[str, floa
         raise InvalidFieldError(
             "logprobs", f"has shape {given.shape}; the batch has {batch.logprobs.shape}"
         )
-    difference = (given - batch.logprobs)[batch.loss_mask]
+    return difference_metrics((given - batch.logprobs)[batch.loss_mask])
+
+
+def difference_metrics(difference: NDArray[np.float64]) -> dict[str, float]:
+    """Returns the numbers of `logprob_metrics`, of the trainer's log-probabilities minus ours.
+
+    Args:
+        difference: Of the trained tokens, [N].
+    """
     if not len(difference):
         return {}
     with np.errstate(over="ignore", invalid="ignore"):

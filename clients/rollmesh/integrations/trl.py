@@ -23,6 +23,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from rollmesh.batches import Row, rows_of
+from rollmesh.batches.metrics import StepCounts
 from rollmesh.client import (
     AgentRunner,
     Client,
@@ -43,6 +44,7 @@ from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,
     InvalidFieldError,
+    RollmeshError,
 )
 from rollmesh.v1 import sampling_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
@@ -50,6 +52,19 @@ from rollmesh.v1.sampling_pb2 import PolicyRun
 _log = logging.getLogger(__name__)
 _MOST_CHECKPOINTS = 64
 """Of a consumer."""
+_REPORT_S = 10.0
+_LOGGED = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "kl": "kl_reference",
+    "clip_ratio/region_mean": "clip_ratio",
+    "sampling/sampling_logp_difference/mean": "logprob_difference_mean",
+    "sampling/sampling_logp_difference/max": "logprob_difference_max",
+    "sampling/importance_sampling_ratio/mean": "ratio_mean",
+    "sampling/importance_sampling_ratio/max": "ratio_max",
+}
+"""Names of a step's metrics, by the names in the trainer's log."""
 
 
 class MeshRollouts:
@@ -129,6 +144,9 @@ class MeshRollouts:
         sampling = sampling_of(trainer.args)
         consumer = _of_process(self._consumer, int(trainer.accelerator.process_index))
         self.rows = asyncio.run(self._run(list(_groups(prompts, size, sampling)), consumer))
+        if training:
+            for row in (one for one in self.rows if one is not None):
+                self._mesh.counts.add(row.session)
         filler = int(trainer.eos_token_ids[0])
         found = [_columns(row, filler) for row in self.rows]
         return {name: [columns[name] for columns in found] for name in found[0]}
@@ -235,6 +253,8 @@ class _Mesh:
     adapter: str = ""
     run: PolicyRun = field(default_factory=PolicyRun)
     """Run 0 until it is opened."""
+    counts: StepCounts = field(default_factory=StepCounts)
+    """Of the sessions since the last report of a step."""
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
@@ -285,6 +305,15 @@ class _Attached:
         """
         return asyncio.run(self._save()) if self._trains else {}
 
+    def report(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Reports a step with the trainer's numbers. An error is logged: the training goes on."""
+        counts, self._mesh.counts = self._mesh.counts, StepCounts()
+        numbers = {ours: logs[name] for name, ours in _LOGGED.items() if name in logs}
+        try:
+            asyncio.run(self._report(step, counts.metrics(self._version) | numbers))
+        except (RollmeshError, TimeoutError) as error:
+            _log.warning("report of step %d failed: %s", step, error or "the collector is away")
+
     def end(self) -> None:
         """Ends the training. The run stays, for evaluations."""
         self._trains = False
@@ -312,6 +341,11 @@ class _Attached:
                 else:
                     _log.info("resumed: %d sessions after the checkpoint are left out", again)
         return run
+
+    async def _report(self, step: int, metrics: Mapping[str, Any]) -> None:
+        consumer = _of_process(self._consumer, int(self._trainer.accelerator.process_index))
+        async with asyncio.timeout(_REPORT_S), self._mesh.client() as client:
+            await client.report_step(consumer, step, metrics)
 
     async def _save(self) -> dict[str, Any]:
         keep = min(self._trainer.args.save_total_limit or _MOST_CHECKPOINTS, _MOST_CHECKPOINTS)
@@ -350,6 +384,10 @@ def _callback(attached: _Attached) -> Any:
         def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             found = state.stateful_callbacks.setdefault(MeshRun.__name__, self.state())
             attached.begin(state.global_step, found["attributes"]["saved"])
+
+        def on_log(self, _args: Any, state: Any, _control: Any, **given: Any) -> None:
+            if "loss" in given["logs"]:  # neither an evaluation nor the end
+                attached.report(state.global_step, given["logs"])
 
         def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
             attached.end()

@@ -197,6 +197,8 @@ def main() -> None:
         trainer = trainer_of(given, watch, _STEPS)
         trainer.train()
         attempts = delivered(addresses, _STEPS * _GROUPS * _SAMPLES + 1)
+        with Client(addresses) as client:
+            reported = [dict(step.metrics) for step in client.steps("trl")]
         again = resumed(given, addresses, trainer)
     result = {
         "attempts": attempts,
@@ -206,6 +208,7 @@ def main() -> None:
         "drift_tokens": watch.audit.drift_tokens,
         "duplicated": watch.audit.duplicated,
         "resumed": again,
+        "reported": reported,
     }
     print(json.dumps(result))  # noqa: T201
 

@@ -7,6 +7,7 @@ loads by name. The actor's network is all that is left out.
 import asyncio
 import itertools
 import json
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -234,13 +235,38 @@ def resumed(config: Any, addresses: dict[str, str], push: Any, trainer: Any) -> 
     }
 
 
+class Said(logging.Handler):
+    """Keeps the messages of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def compared(batch: Any) -> None:
+    """Puts the log-probabilities of an actor that differ from the sampled ones by a hundredth."""
+    columns = {"keys": batch.keys, "partition_id": batch.partition_id}
+    data = tq.kv_batch_get(**columns, select_fields=["rollout_log_probs"])
+    data["old_log_probs"] = data.pop("rollout_log_probs") + 0.01
+    tq.kv_batch_put(**columns, fields=data)
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     config = configuration(given["addresses"], given["samples"], given["model"])
     with running_queue():
         callback, push, manager = job(config, 0)
         trainer: Any = SimpleNamespace(
-            config=config, trainer_mode="sync", global_steps=1, agent_loop_manager=manager
+            config=config,
+            trainer_mode="sync",
+            global_steps=1,
+            agent_loop_manager=manager,
+            use_critic=False,
+            _rollout_moe_lb_metrics_accumulator=None,
+            _get_n_gpus_for_throughput=lambda: 1,
         )
         uids = ["first", "second", "third", "flaky"]
         batch = prompts(uids, [uid == "third" for uid in uids])
@@ -250,6 +276,14 @@ def main() -> None:
         PPOTrainer._compute_advantage(trainer, sampled, {})  # noqa: SLF001 - verl's own step
         after = tq.kv_batch_get(
             keys=sampled.keys, partition_id="train", select_fields=["advantages"]
+        )
+        compared(sampled)
+        said = Said()
+        logging.getLogger("rollmesh").addHandler(said)
+        numbers = {"actor/entropy": 0.5, "actor/grad_norm": float("nan")}
+        timing = {"step": 1.0, "gen": 1.0}
+        PPOTrainer._compute_metrics(  # noqa: SLF001 - verl's own step
+            trainer, sampled, numbers, timing, global_steps=1, epoch=0
         )
         validated = validation(manager)
         ended = without_trajectories(trainer)
@@ -267,6 +301,7 @@ def main() -> None:
         "metrics": metrics,
         "validated": validated,
         "ended": ended,
+        "said": said.messages,
         "resumed": went_back,
         "advantages": described(after["advantages"])["values"],
     }

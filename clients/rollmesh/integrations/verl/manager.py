@@ -24,6 +24,7 @@ import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rollmesh.batches import ImageProcessor, MissingRewardError, rows_of
+from rollmesh.batches.metrics import StepCounts
 from rollmesh.client import (
     AgentRunner,
     Client,
@@ -44,6 +45,7 @@ from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,
     InvalidFieldError,
+    RollmeshError,
     ShuttingDownError,
 )
 from rollmesh.v1.sampling_pb2 import PolicyRun
@@ -58,6 +60,7 @@ RewardLoopScore: TypeAlias = Callable[
 _MAX_PROMPTS = 65_536
 _SUBMIT_S = 60.0
 _STATE_S = 60.0
+_REPORT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -121,6 +124,8 @@ class PromptRollouts:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
+        self._counts: dict[str, StepCounts] = {}
+        """Of the prompts that were not trained yet, by uid. Of those without rows by ""."""
         self.failed: Counter[str] = Counter()
         """Failed sessions by partition."""
         self.summary = RolloutSummary()
@@ -194,6 +199,28 @@ class PromptRollouts:
         saving = self._client.state_dict(self._settings.consumer, keep=keep)
         return asyncio.run_coroutine_threadsafe(saving, self._loop).result(_STATE_S)
 
+    def report(self, step: int, uids: list[str], numbers: dict[str, float]) -> None:
+        """Reports a step that trained some prompts. An error is logged: the training goes on."""
+        if self._client is None or self._loop is None or self._ended is not None:
+            return
+        reporting = asyncio.run_coroutine_threadsafe(
+            self._report(self._client, step, uids, numbers), self._loop
+        )
+        try:
+            reporting.result(_REPORT_S)
+        except (RollmeshError, TimeoutError) as error:
+            reporting.cancel()
+            _log.warning("report of step %d failed: %s", step, error or "the collector is away")
+
+    async def _report(
+        self, client: Client, step: int, uids: list[str], numbers: dict[str, float]
+    ) -> None:
+        counts = StepCounts()
+        for uid in [*uids, ""]:
+            counts.merge(self._counts.pop(uid, StepCounts()))
+        before = step - 1 + bool(self._settings.adapter)  # the version that the step started from
+        await client.report_step(self._settings.consumer, step, counts.metrics(before) | numbers)
+
     async def _restore(self, client: Client) -> None:
         """Moves the consumer back to the checkpoint. verl rolls later prompts out again."""
         if self._state is None:
@@ -232,7 +259,10 @@ class PromptRollouts:
                 raise
             reward, said = await self._score(session, prompt.row)
             extra |= said
-            rows = rows_of([replace(session, reward=reward)])
+            session = replace(session, reward=reward)
+            rows = rows_of([session])
+        if prompt.partition == "train":
+            self._counts.setdefault(prompt.uid, StepCounts()).add(session)
         if not rows:
             raise InvalidFieldError("session", f"{session.session_id} has no trainable trajectory")
         made = await asyncio.to_thread(  # an image processor takes tens of milliseconds
@@ -248,7 +278,11 @@ class PromptRollouts:
     async def _end(self, uid: str, failed: int) -> None:
         prompt = self._prompts.pop(uid)
         self.failed[prompt.partition] += failed
-        await self._writer(prompt).end(uid, prompt.n, failed)
+        if not await self._writer(prompt).end(uid, prompt.n, failed):  # verl leaves it out
+            counts = self._counts.pop(uid, StepCounts())
+            self._counts.setdefault("", StepCounts()).merge(counts)
+        while len(self._counts) > _MAX_PROMPTS:
+            del self._counts[next(iter(self._counts))]
 
     def _writer(self, prompt: Prompt) -> TransferQueueWriter:
         return TransferQueueWriter(prompt.partition, self._settings.status)
@@ -302,6 +336,7 @@ class AgentLoopManager:
         manager._ready.result(_START_S)
         rollouts = manager._rollouts
         _verl("failures").explain(rollouts.failed, rollouts.summary.first_errors)
+        _verl("steps").observe(rollouts.report)
         return manager
 
     def generate_sequences(self, prompts: TensorDict) -> None:

@@ -223,10 +223,16 @@ class TransferQueueWriter:
             keys=rows.keys, partition_id=self._partition, fields=rows.fields, tags=rows.tags
         )
 
-    async def end(self, uid: str, sessions: int, failed: int) -> None:
-        """Marks a prompt as ended. No rows of it may be written afterwards."""
+    async def end(self, uid: str, sessions: int, failed: int) -> bool:
+        """Marks a prompt as ended. No rows of it may be written afterwards.
+
+        Returns:
+            Whether verl trains it. False: it is a failure.
+        """
         most = 0 if self._status == "any_failed" else sessions - 1
-        await self._tag(uid, "finished" if failed <= most else "failure")
+        is_finished = failed <= most
+        await self._tag(uid, "finished" if is_finished else "failure")
+        return is_finished
 
     async def _tag(self, uid: str, status: str) -> None:
         await tq.async_kv_put(key=uid, partition_id=self._partition, tag={"status": status})
