@@ -105,6 +105,20 @@ def tree_record(session_id: str) -> session_pb2.SessionRecord:
     return result
 
 
+def with_messages(session: session_pb2.SessionRecord) -> session_pb2.SessionRecord:
+    """The session, with a question, its answer, and a tool."""
+    context = b'{"tools": [{"type": "function", "function": {"name": "f"}}]}'
+    session.contexts.add(data=context, data_bytes=len(context))
+    for node_id, role in ((1, "user"), (2, "assistant")):
+        data = b'[{"role": "%b", "content": "x"}]' % role.encode()
+        size, parent = len(data), node_id - 1
+        session.messages.add(
+            node_id=node_id, parent_node_id=parent, context_index=0, data=data, data_bytes=size
+        )
+    session.trajectories[0].leaf_node_id = 2
+    return session
+
+
 def with_images(session: session_pb2.SessionRecord, *images: bytes) -> session_pb2.SessionRecord:
     """The session, each of whose trajectories shows the images in its first tokens."""
     for data in images:

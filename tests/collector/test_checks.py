@@ -18,7 +18,7 @@ from tests.collector.collectors import (
     ingest,
     subscribing,
 )
-from tests.collector.records import record, trajectory, tree_record
+from tests.collector.records import record, trajectory, tree_record, with_messages
 
 
 def logprobs(last: float) -> bytes:
@@ -148,6 +148,22 @@ async def test_a_negative_policy_version_is_refused(stub: Any) -> None:
     path = "version_spans.0.policy_version"
     field = "trajectories[0].version_spans[0].policy_version"
     await refused_by_field(stub, record("s"), field, {f"trajectories.0.{path}": -1})
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("messages[1].data_bytes", {"messages.1.data": b"longer than it says"}),
+        ("contexts[0].data_bytes", {"contexts.0.data_bytes": 1}),
+        ("messages[1].node_id", {"messages.1.node_id": 1}),
+        ("messages[0].parent_node_id", {"messages.0.parent_node_id": 2}),
+        ("messages[1].context_index", {"messages.1.context_index": 1}),
+    ],
+)
+async def test_messages_that_form_no_tree_are_refused(
+    stub: Any, field: str, change: dict[str, Any]
+) -> None:
+    await refused_by_field(stub, with_messages(record("s")), field, change)
 
 
 async def refused_by_field(

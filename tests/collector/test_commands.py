@@ -259,7 +259,7 @@ async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
 
 async def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert await export(sessions(), tmp_path / "out.parquet") == (2, 2)
+    assert await export(sessions(), tmp_path / "out.parquet") == (2, 2, 0)
     rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     expected = [row async for session in sessions() for row in rows_of(session)]
     assert rows == expected

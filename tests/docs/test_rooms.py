@@ -5,16 +5,16 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (7_995, 52),
+    "services/runtime/rollmesh/runtime": (8_059, 53),
     "services/runtime/rollmesh/mesh": (4_609, 11),
-    "services/gateway/rollmesh/chat": (8_230, 40),
-    "services/gateway/rollmesh/gateway": (9_768, 25),
+    "services/gateway/rollmesh/chat": (8_232, 40),
+    "services/gateway/rollmesh/gateway": (9_834, 25),
     "services/engine/rollmesh/engine": (7_889, 32),
     "services/router/rollmesh/router": (4_453, 16),
-    "services/collector/rollmesh/collector": (5_679, 16),
+    "services/collector/rollmesh/collector": (5_820, 16),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
-    "clients/rollmesh/client": (6_115, 21),
+    "clients/rollmesh/client": (6_120, 21),
     "clients/rollmesh/batches": (1_059, 6),
     "clients/rollmesh/integrations": (4_283, 23),
     "clients/rollmesh/launch": (576, 4),

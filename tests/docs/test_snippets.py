@@ -124,6 +124,15 @@ async def checkpoint(block: Block, mesh: Mesh) -> None:
         assert await client.load_state_dict(names["state"]) == 0
 
 
+async def messages(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session(record_messages=True) as session:
+            await agent("a", session)
+        names: dict[str, Any] = {"client": client, "SubscribeOptions": SubscribeOptions}
+        await run(block, names)
+        assert [one["role"] for one in names["found"].messages] == ["user", "assistant"]
+
+
 async def saved_checkpoint(block: Block, mesh: Mesh) -> None:
     async with mesh.client() as client:
         async with client.session() as session:
@@ -319,6 +328,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/alarms.md python 1": alarms,
     "docs/delivery.md python 1": delivery,
     "docs/delivery.md python 2": checkpoint,
+    "docs/delivery.md python 3": messages,
     "docs/evaluation.md python 1": evaluation,
     "docs/getting-started.md python 1": first_session,
     "docs/resume.md python 1": saved_checkpoint,

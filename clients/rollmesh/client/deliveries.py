@@ -82,6 +82,8 @@ class SubscribeOptions:
     the tokenizer of the policy. Empty: none."""
     top_k: int = 0
     """Number of most likely ids that the teacher names at each position, at most 256."""
+    messages: bool = False
+    """Whether deliveries have recorded messages, for `SessionResult.conversation`."""
 
 
 class Subscription(Background):
@@ -140,6 +142,7 @@ class Subscription(Background):
             policy_run=run,
             policy_version=numbered(run, options.policy_version),
             teacher=filled(collector_pb2.Teacher, model=options.teacher, top_k=options.top_k),
+            messages=options.messages,
         )
         self._create = filled(
             collector_pb2.CreateConsumerRequest, consumer=settings, start=options.start
@@ -621,7 +624,6 @@ class DeliveryCalls(RunCalls):
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much is stored. Streams and leases are those of one collector."""
         stats: collector_pb2.GetStatsResponse
-        stats = await self._at_collector(
-            lambda stub: stub.GetStats, collector_pb2.GetStatsRequest()
-        )
+        request = collector_pb2.GetStatsRequest()
+        stats = await self._at_collector(lambda stub: stub.GetStats, request)
         return stats

@@ -478,6 +478,8 @@ class RolloutSettings:
     default."""
     budget: Budget | None = None
     """The calls, sampled tokens and seconds that the agent of each session may use."""
+    record_messages: bool | None = None
+    """Whether the records have the messages beside the tokens. None: the gateway's setting."""
     on_sample: Callable[[SampleOutcome], None] | None = None
     """Called with the outcome of each seat."""
     on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
@@ -784,6 +786,7 @@ class Attempts:
             export=self._settings.export,
             purpose=self._settings.purpose,
             budget=self._settings.budget,
+            record_messages=self._settings.record_messages,
         )
 
     async def _open(self, seat: Seat, request: gateway_pb2.CreateSessionRequest) -> Session:
@@ -1248,6 +1251,7 @@ def _deliveries(
             ),
             teacher=settings.teacher,
             top_k=settings.teacher_top_k,
+            messages=bool(settings.record_messages),
         ),
     )
 

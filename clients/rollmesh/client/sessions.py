@@ -35,6 +35,7 @@ from rollmesh.client.transcripts import Transcript
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
+from rollmesh.runtime.codec.conversations import Conversation, conversation_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -225,6 +226,7 @@ class SessionCalls(RunCalls):
         reward_timeout_ms: int | None = None,
         run_id: str = "",
         budget: Budget | None = None,
+        record_messages: bool | None = None,
     ) -> AsyncIterator[Session]:
         """Holds a session open. Leaving closes it with `session.rewards`.
 
@@ -255,6 +257,7 @@ class SessionCalls(RunCalls):
             reward_timeout_ms: As of `close_session`, if the block ends without an error.
             run_id: The run of the group: with another one, the `group_id` names another group.
             budget: The calls, sampled tokens and seconds that the agent may use.
+            record_messages: Whether the record has messages, too. None: the gateway's setting.
 
         Raises:
             RollmeshError: The gateway refuses.
@@ -274,6 +277,7 @@ class SessionCalls(RunCalls):
             request_id=request_id,
             run_id=run_id,
             budget=budget,
+            record_messages=record_messages,
         )
         session = await self.open_session(request)
         try:
@@ -306,6 +310,7 @@ class SessionCalls(RunCalls):
         request_id: str = "",
         run_id: str = "",
         budget: Budget | None = None,
+        record_messages: bool | None = None,
     ) -> gateway_pb2.CreateSessionRequest:
         """Returns the request for a session. The arguments are those of `session`.
 
@@ -328,6 +333,7 @@ class SessionCalls(RunCalls):
             purpose=purpose_of(purpose),
             run_id=run_id,
             budget=budget_of(budget),
+            record_messages=record_messages,
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
@@ -499,8 +505,6 @@ def _rekey(session: Session, key: str) -> None:
 
 # The token arrays of trajectories and trees.
 
-_ID_BYTES = 4
-
 
 class TokenColumns(NamedTuple):
     """One value per token, in arrays of equal length N."""
@@ -543,7 +547,7 @@ def read_images(
         if image.start < end or not image.tokens:
             raise InvalidFieldError("images", "overlap; the collector's answer is damaged")
         end = image.start + image.tokens
-    if end * _ID_BYTES > len(proto.tokens.token_ids_u32le):
+    if end > len(proto.tokens.loss_mask_u8):
         raise InvalidFieldError("images", "are not within the tokens; the answer is damaged")
     return tuple(proto.images)
 
@@ -603,13 +607,10 @@ class TrajectoryTree:
         bounds = np.array([0, *(node.end for node in proto.nodes)], np.int64)
         sizes = np.diff(bounds)
         if bounds[-1] != len(arrays.token_ids) or (sizes < 0).any():
-            raise InvalidFieldError(
-                "tree.nodes", "do not cover all tokens; the collector's answer is damaged"
-            )
+            raise InvalidFieldError("tree.nodes", "do not cover all tokens; the answer is damaged")
         if (parents >= np.arange(len(parents))).any():
-            raise InvalidFieldError(
-                "tree.nodes", "lists a child before its parent; the collector's answer is damaged"
-            )
+            problem = "lists a child before its parent; the answer is damaged"
+            raise InvalidFieldError("tree.nodes", problem)
         ends = np.zeros(len(parents) + 1, np.int64)  # of the paths. The last is that of no parent
         for at, parent in enumerate(parents):
             ends[at] = ends[parent] + sizes[at]
@@ -658,27 +659,14 @@ class TrajectoryTree:
             bool [N, N], row: the attending token, column: the visible ones. Dense, N * N bytes.
             Kernels with block masks need only `node_index` and `parents`.
         """
-        return path_mask(self.parents, self.node_index)
-
-
-def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which tokens each token attends to: itself and those before it on its path.
-
-    Args:
-        parents: int64 [M], each below its child's own index. -1 for a root.
-        node_index: int64 [N], ascending: the node of each token.
-
-    Returns:
-        bool [N, N], row: the attending token, column: the visible ones.
-    """
-    count = len(parents)
-    above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
-    for at, parent in enumerate(parents):
-        if parent >= 0:
-            above[at] = above[parent]
-        above[at, at] = True
-    seen = above[node_index[:, None], node_index[None, :]]
-    return np.tril(seen)  # parents precede their children, so this hides only later tokens
+        count = len(self.parents)
+        above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
+        for at, parent in enumerate(self.parents):
+            if parent >= 0:
+                above[at] = above[parent]
+            above[at, at] = True
+        seen = above[self.node_index[:, None], self.node_index[None, :]]
+        return np.tril(seen)  # parents precede their children, so this hides only later tokens
 
 
 # Closed sessions and their trajectories, as NumPy arrays and plain fields.
@@ -815,6 +803,16 @@ class SessionResult:
     """The edges that the agent declared between its model requests, with their turns."""
     budgets_spent: tuple[str, ...] = ()
     """The budgets that stopped a request or cut a turn: CALLS, SAMPLED_TOKENS, TIME."""
+    recorded: session_pb2.SessionRecord | None = field(default=None, repr=False)
+    """A message that holds only the messages and contexts."""
+
+    def conversation(self, trajectory: Trajectory) -> Conversation | None:
+        """Returns the messages of a trajectory. None unless the session recorded them.
+
+        Deliveries have them with `SubscribeOptions.messages`.
+        """
+        leaf = int(trajectory.trajectory_id.rpartition("-")[2])
+        return conversation_of(self.recorded or session_pb2.SessionRecord(), leaf)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -843,6 +841,7 @@ class SessionResult:
             {one.id: one for one in proto.numerics},
             tuple(proto.edges),
             tuple(name_of(session_pb2.BudgetKind.DESCRIPTOR, one) for one in proto.budgets_spent),
+            session_pb2.SessionRecord(messages=proto.messages, contexts=proto.contexts),
         )
 
 

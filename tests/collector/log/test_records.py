@@ -5,7 +5,14 @@ import pytest
 from rollmesh.collector.log import join, split, tokens_of, turns_of
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import session_pb2, trajectory_pb2
-from tests.collector.records import record, trajectory, tree, tree_record, with_images
+from tests.collector.records import (
+    record,
+    trajectory,
+    tree,
+    tree_record,
+    with_images,
+    with_messages,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +39,14 @@ def test_two_parts_are_one_session_again_with_its_images_in_order() -> None:
     assert join(session_pb2.SessionRecord.FromString(head), joined) == whole
     with pytest.raises(SessionDamagedError, match="bytes, which do not fit 6 tokens and 2 images"):
         join(session_pb2.SessionRecord.FromString(head), joined[:-1])
+
+
+def test_messages_are_with_the_arrays_and_not_in_the_head() -> None:
+    session = with_messages(with_images(record("s"), b"cat"))
+    whole = with_messages(with_images(record("s"), b"cat"))
+    head, arrays = split(session)
+    assert b"assistant" not in head
+    assert join(session_pb2.SessionRecord.FromString(head), b"".join(arrays)) == whole
 
 
 def test_turns_are_those_of_the_trajectory_or_the_sampled_nodes_of_the_tree() -> None:

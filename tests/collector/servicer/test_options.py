@@ -25,7 +25,7 @@ from tests.collector.collectors import (
     stub_at,
     subscribing,
 )
-from tests.collector.records import record, trajectory
+from tests.collector.records import record, trajectory, with_messages
 from tests.waiting import until
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
@@ -162,6 +162,23 @@ async def test_rewards_set_through_the_sdk_reach_the_trainer(tmp_path: Path) -> 
     (session,) = delivery.sessions
     assert session.reward == 0.25
     assert session.trajectories[0].segments[1].reward == 1.5
+
+
+async def test_a_delivery_has_messages_only_if_the_consumer_asks(stub: Any) -> None:
+    await ingest(stub, with_messages(record("a")))
+    async with subscribing(stub, "plain", credits_=1) as stream:
+        (delivery,) = await stream.deliveries(1)
+    assert delivery.sessions == [record_with_leaf()]
+    async with subscribing(stub, "asks", credits_=1, messages=True) as stream:
+        (delivery,) = await stream.deliveries(1)
+    assert delivery.sessions == [with_messages(record("a"))]
+
+
+def record_with_leaf() -> session_pb2.SessionRecord:
+    session = with_messages(record("a"))
+    session.ClearField("messages")
+    session.ClearField("contexts")
+    return session
 
 
 async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:

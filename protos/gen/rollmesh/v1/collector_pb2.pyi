@@ -375,6 +375,7 @@ class Consumer(_message.Message):
     SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
     POLICY_RUN_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, 1 to 128 printable characters. It cannot change."""
     unit: Global___DeliveryUnit.ValueType
@@ -391,6 +392,8 @@ class Consumer(_message.Message):
     """When it last had a stream, at any collector, milliseconds since 1970 UTC, to the minute. At first
     when it was created. Set by the collector, ignored in requests.
     """
+    messages: _builtins.bool
+    """Whether deliveries have the messages of sessions that recorded them. Default: they have none."""
     @_builtins.property
     def groups(self) -> Global___GroupPolicy:
         """Condition for a group to be complete, for consumers of groups. Default: with all its samples, however
@@ -424,17 +427,22 @@ class Consumer(_message.Message):
         seen_unix_ms: _builtins.int = ...,
         teacher: Global___Teacher | None = ...,
         policy_run: _sampling_pb2.PolicyRun | None = ...,
+        messages: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_run", b"policy_run", "policy_version", b"policy_version", "teacher", b"teacher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_messages", b"_messages", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "messages", b"messages", "policy_run", b"policy_run", "policy_version", b"policy_version", "teacher", b"teacher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_run", b"policy_run", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "teacher", b"teacher", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_messages", b"_messages", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "messages", b"messages", "name", b"name", "policy_run", b"policy_run", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "teacher", b"teacher", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__messages: _TypeAlias = _typing.Literal["messages"]  # noqa: Y015
+    _WhichOneofArgType__messages: _TypeAlias = _typing.Literal["_messages", b"_messages"]  # noqa: Y015
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__messages) -> _WhichOneofReturnType__messages | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
@@ -2160,7 +2168,7 @@ class ReadSessionsRequest(_message.Message):
     session_id: _builtins.str
     """Only this session. Empty reads all."""
     without_arrays: _builtins.bool
-    """Whether to leave out the arrays of the trajectories and the bytes of images."""
+    """Whether to leave out the arrays of the trajectories, the bytes of images, and the messages."""
     group_id: _builtins.str
     """Only sessions of this group. Empty reads all."""
     run_id: _builtins.str

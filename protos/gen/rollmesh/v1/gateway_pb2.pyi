@@ -303,6 +303,7 @@ class CreateSessionRequest(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    RECORD_MESSAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
     means that each call opens a session.
@@ -332,6 +333,10 @@ class CreateSessionRequest(_message.Message):
     also with one group_id. Give it wherever a later run may use a group_id again, and the same one after
     a restart that continues the run. Without a group_id it is only recorded. Default: empty, which is a
     run as well.
+    """
+    record_messages: _builtins.bool
+    """Whether the record has the messages beside the tokens. Default: the gateway's setting
+    `record_messages`.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
@@ -377,12 +382,15 @@ class CreateSessionRequest(_message.Message):
         adapters: _abc.Iterable[_sampling_pb2.AdapterChoice] | None = ...,
         columns: _abc.Iterable[_sampling_pb2.ColumnKind.ValueType] | None = ...,
         budget: Global___SessionBudget | None = ...,
+        record_messages: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "budget", b"budget", "record_messages", b"record_messages", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "budget", b"budget", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "adapters", b"adapters", "budget", b"budget", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "record_messages", b"record_messages", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__record_messages: _TypeAlias = _typing.Literal["record_messages"]  # noqa: Y015
+    _WhichOneofArgType__record_messages: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__record_messages) -> _WhichOneofReturnType__record_messages | None: ...
 
 Global___CreateSessionRequest: _TypeAlias = CreateSessionRequest  # noqa: Y015
 

@@ -26,7 +26,7 @@ from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 from rollmesh.v1 import trajectory_pb2 as rollmesh_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/session.proto\x12\x0brollmesh.v1\x1a\x1arollmesh/v1/sampling.proto\x1a\x1crollmesh/v1/trajectory.proto\"\xb2\x02\n\x0eSessionRewards\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12N\n\x12trajectory_rewards\x18\x02 \x03(\x0b\x32\x32.rollmesh.v1.SessionRewards.TrajectoryRewardsEntry\x12\x42\n\x0cturn_rewards\x18\x03 \x03(\x0b\x32,.rollmesh.v1.SessionRewards.TurnRewardsEntry\x1a\x38\n\x16TrajectoryRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10TurnRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"T\n\x0cSessionImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\r\"\x8b\x06\n\rSessionRecord\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12,\n\x07outcome\x18\x05 \x01(\x0e\x32\x1b.rollmesh.v1.SessionOutcome\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12:\n\x08metadata\x18\x07 \x03(\x0b\x32(.rollmesh.v1.SessionRecord.MetadataEntry\x12-\n\x0ctrajectories\x18\x08 \x03(\x0b\x32\x17.rollmesh.v1.Trajectory\x12)\n\x04tree\x18\t \x01(\x0b\x32\x1b.rollmesh.v1.TrajectoryTree\x12\x16\n\x0eopened_unix_ms\x18\n \x01(\x03\x12\x16\n\x0e\x63losed_unix_ms\x18\x0b \x01(\x03\x12\r\n\x05turns\x18\x0c \x01(\r\x12\x12\n\nsuperseded\x18\r \x01(\x08\x12\x1e\n\x11reward_timeout_ms\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x0f \x01(\t\x12)\n\x06images\x18\x10 \x03(\x0b\x32\x19.rollmesh.v1.SessionImage\x12,\n\x07purpose\x18\x11 \x01(\x0e\x32\x1b.rollmesh.v1.SessionPurpose\x12\x11\n\tabandoned\x18\x12 \x01(\t\x12\x0e\n\x06run_id\x18\x13 \x01(\t\x12\'\n\x08numerics\x18\x14 \x03(\x0b\x32\x15.rollmesh.v1.Numerics\x12(\n\x05\x65\x64ges\x18\x15 \x03(\x0b\x32\x19.rollmesh.v1.DeclaredEdge\x12.\n\rbudgets_spent\x18\x16 \x03(\x0e\x32\x17.rollmesh.v1.BudgetKind\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_rewardB\x14\n\x12_reward_timeout_ms*\xa3\x01\n\x0eSessionOutcome\x12\x1f\n\x1bSESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19SESSION_OUTCOME_COMPLETED\x10\x01\x12\x1a\n\x16SESSION_OUTCOME_FAILED\x10\x02\x12\x1b\n\x17SESSION_OUTCOME_ABORTED\x10\x03\x12\x18\n\x14SESSION_OUTCOME_LOST\x10\x04*\x81\x01\n\x0eSessionPurpose\x12\x1f\n\x1bSESSION_PURPOSE_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_PURPOSE_TRAIN\x10\x01\x12\x18\n\x14SESSION_PURPOSE_EVAL\x10\x02\x12\x19\n\x15SESSION_PURPOSE_OTHER\x10\x03*v\n\nBudgetKind\x12\x1b\n\x17\x42UDGET_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42UDGET_KIND_CALLS\x10\x01\x12\x1e\n\x1a\x42UDGET_KIND_SAMPLED_TOKENS\x10\x02\x12\x14\n\x10\x42UDGET_KIND_TIME\x10\x03\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/session.proto\x12\x0brollmesh.v1\x1a\x1arollmesh/v1/sampling.proto\x1a\x1crollmesh/v1/trajectory.proto\"\xb2\x02\n\x0eSessionRewards\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12N\n\x12trajectory_rewards\x18\x02 \x03(\x0b\x32\x32.rollmesh.v1.SessionRewards.TrajectoryRewardsEntry\x12\x42\n\x0cturn_rewards\x18\x03 \x03(\x0b\x32,.rollmesh.v1.SessionRewards.TurnRewardsEntry\x1a\x38\n\x16TrajectoryRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10TurnRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"T\n\x0cSessionImage\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\r\"\x87\x01\n\x0cNodeMessages\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x16\n\x0eparent_node_id\x18\x02 \x01(\r\x12\x1a\n\rcontext_index\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x05 \x01(\rB\x10\n\x0e_context_index\"7\n\x13\x43onversationContext\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x02 \x01(\r\"\x87\x07\n\rSessionRecord\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12,\n\x07outcome\x18\x05 \x01(\x0e\x32\x1b.rollmesh.v1.SessionOutcome\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12:\n\x08metadata\x18\x07 \x03(\x0b\x32(.rollmesh.v1.SessionRecord.MetadataEntry\x12-\n\x0ctrajectories\x18\x08 \x03(\x0b\x32\x17.rollmesh.v1.Trajectory\x12)\n\x04tree\x18\t \x01(\x0b\x32\x1b.rollmesh.v1.TrajectoryTree\x12\x16\n\x0eopened_unix_ms\x18\n \x01(\x03\x12\x16\n\x0e\x63losed_unix_ms\x18\x0b \x01(\x03\x12\r\n\x05turns\x18\x0c \x01(\r\x12\x12\n\nsuperseded\x18\r \x01(\x08\x12\x1e\n\x11reward_timeout_ms\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\r\n\x05model\x18\x0f \x01(\t\x12)\n\x06images\x18\x10 \x03(\x0b\x32\x19.rollmesh.v1.SessionImage\x12,\n\x07purpose\x18\x11 \x01(\x0e\x32\x1b.rollmesh.v1.SessionPurpose\x12\x11\n\tabandoned\x18\x12 \x01(\t\x12\x0e\n\x06run_id\x18\x13 \x01(\t\x12\'\n\x08numerics\x18\x14 \x03(\x0b\x32\x15.rollmesh.v1.Numerics\x12(\n\x05\x65\x64ges\x18\x15 \x03(\x0b\x32\x19.rollmesh.v1.DeclaredEdge\x12.\n\rbudgets_spent\x18\x16 \x03(\x0e\x32\x17.rollmesh.v1.BudgetKind\x12+\n\x08messages\x18\x17 \x03(\x0b\x32\x19.rollmesh.v1.NodeMessages\x12\x32\n\x08\x63ontexts\x18\x18 \x03(\x0b\x32 .rollmesh.v1.ConversationContext\x12\x19\n\x11messages_left_out\x18\x19 \x01(\r\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_rewardB\x14\n\x12_reward_timeout_ms*\xa3\x01\n\x0eSessionOutcome\x12\x1f\n\x1bSESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19SESSION_OUTCOME_COMPLETED\x10\x01\x12\x1a\n\x16SESSION_OUTCOME_FAILED\x10\x02\x12\x1b\n\x17SESSION_OUTCOME_ABORTED\x10\x03\x12\x18\n\x14SESSION_OUTCOME_LOST\x10\x04*\x81\x01\n\x0eSessionPurpose\x12\x1f\n\x1bSESSION_PURPOSE_UNSPECIFIED\x10\x00\x12\x19\n\x15SESSION_PURPOSE_TRAIN\x10\x01\x12\x18\n\x14SESSION_PURPOSE_EVAL\x10\x02\x12\x19\n\x15SESSION_PURPOSE_OTHER\x10\x03*v\n\nBudgetKind\x12\x1b\n\x17\x42UDGET_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42UDGET_KIND_CALLS\x10\x01\x12\x1e\n\x1a\x42UDGET_KIND_SAMPLED_TOKENS\x10\x02\x12\x14\n\x10\x42UDGET_KIND_TIME\x10\x03\x42\x35\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,12 +40,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREWARDS_TURNREWARDSENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONRECORD_METADATAENTRY']._loaded_options = None
   _globals['_SESSIONRECORD_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_SESSIONOUTCOME']._serialized_start=1278
-  _globals['_SESSIONOUTCOME']._serialized_end=1441
-  _globals['_SESSIONPURPOSE']._serialized_start=1444
-  _globals['_SESSIONPURPOSE']._serialized_end=1573
-  _globals['_BUDGETKIND']._serialized_start=1575
-  _globals['_BUDGETKIND']._serialized_end=1693
+  _globals['_SESSIONOUTCOME']._serialized_start=1597
+  _globals['_SESSIONOUTCOME']._serialized_end=1760
+  _globals['_SESSIONPURPOSE']._serialized_start=1763
+  _globals['_SESSIONPURPOSE']._serialized_end=1892
+  _globals['_BUDGETKIND']._serialized_start=1894
+  _globals['_BUDGETKIND']._serialized_end=2012
   _globals['_SESSIONREWARDS']._serialized_start=101
   _globals['_SESSIONREWARDS']._serialized_end=407
   _globals['_SESSIONREWARDS_TRAJECTORYREWARDSENTRY']._serialized_start=288
@@ -54,8 +54,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREWARDS_TURNREWARDSENTRY']._serialized_end=396
   _globals['_SESSIONIMAGE']._serialized_start=409
   _globals['_SESSIONIMAGE']._serialized_end=493
-  _globals['_SESSIONRECORD']._serialized_start=496
-  _globals['_SESSIONRECORD']._serialized_end=1275
-  _globals['_SESSIONRECORD_METADATAENTRY']._serialized_start=1195
-  _globals['_SESSIONRECORD_METADATAENTRY']._serialized_end=1242
+  _globals['_NODEMESSAGES']._serialized_start=496
+  _globals['_NODEMESSAGES']._serialized_end=631
+  _globals['_CONVERSATIONCONTEXT']._serialized_start=633
+  _globals['_CONVERSATIONCONTEXT']._serialized_end=688
+  _globals['_SESSIONRECORD']._serialized_start=691
+  _globals['_SESSIONRECORD']._serialized_end=1594
+  _globals['_SESSIONRECORD_METADATAENTRY']._serialized_start=1514
+  _globals['_SESSIONRECORD_METADATAENTRY']._serialized_end=1561
 # @@protoc_insertion_point(module_scope)

@@ -224,6 +224,80 @@ class SessionImage(_message.Message):
 Global___SessionImage: _TypeAlias = SessionImage  # noqa: Y015
 
 @_typing.final
+class NodeMessages(_message.Message):
+    """The messages of one node of a session's tree: the part of a conversation that the node adds. Those of the
+    nodes on a path, joined, are the conversation.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_NODE_ID_FIELD_NUMBER: _builtins.int
+    CONTEXT_INDEX_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    """Id of the node."""
+    parent_node_id: _builtins.int
+    """Id of its parent, whose messages are in the record too. 0 if a conversation begins with the node."""
+    context_index: _builtins.int
+    """Index into `SessionRecord.contexts`. Not set if the conversation has neither tools nor template options."""
+    data: _builtins.bytes
+    """A JSON array of messages in OpenAI's form. `reasoning_content` has the reasoning, and `arguments` the
+    text of a call's arguments as it was written. An image is a part of type "image_url" whose URL is
+    "sha256:" and the hash. A sampled message is as the model wrote it, whatever its echoes lack. Empty
+    where the arrays of the session are left out.
+    """
+    data_bytes: _builtins.int
+    """Size of `data`, bytes."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        parent_node_id: _builtins.int = ...,
+        context_index: _builtins.int | None = ...,
+        data: _builtins.bytes = ...,
+        data_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_index", b"_context_index", "context_index", b"context_index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_index", b"_context_index", "context_index", b"context_index", "data", b"data", "data_bytes", b"data_bytes", "node_id", b"node_id", "parent_node_id", b"parent_node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__context_index: _TypeAlias = _typing.Literal["context_index"]  # noqa: Y015
+    _WhichOneofArgType__context_index: _TypeAlias = _typing.Literal["_context_index", b"_context_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__context_index) -> _WhichOneofReturnType__context_index | None: ...
+
+Global___NodeMessages: _TypeAlias = NodeMessages  # noqa: Y015
+
+@_typing.final
+class ConversationContext(_message.Message):
+    """The tools and template options of conversations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """A JSON object: "tools", an array in OpenAI's form, and "chat_template_kwargs", an object, each if there
+    are any. Empty where the arrays of the session are left out.
+    """
+    data_bytes: _builtins.int
+    """Size of `data`, bytes."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        data_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "data_bytes", b"data_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConversationContext: _TypeAlias = ConversationContext  # noqa: Y015
+
+@_typing.final
 class SessionRecord(_message.Message):
     """A closed session with its trajectories or its tree. Collectors store it once, by its id."""
 
@@ -271,6 +345,9 @@ class SessionRecord(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
     BUDGETS_SPENT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    MESSAGES_LEFT_OUT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -307,6 +384,10 @@ class SessionRecord(_message.Message):
     """
     run_id: _builtins.str
     """Id of the run, see CreateSession. A group is the sessions with one run_id and one group_id."""
+    messages_left_out: _builtins.int
+    """Number of nodes, the last ones, whose messages are left out because the session has more of them than
+    the gateway's setting `max_session_message_bytes`.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata from CreateSession and CloseSession, for the trainer. The services do not read it."""
@@ -339,6 +420,16 @@ class SessionRecord(_message.Message):
     def budgets_spent(self) -> _containers.RepeatedScalarFieldContainer[Global___BudgetKind.ValueType]:
         """The budgets that stopped a request or cut a turn, each once."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeMessages]:
+        """The messages of its nodes, parents first, if the session was opened with `record_messages`. In
+        deliveries only to a consumer with `messages`.
+        """
+
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConversationContext]:
+        """The tools and template options to which `messages` refer, each once."""
+
     def __init__(
         self,
         *,
@@ -364,10 +455,13 @@ class SessionRecord(_message.Message):
         numerics: _abc.Iterable[_sampling_pb2.Numerics] | None = ...,
         edges: _abc.Iterable[_trajectory_pb2.DeclaredEdge] | None = ...,
         budgets_spent: _abc.Iterable[Global___BudgetKind.ValueType] | None = ...,
+        messages: _abc.Iterable[Global___NodeMessages] | None = ...,
+        contexts: _abc.Iterable[Global___ConversationContext] | None = ...,
+        messages_left_out: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "closed_unix_ms", b"closed_unix_ms", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "closed_unix_ms", b"closed_unix_ms", "contexts", b"contexts", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "messages", b"messages", "messages_left_out", b"messages_left_out", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -13,7 +13,14 @@ from typing import Any
 import grpc
 from google.protobuf import message as protobuf_message
 
-from rollmesh.collector.export import decoder, export, summary_of
+from rollmesh.collector.export import (
+    NO_MESSAGES,
+    decoder,
+    export,
+    kept_of,
+    shown,
+    summary_of,
+)
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
@@ -93,9 +100,18 @@ async def _probe(channel: grpc.aio.Channel) -> None:
 
 async def _export(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
     request = pb.ReadSessionsRequest(session_id=options.session)
-    chosen = _chosen(_sessions(collectors, request), options)
-    sessions, rows = await export(chosen, options.to, decoder(options.tokenizer))
-    _say(f"{sessions} sessions, {rows} trajectories: {options.to}")
+    consumer, sft = None, options.format == "sft"
+    if sft and options.tokenizer:
+        raise ConfigError("tokenizer: adds text to rows; leave it out with --format sft")
+    if options.consumer:
+        wanted = pb.GetConsumerRequest(consumer=options.consumer)
+        consumer = (await _ask(collectors, "GetConsumer", wanted)).consumer
+        consumer.ClearField("teacher")  # whose scores are not exported
+    chosen = _chosen(_sessions(collectors, request), options, consumer)
+    done = await export(chosen, options.to, decoder(options.tokenizer), sft=sft)
+    _say(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
+    if done.left_out:
+        _say(f"left out: {done.left_out} {NO_MESSAGES}", error=True)
 
 
 async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
@@ -105,8 +121,12 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
         raise ConfigError(f"{flag} selects sessions; give --sessions, without --session")
     if options.session:
         request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
-        async for session in _sessions(collectors, request):
-            _show(session)
+        found = [session async for session in _sessions(collectors, request)]
+        if any(session.messages for session in found):  # their text is with the arrays
+            request.without_arrays = False
+            found = [session async for session in _sessions(collectors, request)]
+        for session in found:
+            _say(json.dumps(shown(session), ensure_ascii=False))
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
@@ -187,12 +207,16 @@ async def _sessions(
 
 
 async def _chosen(
-    sessions: AsyncIterator[session_pb2.SessionRecord], options: argparse.Namespace
+    sessions: AsyncIterator[session_pb2.SessionRecord],
+    options: argparse.Namespace,
+    consumer: pb.Consumer | None = None,
 ) -> AsyncIterator[session_pb2.SessionRecord]:
     async for session in sessions:
-        shown = summary_of(session)
-        if all(shown[name] == value for name, value in _selection(options).items()):
-            yield session
+        summary = summary_of(session)
+        if all(summary[name] == value for name, value in _selection(options).items()):
+            kept = kept_of(consumer, session) if consumer else session
+            if kept is not None:
+                yield kept
 
 
 def _selection(options: argparse.Namespace) -> dict[str, str]:
@@ -211,7 +235,16 @@ def _say(text: str, *, error: bool = False) -> None:
 def _export_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes stored sessions to a file, one row for each trajectory."
     parser.add_argument("--to", type=Path, required=True, help="FILE.jsonl or FILE.parquet")
+    parser.add_argument(
+        "--format",
+        choices=("rows", "sft"),
+        default="rows",
+        help="rows (tokens), or sft (messages, tools and masks, for supervised fine-tuning)",
+    )
     parser.add_argument("--session", default="", help="only the session of this id")
+    parser.add_argument(
+        "--consumer", default="", help="only what the filter of this consumer leaves of sessions"
+    )
     parser.add_argument(
         "--tokenizer", type=Path, help="folder of the model; adds `text` and `sampled_texts`"
     )

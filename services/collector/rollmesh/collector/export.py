@@ -1,4 +1,4 @@
-"""Exports stored sessions to a file, one row per trajectory or tree.
+"""Exports stored sessions to a file, one row per trajectory or tree, or as SFT data.
 
 Rows name images by hash. Their files are in a directory beside it, each once.
 """
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import util
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from google.protobuf.message import Message
@@ -16,10 +16,11 @@ from google.protobuf.message import Message
 from rollmesh.collector import log
 from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
+from rollmesh.runtime.codec.conversations import conversation_of
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.runs import run_of, version_of
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
 _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
@@ -84,6 +85,19 @@ def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
         "opened_unix_ms": session.opened_unix_ms,
         "closed_unix_ms": session.closed_unix_ms,
     }
+
+
+def shown(session: session_pb2.SessionRecord) -> dict[str, Any]:
+    """Returns a session as plain values, with its messages and without its arrays. Changes it."""
+    texts = {
+        name: [json.loads(one.data) for one in found if one.data]
+        for name, found in (("messages", session.messages), ("contexts", session.contexts))
+    }
+    log.split(session)
+    values = plain(session)
+    for node, messages in zip(values.get("messages", ()), texts["messages"], strict=True):
+        node["messages"] = messages
+    return values | {name: found for name, found in texts.items() if name == "contexts" and found}
 
 
 Decoder: TypeAlias = Callable[[list[int]], str]
@@ -183,9 +197,88 @@ def _json(message: Message) -> str:
     return json.dumps(plain(message))
 
 
+# Rows for supervised fine-tuning, by the names that TRL reads.
+
+
+def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
+    """Yields a row for each trajectory of which the session has the messages."""
+    summary = summary_of(session)
+    for one in session.trajectories:
+        found = conversation_of(session, one.leaf_node_id)
+        if found is None:
+            continue
+        token_ids, _, loss_mask = unpack_tokens(one.tokens, "tokens")
+        trained = {segment.node_id for segment in one.segments if segment.trained}
+        versions = {version_of(span.policy_version) for span in log.trained_spans(one)}
+        yield {
+            "messages": [_with_arguments(message) for message in found.messages],
+            "tools": found.tools,
+            "chat_template_kwargs": found.template_options,
+            "trained_messages": [node_id in trained for node_id in found.node_ids],
+            "input_ids": token_ids.tolist(),
+            "assistant_masks": loss_mask.astype(int).tolist(),
+            "reward": one.reward if one.HasField("reward") else summary["reward"],
+            "policy_versions": sorted(versions),
+            "trajectory_id": one.trajectory_id,
+            "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
+            "reasons": [
+                name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
+            ],
+            **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
+            "metadata": json.dumps(summary["metadata"]),
+        }
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls have their arguments as objects, which templates print.
+
+    Arguments that are no JSON object stay text.
+    """
+    for call in message.get("tool_calls", ()):
+        with suppress(ValueError):
+            arguments = json.loads(call["function"]["arguments"])
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = arguments
+    return message
+
+
+def kept_of(
+    consumer: collector_pb2.Consumer, session: session_pb2.SessionRecord
+) -> session_pb2.SessionRecord | None:
+    """Returns a session as a consumer's filter leaves it. None if it is removed.
+
+    The session is judged alone, so rules about groups have no effect.
+    """
+    head, arrays = log.split(session)
+    loaded = log.judge_unit(log.Unit(0, session.session_id), [head], consumer)
+    if loaded is None or loaded.verdict.reason:
+        return None
+    return log.join(loaded.heads[0], b"".join(arrays), loaded.verdict.kept[0])
+
+
+class Exported(NamedTuple):
+    """What an export wrote, and did not write."""
+
+    sessions: int
+    rows: int
+    left_out: int = 0
+    """Number of trajectories and trees that have no row because they have no messages."""
+
+
+NO_MESSAGES = (
+    "trajectories have no messages: open sessions with record_messages=True, or start the gateways "
+    "with --record-messages, and raise their max_session_message_bytes if sessions have more; "
+    'trees have no rows of messages: open their sessions with export="leaves"'
+)
+
+
 async def export(
-    sessions: AsyncIterator[session_pb2.SessionRecord], path: Path, decode: Decoder | None = None
-) -> tuple[int, int]:
+    sessions: AsyncIterator[session_pb2.SessionRecord],
+    path: Path,
+    decode: Decoder | None = None,
+    *,
+    sft: bool = False,
+) -> Exported:
     """Writes sessions to a file, which appears only once it is complete.
 
     Args:
@@ -193,30 +286,38 @@ async def export(
         path: Target file, ending in .jsonl or .parquet. Images go to the directory PATH.images, in
             files named by their hash.
         decode: Decodes token ids. None writes no texts.
+        sft: Whether to write rows for supervised fine-tuning, to a .jsonl file.
 
     Returns:
         The number of sessions and rows.
 
     Raises:
-        ConfigError: The suffix is unknown, pyarrow is missing, or the file cannot be written.
+        ConfigError: The suffix is unknown, pyarrow is missing, the file cannot be written, or no
+            session has messages.
     """
+    if sft and path.suffix != ".jsonl":
+        raise ConfigError(f"to: {path.name!r} is not written with --format sft; give .jsonl")
     part = path.with_name(path.name + ".part")
-    count = rows = 0
+    count = rows = left_out = 0
     try:
         with _writer(path, part) as write:
             async for session in sessions:
                 count += 1
                 _write_images(session, path.with_name(path.name + ".images"))
-                for row in rows_of(session, decode):
+                written = rows
+                for row in sft_rows_of(session) if sft else rows_of(session, decode):
                     rows += 1
                     write(row)
+                left_out += len(log.rows_of(session)) - (rows - written)
+        if left_out and not rows:
+            raise ConfigError(f"format: {left_out} {NO_MESSAGES}")
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"to: {path}: {error}") from error
     finally:
         with suppress(OSError):  # an incomplete file is removed
             part.unlink()
-    return count, rows
+    return Exported(count, rows, left_out)
 
 
 def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:

@@ -188,11 +188,11 @@ def turns_of(row: Row) -> int:
 
 
 def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
-    """Removes the arrays and the bytes of images from a record.
+    """Removes the arrays, the bytes of images and the messages from a record.
 
     Returns:
-        The serialized head, and arrays of all rows, then columns and images. Their lengths follow
-        from the runs and the sizes, which stay in the head.
+        The serialized head, and arrays of all rows, then columns, images and messages. Their
+        lengths follow from the runs and the sizes, which stay in the head.
     """
     arrays: list[bytes] = []
     for row in rows_of(record):
@@ -220,14 +220,15 @@ def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
 
 
 def arrays_size(head: session_pb2.SessionRecord) -> int:
-    """Returns the size of the arrays and the images that belong to a head, bytes."""
+    """Returns the size of arrays, images and messages that belong to a head, bytes."""
     tokens = sum(map(tokens_of, rows_of(head)))
     return tokens * _BYTES_PER_TOKEN + int(sum(one.data_bytes for one in _files(head)))
 
 
 def _files(record: session_pb2.SessionRecord) -> list[Any]:
-    """Returns the columns of all rows, then the images. Both have `data` of `data_bytes`."""
-    return [*(one for row in rows_of(record) for one in row.columns), *record.images]
+    """Returns columns of all rows, images, messages, contexts. All have `data` of `data_bytes`."""
+    columns = (one for row in rows_of(record) for one in row.columns)
+    return [*columns, *record.images, *record.messages, *record.contexts]
 
 
 def join(
@@ -567,6 +568,8 @@ class Loaded:
 
     unit: Unit
     verdict: Verdict
+    messages: bool = False
+    """Whether the consumer wants the messages of sessions."""
     heads: list[session_pb2.SessionRecord] = field(default_factory=list)
     """Its sessions, without arrays."""
     arrays: list[bytes] = field(default_factory=list)
@@ -613,6 +616,9 @@ class Loaded:
                         scores = self.scores[session.session_id, at]
                         session.trajectories[at].teacher.MergeFromString(scores)
                 join(session, arrays, kept)
+                if not self.messages:
+                    session.ClearField("messages")
+                    session.ClearField("contexts")
         except SessionDamagedError as error:
             self.drop_damaged(error)
             return None
@@ -640,7 +646,7 @@ def judge_unit(
         The unit without arrays, or None if one of its sessions was removed, because the consumer
         settled the unit while it was held here.
     """
-    loaded = Loaded(unit, Verdict())
+    loaded = Loaded(unit, Verdict(), consumer.messages)
     try:
         for session_id, head in zip(unit.session_ids, heads, strict=True):
             if head is None:

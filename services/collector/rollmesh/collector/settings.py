@@ -9,7 +9,7 @@ from rollmesh.v1 import collector_pb2 as pb
 
 DEFAULT_LEASE_MS = 600_000
 _Changeable: TypeAlias = Literal[
-    "policy_run", "groups", "filter", "lease_ms", "policy_version", "teacher"
+    "policy_run", "groups", "filter", "lease_ms", "policy_version", "teacher", "messages"
 ]
 _MOST_TOP_K = 256
 _CHANGEABLE: tuple[_Changeable, ...] = get_args(_Changeable)

@@ -47,6 +47,7 @@ from rollmesh.chat.messages import (
     images_of,
     new_call_id,
 )
+from rollmesh.chat.openai import write_message
 from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.tokenizer import (
     ModelFilesError,
@@ -102,4 +103,5 @@ __all__ = [
     "new_call_id",
     "reserved_texts",
     "spelling_key",
+    "write_message",
 ]

@@ -86,6 +86,13 @@ class GatewayConfig(ServerConfig):
     trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them.
     The bytes of an image count once.
     A turn that would exceed the limit is refused. The session can still be closed."""
+    record_messages: bool = False
+    """Whether the records of sessions that do not say so themselves have the messages beside the
+    tokens, as `rollmesh collector export --format sft` needs them."""
+    max_session_message_bytes: Annotated[int, Bounds(1)] = 64 * 1024 * 1024
+    """Maximum size of the messages and tools in one session's record, bytes, in addition to
+    max_session_record_bytes. The record lacks the messages after that, and `messages_left_out`
+    counts them. No turn fails."""
     session_idle_ms: Annotated[int, Bounds(1)] = 86_400_000
     """Time without a request after which a session is closed as ABORTED with the turns it has,
     milliseconds."""

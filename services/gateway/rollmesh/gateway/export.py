@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from rollmesh.chat import Message, RenderContext, write_message
+from rollmesh.chat.json_values import write_json
 from rollmesh.gateway.lineage import Label, lineages, turns_by_request
 from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
@@ -339,7 +341,9 @@ def serialize(record: session_pb2.SessionRecord, blobs: Blobs) -> bytes:
         parts += _field(record.TREE_FIELD_NUMBER, [tree.SerializeToString(), *tokens])
     for image in record.images:
         parts += _field(record.IMAGES_FIELD_NUMBER, [image.SerializeToString()])
-    for name in ("trajectories", "tree", "images"):
+    for node in record.messages:
+        parts += _field(record.MESSAGES_FIELD_NUMBER, [node.SerializeToString()])
+    for name in ("trajectories", "tree", "images", "messages"):
         record.ClearField(name)
     number = collector_pb2.IngestRequest.SESSIONS_FIELD_NUMBER
     return b"".join(_field(number, [record.SerializeToString(), *parts]))
@@ -578,8 +582,57 @@ def write_head(
             source_node_ids=[node.node_id for node in turns.get(edge.source, ())],
             target_node_ids=[node.node_id for node in turns.get(edge.target, ())],
         )
+    if spec.message_bytes:
+        for _ in _add_messages(record, tree, spec.message_bytes):
+            limit.check()
     apply_rewards(record, request.rewards)
     return record
+
+
+def _add_messages(record: session_pb2.SessionRecord, tree: Tree, room: int) -> Iterator[None]:
+    """Adds the messages of nodes, parents first, as long as they have room. Yields after each."""
+    indices: dict[bytes, int] = {}
+    for node in tree.nodes.values():
+        assert node.parent is not None
+        context, shared = node.render_context, b""
+        data = write_json([_openai(message) for message in node.messages]).encode()
+        if context.key not in indices:
+            shared = _openai_context(context)
+        room -= len(data) + len(shared)
+        if room < 0:
+            record.messages_left_out = len(tree.nodes) - len(record.messages)
+            return
+        if shared:
+            indices[context.key] = len(record.contexts)
+            record.contexts.add(data=shared, data_bytes=len(shared))
+        record.messages.add(
+            node_id=node.node_id,
+            parent_node_id=node.parent.node_id,
+            context_index=indices.get(context.key),
+            data=data,
+            data_bytes=len(data),
+        )
+        yield
+
+
+def _openai(message: Message) -> dict[str, Any]:
+    """Returns a message in OpenAI's form, with its images by their hashes."""
+    written = write_message(message)
+    if message.images:
+        written["content"] = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": f"sha256:{part.sha256}"}}
+            for part in message.parts
+        ]
+    return written
+
+
+def _openai_context(context: RenderContext) -> bytes:
+    """Returns tools and template options as `ConversationContext` has them. Empty if none."""
+    given = {b'"tools": ': context.tools_json, b'"chat_template_kwargs": ': context.options_json}
+    found = b", ".join([name + value for name, value in given.items() if value])
+    return b"{%b}" % found if found else b""
 
 
 def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:

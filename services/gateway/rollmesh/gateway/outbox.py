@@ -173,7 +173,7 @@ def close_session(
         session_id,
         stored,
         closed_unix_ms,
-        session.record_bytes,
+        session.record_bytes + len(stored),
         State.WAITING,
     )
     tx.db.run(_ADD_CLOSE, tx.journal_id, session_id, pack_ids(np.array(leaves, np.uint32)), digest)

@@ -514,11 +514,14 @@ class Registry:
         """
         if self._refusal is not None:
             raise self._refusal
-        session_id = self.journal.journal_id + secrets.token_hex(12)
+        session_id, config = self.journal.journal_id + secrets.token_hex(12), self.deps.config
+        records_messages = config.record_messages
+        if request.HasField("record_messages"):
+            records_messages = request.record_messages
         spec = SessionSpec(
             session_id=session_id,
             opened_unix_ms=clock.unix_ms(),
-            model=self.deps.config.model,
+            model=config.model,
             request_id=request.request_id,
             group_id=request.group_id,
             sample_index=request.sample_index,
@@ -538,6 +541,7 @@ class Registry:
                 request.budget.time_ms,
                 request.budget.action == gateway_pb2.BUDGET_ACTION_REFUSE,
             ),
+            message_bytes=config.max_session_message_bytes if records_messages else 0,
         )
         self._groups.check(spec)
         self._groups.add(spec)

@@ -88,6 +88,8 @@ class SessionSpec:
     columns: Sequence[sampling_pb2.ColumnKind.ValueType] = ()
     budget: Sequence[int] = Budget()
     """The fields of its `Budget`."""
+    message_bytes: int = 0
+    """Maximum size of the messages in its record, bytes. 0: the record has none."""
 
     @property
     def limits(self) -> Budget:

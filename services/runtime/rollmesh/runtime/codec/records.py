@@ -46,11 +46,33 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
     known = _check_images(record.images, f"{path}.images")
     for at, trajectory in enumerate(record.trajectories):
         _check_shown(trajectory, known, f"{path}.trajectories[{at}]")
+    _check_messages(record, path)
     if record.HasField("tree"):
         _check_shown(record.tree, known, f"{path}.tree")
         if record.trajectories:
             raise InvalidFieldError(f"{path}.tree", "is given beside trajectories; give one form")
         _check_tree(record.tree, f"{path}.tree")
+
+
+def _check_messages(record: session_pb2.SessionRecord, path: str) -> None:
+    """Checks that each node's parent comes before it, and that sizes and contexts fit."""
+    seen = {0}
+    sizes = {"messages": [(one.data_bytes, len(one.data)) for one in record.messages]}
+    sizes["contexts"] = [(one.data_bytes, len(one.data)) for one in record.contexts]
+    for name, found in sizes.items():
+        for at, (said, size) in enumerate(found):
+            if said != size:
+                problem = f"is {said} for {size} bytes"
+                raise InvalidFieldError(f"{path}.{name}[{at}].data_bytes", problem)
+    for at, node in enumerate(record.messages):
+        field = f"{path}.messages[{at}]"
+        if node.node_id in seen:
+            raise InvalidFieldError(f"{field}.node_id", "is 0 or there twice")
+        if node.parent_node_id not in seen:
+            raise InvalidFieldError(f"{field}.parent_node_id", "is not an earlier node")
+        if node.HasField("context_index") and node.context_index >= len(record.contexts):
+            raise InvalidFieldError(f"{field}.context_index", "is beyond the contexts")
+        seen.add(node.node_id)
 
 
 def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
