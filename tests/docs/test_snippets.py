@@ -158,6 +158,23 @@ async def resumed(block: Block, mesh: Mesh) -> None:
         assert await client.policy_version() == 1
 
 
+async def resumed_rollout(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer") as subscription:
+        names: dict[str, Any] = {"client": client, "subscription": subscription, "tasks": ["a"]}
+        names |= {"agent": agent, "saved": {"job": "job"}, "name": str}
+        exec("from rollmesh.client import rollout_groups", names)  # noqa: S102
+        await run(block, names)
+        assert [one.group_id for one in names["deliveries"]] == ["a"]
+
+
+async def rollout_state(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client, client.subscribe("trainer"):
+        names: dict[str, Any] = {"client": client, "samples": ["a"], "saved": {}, "agent": agent}
+        exec("from rollmesh.client import rollout_groups", names)  # noqa: S102
+        async with names["rollout_groups"](client, ["a"], runner=agent, n=8) as groups:
+            await run(block, {**names, "groups": groups})
+
+
 async def everything(block: Block, mesh: Mesh) -> None:
     async with mesh.client() as client:
         names = {"SubscribeOptions": SubscribeOptions, "collector_pb2": collector_pb2}
@@ -333,7 +350,9 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/getting-started.md python 1": first_session,
     "docs/resume.md python 1": saved_checkpoint,
     "docs/resume.md python 2": resumed,
-    "docs/resume.md python 3": everything,
+    "docs/resume.md python 3": resumed_rollout,
+    "docs/resume.md python 4": rollout_state,
+    "docs/resume.md python 5": everything,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,
     "docs/trainers.md python 2": teacher,

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, Self
 import grpc
 
 from rollmesh.client.arguments import Purpose, chosen, filled, purpose_of
-from rollmesh.client.connections import CALL_S
 from rollmesh.client.runs import RunCalls, numbered
 from rollmesh.client.sessions import Delivery, Rewards, SessionResult
 from rollmesh.mesh.directory import CollectorDirectory
@@ -31,7 +30,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import read_stream, stub_of, typed_errors
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2, session_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _CALL_S = 60.0
@@ -603,23 +602,6 @@ class DeliveryCalls(RunCalls):
             request.page_token = page.next_page_token
             if not page.next_page_token:
                 return entries
-
-    async def stored_session(self, session_id: str) -> SessionResult:
-        """Returns a closed session from the collector, delivered or not.
-
-        Raises:
-            SessionUnknownError: The collector does not have it, or has removed it.
-        """
-        request = collector_pb2.ReadSessionsRequest(session_id=session_id)
-
-        async def read(channel: grpc.aio.Channel) -> session_pb2.SessionRecord:
-            stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
-            call = stub.ReadSessions(request, timeout=CALL_S)
-            async with aclosing(read_stream(call)) as responses:
-                response: collector_pb2.ReadSessionsResponse = await anext(responses)
-            return response.session
-
-        return SessionResult.from_proto(await self._collectors.call(read))
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much is stored. Streams and leases are those of one collector."""

@@ -184,7 +184,8 @@ class EvaluationSettings(RolloutSettings):
             InvalidFieldError: A setting is invalid, or an evaluation sets it itself.
         """
         RolloutSettings.__post_init__(self)
-        for name in ("on_sample", "on_session", "consumer", "purpose", "adapters", "group_id"):
+        names = "on_sample on_session consumer purpose adapters group_id resume seed"
+        for name in names.split():
             if getattr(self, name) != getattr(_DEFAULTS, name):
                 raise InvalidFieldError(name, "is set by the evaluation; leave it out")
 

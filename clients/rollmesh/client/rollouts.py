@@ -8,8 +8,10 @@ not read hold back new ones.
 import asyncio
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -37,7 +39,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -71,9 +73,14 @@ from rollmesh.client.shielding import shielded
 from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RollmeshError,
+    SessionClosedError,
+)
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2, gateway_pb2
+from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 # Groups of a rollout: their settings, their outcomes, and whether they can still succeed.
@@ -166,6 +173,10 @@ class GroupState:
     sampling: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     run_id: str = ""
+    position: int = 0
+    """Number of samples that the rollout took before it."""
+    name: str = ""
+    """Part of its sessions' seeds: the id that the caller chose, or the position."""
     _ended: dict[int, SampleOutcome] = field(default_factory=dict)
 
     @property
@@ -468,8 +479,19 @@ class RolloutSettings:
     group_id: Callable[[Any], str] | None = None
     """Returns the id of a sample's group, which must be unique in the run. None: random ids."""
     run_id: str | None = None
-    """Id of the run: groups of two runs are two groups, also with one id. Give it to continue a run
-    after a restart. None: a random one for this rollout, if you chose the ids of its groups."""
+    """Id of the run: groups of two runs are two groups, also with one id. None: a random one for
+    this rollout, if you chose the ids of its groups."""
+    resume: Mapping[str, Any] | bool = False
+    """Goes on with a rollout whose process died: with the state that `Rollout.state_dict` returned,
+    or with the groups of `run_id`, if True. Give the same samples in the same order.
+
+    Sessions that have ended keep their outcomes. Others are superseded and run again, unless their
+    runner has a method `resume`, which is called in its place. A state's `run_id` and `seed` win.
+    Always give True where the process may be restarted: the first one finds nothing.
+    """
+    seed: int | None = None
+    """Gives each session a seed for its sampling, which depends on this, the group's id or its
+    position, the seat, and the number of failed attempts of the agent. None: random samples."""
     export: ExportForm = "leaves"
     """The form in which sessions are delivered: one trajectory per leaf of the conversation tree,
     one per turn, or the tree itself as `SessionResult.tree`."""
@@ -515,6 +537,13 @@ class RolloutSettings:
             raise InvalidFieldError(
                 "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
             )
+        if self.resume and self.on_session is not None:
+            raise InvalidFieldError("resume", "excludes on_session; subscribe instead")
+        if self.resume is True and not self.run_id:
+            raise InvalidFieldError("run_id", "is not given; give that of the rollout to resume")
+        if self.seed is not None and "seed" in (self.sampling or {}):
+            raise InvalidFieldError("sampling", "has a seed beside that of the rollout; give one")
+        RolloutState.of(self)
         if (self.on_session is None) != (self.consumer == ""):
             raise InvalidFieldError(
                 "consumer", "needs on_session and on_session needs consumer; give both"
@@ -529,6 +558,54 @@ class RolloutSettings:
         budget_of(self.budget)
         if self.runner is not None:
             find_runner(self.runner)
+
+
+# The state of a rollout, and the ids that its sessions are found by.
+
+_STATE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """The part of a rollout that its successor needs."""
+
+    rollout_id: str
+    run_id: str | None
+    seed: int | None
+    taken: int = 0
+    """Number of samples whose groups have begun."""
+    running: tuple[int, ...] = ()
+    """Positions of those whose groups have not ended."""
+
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> "RolloutState":
+        """Returns the state with which a rollout begins.
+
+        Raises:
+            InvalidFieldError: `resume` is no state.
+        """
+        if not isinstance(settings.resume, Mapping):
+            rollout_id = (settings.run_id if settings.resume else None) or uuid.uuid4().hex
+            return cls(rollout_id, settings.run_id, settings.seed)
+        values = dict(settings.resume)
+        if values.pop("format", None) != _STATE_FORMAT:
+            raise InvalidFieldError("resume.format", "is unknown; give what state_dict returned")
+        try:
+            return cls(**values | {"running": tuple(values["running"])})
+        except (KeyError, TypeError) as error:
+            raise InvalidFieldError("resume", f"{error}; give what state_dict returned") from error
+
+    def seed_of(self, group: GroupState, index: int, failures: int) -> int:
+        """Returns the seed of a session."""
+        return int(_digest(self.seed, group.name, index, failures)[:8], 16) >> 1
+
+    def request_id(self, group: GroupState, index: int, attempt: int) -> str:
+        """Returns the request id of a session."""
+        return _digest(self.rollout_id, group.run_id, group.group_id, index, attempt)[:32]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 # Runs one seat of a group: attempts, each in its own session, until one counts.
@@ -555,17 +632,28 @@ class Seat:
     """Whether a session has it that is not superseded."""
     refilled: int = 0
     """Number of its attempts that began because the infrastructure failed one."""
+    earlier: int = 0
+    """Number of attempts that an earlier process began."""
+    left: str = ""
+    """Id of the session that the last of these left open."""
+    kept: session_pb2.SessionRecord | None = None
+    """The session that has it from an earlier process, or the record of its abandonment."""
 
 
 class Attempts:
     """Runs the seats of one rollout."""
 
     def __init__(
-        self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
+        self,
+        client: Client,
+        settings: RolloutSettings,
+        arrivals: Arrivals | None,
+        state: RolloutState,
     ) -> None:
         """Takes the rollout's settings. `arrivals` is None without `on_session`."""
         self._client = client
         self._settings = settings
+        self._state = state
         self._arrivals = arrivals
         self._limits = settings.limits
         self._retries = settings.retries
@@ -577,13 +665,23 @@ class Attempts:
 
     async def run(self, seat: Seat) -> SampleOutcome:
         """Runs a seat to its end and returns the outcome. Errors of the agent are part of it."""
-        attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
+        if seat.kept is not None:
+            return _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
+        backoff = Backoff(self._retries.delay_s, math.inf)
+        going = await self._left(seat)
+        attempt, is_new = seat.earlier + 1, True
         request = self._request(seat, attempt)
         while True:
             started_ms = clock.monotonic_ms()
             try:
-                session = await self._open(seat, request)
+                session = going or await self._open(seat, request, is_new=is_new)
             except Exception as error:  # a lost seat is an outcome
+                if self._settings.resume and isinstance(error, SessionClosedError):
+                    seat.earlier += 1  # its gateway was away when the seats were looked for
+                    attempt += 1
+                    request = self._request(seat, attempt)
+                    continue
+                is_new = False
                 self._report("session could not be opened", error, seat, attempt)
                 if not self._again(seat, error, attempt):
                     await self.abandon(seat, text_of(error))
@@ -600,9 +698,93 @@ class Attempts:
                     outcome, seat.taken = None, False
                 if outcome is not None:
                     return outcome
-                request = self._request(seat, attempt + 1)
+                request, is_new, going, seat.left = self._request(seat, attempt + 1), True, None, ""
             await asyncio.wait({seat.stop}, timeout=backoff.next_s())
             attempt += 1
+
+    async def find(self, group: GroupState, stop: asyncio.Future[None]) -> list[Seat]:
+        """Returns a group's seats, with the sessions that an earlier process opened for them.
+
+        A group of which the trainer's run would be delivered nothing is over. Its seats get new
+        sessions, as a group of another run.
+        """
+        first, seats = group.run_id, [Seat(group, index, stop) for index in range(group.size)]
+        for generation in itertools.count(1):
+            await asyncio.gather(*map(self._look_for, seats))
+            records = await self._client.stored_group(group.group_id, group.run_id)
+            sampled = [one for one in records if one.trajectories or one.HasField("tree")]
+            is_over = bool(sampled) and all(map(self._is_stale, sampled))
+            if not records and not any(seat.left for seat in seats):  # the collector removed it
+                is_over = any(seat.earlier for seat in seats)
+            if not is_over:
+                break
+            taken = {one.sample_index for one in records}
+            for seat in seats:
+                await self._end_left(seat)
+                if taken and seat.index not in taken:
+                    await self.abandon(seat, "an abandoned run sampled the other sessions")
+            group.run_id = f"{first}~{generation}"
+        lost = session_pb2.SESSION_OUTCOME_LOST
+        for one in sorted(records, key=lambda one: one.outcome == lost):
+            if one.sample_index < group.size:
+                seats[one.sample_index].kept = seats[one.sample_index].kept or one
+        is_whole = all(seat.kept is not None for seat in seats)
+        for seat in seats:  # the seats of lost sessions are free as long as the group waits
+            if seat.kept is not None and seat.kept.outcome == lost and not is_whole:
+                seat.kept = None
+            seat.taken = seat.kept is not None
+        return seats
+
+    async def _look_for(self, seat: Seat) -> None:
+        """Counts the attempts of a seat, and waits until the collector has the closed sessions."""
+        seat.earlier, seat.left = 0, ""
+        wait, until_ms = Backoff(0.1, 1.0), clock.monotonic_ms() + self._limits.delivery_s * 1000
+        while True:
+            request_id = self._state.request_id(seat.group, seat.index, seat.earlier + 1)
+            found = await self._client.find_session(request_id)
+            if found is None:
+                return
+            if found.undelivered and clock.monotonic_ms() < until_ms:
+                await asyncio.sleep(wait.next_s())
+                continue
+            seat.earlier += 1
+            seat.left = "" if found.closed else found.session_id
+
+    async def _left(self, seat: Seat) -> Session | None:
+        """Returns the session that an earlier process left, if its runner goes on. Or ends it."""
+        if not seat.left:
+            return None
+        if hasattr(find_runner(seat.group.runner), "resume"):
+            try:
+                session = await self._open(seat, self._request(seat, seat.earlier), is_new=False)
+                spans = (await self._client.transcript(session)).version_spans
+            except RollmeshError as error:  # closed meanwhile, or its gateway is away
+                self._report("session could not be resumed", error, seat, seat.earlier, seat.left)
+            else:
+                if not self._client.is_abandoned(spans, session.model):
+                    seat.earlier -= 1  # the attempt goes on
+                    return session
+        await self._end_left(seat)
+        return None
+
+    async def _end_left(self, seat: Seat) -> None:
+        """Supersedes the session that an earlier process left. Its seat is free in any case."""
+        if not seat.left:
+            return
+        try:
+            session = await self._open(seat, self._request(seat, seat.earlier), is_new=False)
+            session.metadata["error"] = "its runner died with the process of the rollout"
+            await self._close(session, "LOST", superseded=True)
+        except RollmeshError as error:
+            self._report("session left open", error, seat, seat.earlier, seat.left)
+        seat.left, seat.taken = "", False
+
+    def _is_stale(self, record: session_pb2.SessionRecord) -> bool:
+        """Returns whether abandoned runs sampled tokens of a session."""
+        rows = [record.tree] if record.HasField("tree") else record.trajectories
+        return self._client.is_abandoned(
+            (span for row in rows for span in row.version_spans), record.model
+        )
 
     def _again(self, seat: Seat, error: Exception, attempt: int) -> bool:
         """Returns whether the seat gets another session after an error. Counts refills."""
@@ -611,7 +793,7 @@ class Attempts:
         if seat.refilled < self._settings.refill and self._fate(error) == "LOST":
             seat.refilled += 1
             return True
-        return self._retries.after(error, attempt - seat.refilled)
+        return self._retries.after(error, attempt - seat.refilled - seat.earlier)
 
     def _fate(self, error: Exception) -> Outcome:
         """Returns the outcome of a session that ended with an error."""
@@ -698,6 +880,8 @@ class Attempts:
         if seat.stop.done():
             raise AgentStoppedError("stopped because its group failed")
         run = find_runner(seat.group.runner)
+        if session.session_id == seat.left:
+            run = run.resume  # type: ignore[attr-defined]
 
         async def agent() -> Any:
             running = run(sample, session)
@@ -772,13 +956,19 @@ class Attempts:
         metadata = dict(seat.group.metadata)
         if attempt > 1:
             metadata["attempt"] = str(attempt)
+        sampling = seat.group.sampling
+        if self._state.seed is not None:
+            failures = attempt - seat.refilled - seat.earlier - 1
+            seed = self._state.seed_of(seat.group, seat.index, max(failures, 0))
+            sampling = {"seed": seed, **(sampling or {})}
         return self._client.session_request(
             model=self._settings.model,
             run_id=seat.group.run_id,
             group_id=seat.group.group_id,
             sample_index=seat.index,
             group_size=seat.group.size,
-            sampling=seat.group.sampling,
+            sampling=sampling,
+            request_id=self._state.request_id(seat.group, seat.index, attempt),
             adapters=self._settings.adapters,
             columns=self._settings.columns,
             sampling_policy=self._settings.sampling_policy,
@@ -789,12 +979,14 @@ class Attempts:
             record_messages=self._settings.record_messages,
         )
 
-    async def _open(self, seat: Seat, request: gateway_pb2.CreateSessionRequest) -> Session:
+    async def _open(
+        self, seat: Seat, request: gateway_pb2.CreateSessionRequest, *, is_new: bool
+    ) -> Session:
         """Opens a session. If the rollout is cancelled meanwhile, closes it again."""
         opened: list[Session] = []
 
         async def opening() -> None:
-            opened.append(await self._client.open_session(request))
+            opened.append(await self._client.open_session(request, is_new=is_new))
             seat.taken = True
 
         try:
@@ -827,6 +1019,22 @@ class Attempts:
                 _log.warning("session left open", extra=fields(error=type(error).__name__))
 
         await shielded(closing(), self._limits.close_s)
+
+
+def _kept(seat: Seat, record: session_pb2.SessionRecord, *, is_stale: bool) -> SampleOutcome:
+    """Returns the outcome of a seat that has its session from an earlier process."""
+    outcome = cast("Outcome", name_of(session_pb2.SessionOutcome.DESCRIPTOR, record.outcome))
+    error = record.abandoned or record.metadata.get("error", "")
+    return SampleOutcome(
+        group_id=record.group_id,
+        sample_index=record.sample_index,
+        outcome="LOST" if is_stale else outcome,
+        session_id="" if record.abandoned else record.session_id,
+        reward=record.reward if record.HasField("reward") else None,
+        error="an abandoned run sampled it" if is_stale else error,
+        attempts=max(seat.earlier, 1),
+        seconds=(record.closed_unix_ms - record.opened_unix_ms) / 1000,
+    )
 
 
 def _outcome(
@@ -1035,7 +1243,12 @@ class Rollout(AsyncIterator[GroupOutcome]):
     """A running rollout: an iterator over its groups as they end. Made by `rollout_groups`."""
 
     def __init__(
-        self, attempts: Attempts, samples: Samples, settings: RolloutSettings, show: Show
+        self,
+        attempts: Attempts,
+        samples: Samples,
+        settings: RolloutSettings,
+        show: Show,
+        state: RolloutState,
     ) -> None:
         """Takes the samples. `feed` starts them."""
         self.summary = RolloutSummary()
@@ -1050,7 +1263,9 @@ class Rollout(AsyncIterator[GroupOutcome]):
         """The seats of groups that have begun, without those that have ended."""
         self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
         self._source_error: Exception | None = None
-        self._run_id = uuid.uuid4().hex if settings.run_id is None else settings.run_id
+        self._begun = state
+        self._taken = state.taken
+        self._open = set(state.running)
 
     async def __anext__(self) -> GroupOutcome:
         """Waits for the next group to end.
@@ -1066,13 +1281,32 @@ class Rollout(AsyncIterator[GroupOutcome]):
             raise self._source_error
         raise StopAsyncIteration
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state from which `resume` goes on, as a dictionary for JSON or `torch.save`.
+
+        Make the state of the consumer before it, and save both in the trainer's checkpoint. Groups
+        that have ended are not in it: the consumer gets them.
+        """
+        state = replace(self._begun, taken=self._taken, running=tuple(sorted(self._open)))
+        return {"format": _STATE_FORMAT, **asdict(state)}
+
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
         """Starts a session whenever there is room for one, until the samples end."""
         try:
+            position = -1
             async for sample in each(self._samples):
-                group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
-                seats = [Seat(group, index, stop) for index in range(group.size)]
+                position += 1
+                if position < self._begun.taken and position not in self._begun.running:
+                    continue
+                stop = asyncio.get_running_loop().create_future()
+                group = self._begin(sample, position)
+                if self._settings.resume:
+                    seats = await self._attempts.find(group, stop)
+                else:
+                    seats = [Seat(group, index, stop) for index in range(group.size)]
                 self._seats.update(seats)
+                self._taken = max(self._taken, position + 1)
+                self._open.add(position)
                 for seat in seats:
                     await self._slots.acquire()
                     task = tasks.create_task(self._run(seat))
@@ -1098,7 +1332,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(self._attempts.abandon(seat, reason) for seat in left))
 
-    def _begin(self, given: Any) -> GroupState:
+    def _begin(self, given: Any, position: int) -> GroupState:
         """Returns the group of a sample. Its own settings override those of the rollout."""
         settings = self._settings
         group = given if isinstance(given, Group) else Group(sample=given)
@@ -1108,24 +1342,28 @@ class Rollout(AsyncIterator[GroupOutcome]):
         metadata = group.metadata
         if metadata is None:
             metadata = settings.metadata(sample) if settings.metadata else {}
-        if name := agent_name(sample):
-            metadata = {**metadata, "agent_name": name}
-        group_id, run_id = group.group_id, self._run_id
+        if agent := agent_name(sample):
+            metadata = {**metadata, "agent_name": agent}
+        state, group_id = self._begun, group.group_id
+        run_id = state.rollout_id if state.run_id is None else state.run_id
         if not group_id and settings.group_id:
             group_id = settings.group_id(sample)
             if not isinstance(group_id, str) or not group_id:
                 raise InvalidFieldError("group_id", f"returned {group_id!r:.200}; return a string")
-        if not group_id:  # a random id is that of one group in all runs
-            group_id, run_id = uuid.uuid4().hex, settings.run_id or ""
+        name = group_id or str(position)
+        if not group_id:  # the id of a rollout is that of one in all runs
+            group_id, run_id = f"{state.rollout_id}-{position}", state.run_id or ""
         return GroupState(
             group_id,
             sample,
             n,
             needed_of(settings.needed, n),
-            group.runner or name or settings.runner,
+            group.runner or agent or settings.runner,
             settings.sampling if group.sampling is None else group.sampling,
             dict(metadata),
             run_id,
+            position,
+            name,
         )
 
     async def _run(self, seat: Seat) -> None:
@@ -1138,6 +1376,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
                 seat.stop.set_result(None)
             if group is not None:
                 self.summary.add_group(group)
+                self._open.discard(seat.group.position)
             self._show(self.summary)
             if self._settings.on_sample is not None:
                 self._settings.on_sample(outcome)
@@ -1212,7 +1451,9 @@ async def _rolling(
     with showing(_total(samples, settings.n), wanted=settings.progress) as show:
         async with _deliveries(client, settings) as deliveries:
             arrivals = None if deliveries is None else Arrivals(deliveries)
-            running = Rollout(Attempts(client, settings, arrivals), samples, settings, show)
+            state = RolloutState.of(settings)
+            attempts = Attempts(client, settings, arrivals, state)
+            running = Rollout(attempts, samples, settings, show, state)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     working = [tasks.create_task(running.feed(tasks))]

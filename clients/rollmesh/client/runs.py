@@ -1,7 +1,7 @@
 """The runs of a trainer's policies. A trainer that goes back to a checkpoint opens a new one."""
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,9 @@ from rollmesh.client.arguments import filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.errors import InvalidFieldError, SupersededError
-from rollmesh.runtime.runs import number_of
+from rollmesh.runtime.runs import is_stale, number_of
 from rollmesh.v1 import router_pb2, router_pb2_grpc, trajectory_pb2
-from rollmesh.v1.sampling_pb2 import PolicyRun
+from rollmesh.v1.sampling_pb2 import PolicyRun, VersionSpan
 
 
 class RunCalls(Connections):
@@ -74,6 +74,14 @@ class RunCalls(Connections):
     def follow_run(self, run: PolicyRun) -> None:
         """Makes a run, which another client of the same trainer opened, the run of this client."""
         self._runs[run.model, run.adapter] = run
+
+    def is_abandoned(self, spans: Iterable[VersionSpan], model: str = "") -> bool:
+        """Returns whether a run from which this client's run does not descend sampled a span.
+
+        Without a run nothing is abandoned.
+        """
+        runs = [run for run in self._runs.values() if model in {"", run.model}]
+        return any(is_stale(run, span) for span in spans for run in runs)
 
     def _run(self, model: str, adapter: str = "") -> PolicyRun:
         """Returns this client's run of a policy."""

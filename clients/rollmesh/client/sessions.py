@@ -336,14 +336,20 @@ class SessionCalls(RunCalls):
             record_messages=record_messages,
         )
 
-    async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
+    async def open_session(
+        self, request: gateway_pb2.CreateSessionRequest, *, is_new: bool = False
+    ) -> Session:
         """Opens a session, retrying while the gateway is full. The caller closes it.
 
         A request id that an earlier process gave returns the session that it opened, at whichever
         gateway that is. See `session`.
+
+        Args:
+            request: As of `session_request`.
+            is_new: Whether no earlier call can have given the request id. Gateways are not asked.
         """
-        is_repeat = bool(request.request_id)
-        if not is_repeat:  # retries must not open another session
+        is_repeat = bool(request.request_id) and not is_new
+        if not request.request_id:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
         for one in request.adapters:
             if one.version:
@@ -360,15 +366,15 @@ class SessionCalls(RunCalls):
             request_id=request.request_id,
         )
 
-    async def has_session(self, request_id: str) -> bool:
-        """Returns whether a request id has opened a session, as far as gateways remember.
+    async def find_session(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
+        """Returns the id and the state of the session that a request id opened.
 
-        It may be open or closed.
+        None if it opened none, or the gateways no longer remember its close.
 
         Raises:
             RollmeshError: The router or a gateway did not answer for too long.
         """
-        return await self._find(request_id) is not None
+        return await self._find(request_id)
 
     async def close_session(
         self,

@@ -19,6 +19,7 @@ from rollmesh.client.deliveries import Subscription as AsyncSubscription
 from rollmesh.client.evaluations import evaluate
 from rollmesh.client.rollouts import GroupOutcome, RolloutSummary, rollout, rollout_groups
 from rollmesh.client.sessions import Delivery, Session
+from rollmesh.v1.sampling_pb2 import VersionSpan
 
 # An event loop in a thread, for callers without one. Ctrl-C cancels their call.
 
@@ -284,6 +285,11 @@ class Rollout(_Blocking):
         summary: RolloutSummary = self._inner.summary
         return summary
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state from which `resume` goes on."""
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
+
     def __iter__(self) -> Iterator[GroupOutcome]:
         """Iterates over the groups as they end."""
         return self
@@ -325,7 +331,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     revoke_key = _waiting(AsyncClient.revoke_key)
     renew_key = _waiting(AsyncClient.renew_key)
     transcript = _waiting(AsyncClient.transcript)
-    has_session = _waiting(AsyncClient.has_session)
+    find_session = _waiting(AsyncClient.find_session)
 
     evaluate = _waiting(evaluate)
     rollout = _waiting(rollout)
@@ -345,6 +351,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     steps = _waiting(AsyncClient.steps)
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)
+    stored_group = _waiting(AsyncClient.stored_group)
     stats = _waiting(AsyncClient.stats)
     server_infos = _waiting(AsyncClient.server_infos)
 
@@ -355,6 +362,11 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     policy_version = _waiting(AsyncClient.policy_version)
     open_run = _waiting(AsyncClient.open_run)
     follow_run = _not_waiting(AsyncClient.follow_run)
+
+    def is_abandoned(self, spans: Iterable[VersionSpan], model: str = "") -> bool:
+        """Returns whether a run from which the client's does not descend sampled a span."""
+        return bool(self._inner.is_abandoned(spans, model))
+
     check_temperature = _waiting(AsyncClient.check_temperature)
     forget_weights = _waiting(AsyncClient.forget_weights)
     replicas = _waiting(AsyncClient.replicas)

@@ -30,6 +30,8 @@ class Transcript:
 
     turns: tuple[TranscriptTurn, ...]
     """In the order of the answers."""
+    version_spans: tuple[sampling_pb2.VersionSpan, ...]
+    """Policy versions that sampled the turns. Indices count within each turn."""
     _nodes: dict[int, tuple[int, list[dict[str, Any]]]]
     """Parent and messages by node id."""
 
@@ -52,7 +54,8 @@ class Transcript:
             for node in proto.nodes
             if node.sampled
         )
-        return cls(tuple(turns), nodes)
+        spans = tuple(span for node in proto.nodes for span in node.version_spans)
+        return cls(tuple(turns), spans, nodes)
 
     @property
     def last(self) -> TranscriptTurn | None:

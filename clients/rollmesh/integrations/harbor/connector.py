@@ -523,7 +523,7 @@ class Connector(RelayClient):
     async def _has_any(self, rollouts: Sequence[str]) -> bool:
         """Returns whether the mesh has had a session of one of these rollouts."""
         for one in rollouts:
-            if await self._client.has_session(_request_id(one)):
+            if await self._client.find_session(_request_id(one)):
                 return True
         return False
 

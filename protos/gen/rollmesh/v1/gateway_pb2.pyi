@@ -504,21 +504,25 @@ class FindSessionResponse(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    UNDELIVERED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session. A CreateSession with the request_id, at the gateway that serves the journal of
     this id, returns its key.
     """
     closed: _builtins.bool
     """Whether the session is closed, and its close is remembered."""
+    undelivered: _builtins.bool
+    """Whether the session is closed, and waits for the collector."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         closed: _builtins.bool = ...,
+        undelivered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "session_id", b"session_id", "undelivered", b"undelivered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1633,6 +1637,7 @@ class SessionNode(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session."""
     parent_node_id: _builtins.int
@@ -1663,6 +1668,10 @@ class SessionNode(_message.Message):
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Sampling parameters of the turn, as the engine received them. Only on sampled nodes."""
 
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.VersionSpan]:
+        """Policy versions and engines of the sampled ids, by index into them. Only on sampled nodes."""
+
     def __init__(
         self,
         *,
@@ -1678,10 +1687,11 @@ class SessionNode(_message.Message):
         messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         lineage_source: _trajectory_pb2.LineageSource.ValueType = ...,
+        version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

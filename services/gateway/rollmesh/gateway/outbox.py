@@ -238,6 +238,12 @@ def count_undelivered(tx: Transaction) -> int:
     )
 
 
+def is_undelivered(tx: Transaction, session_id: str) -> bool:
+    """Returns whether a closed session waits for the collector."""
+    of_session = "SELECT count(*) FROM outbox WHERE session_id = ?1 AND state = ?2"
+    return bool(tx.db.value(of_session, session_id, State.WAITING))
+
+
 def read_letter(tx: Transaction, session_id: str) -> Letter:
     """Returns a closed session with its first nodes.
 

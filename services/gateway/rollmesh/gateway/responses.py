@@ -242,6 +242,7 @@ def write_nodes(
         if node.sample is not None:
             result.finish_reason = node.sample.finish
             result.sampling.CopyFrom(node.sample.sampling)
+            result.version_spans.extend(node.sample.spans)
         if with_messages:
             result.messages.extend(map(write_message, node.messages))
         yield result

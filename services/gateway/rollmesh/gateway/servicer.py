@@ -122,8 +122,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.FindSessionResponse:
         if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
             raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
-        session_id, is_closed = await self.gateway.find(request.request_id)
-        return gateway_pb2.FindSessionResponse(session_id=session_id, closed=is_closed)
+        return await self.gateway.find(request.request_id)
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context

@@ -9,12 +9,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollmesh.gateway import metrics
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.journal import Journal, closed_session, moved
-from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.outbox import Outbox, is_undelivered
 from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.mesh.directory import CollectorDirectory, journal_of
@@ -248,19 +249,23 @@ class Gateway:
             policies.append((one.name, newest if one.pinned else one.version))
         return policies
 
-    async def find(self, request_id: str) -> tuple[str, bool]:
-        """Returns the session that a request id opened, and whether it is closed.
+    async def find(self, request_id: str) -> gateway_pb2.FindSessionResponse:
+        """Returns the session that a request id opened, open or closed.
 
         Raises:
             SessionUnknownError: It opened none here, or the close is not remembered.
         """
         for registry in list(self._registries.values()):
             if (opening := registry.opened(request_id)) is not None:
-                return (await asyncio.shield(opening)).session_id, False
+                opened = await asyncio.shield(opening)
+                return gateway_pb2.FindSessionResponse(session_id=opened.session_id)
         for registry in list(self._registries.values()):
             found = await registry.journal.read(lambda tx: closed_session(tx, request_id))
             if found:
-                return found, True
+                waits = await registry.journal.read(partial(is_undelivered, session_id=found))
+                return gateway_pb2.FindSessionResponse(
+                    session_id=found, closed=True, undelivered=waits
+                )
         raise SessionUnknownError(f"request_id: {request_id!r} opened no session here")
 
     async def list_dead_letters(self, after: str, count: int) -> list[gateway_admin_pb2.DeadLetter]:

@@ -393,12 +393,12 @@ class GatewayDirectory(Directory):
         """Returns the session that a request id opened at any gateway. None if it opened none.
 
         Raises:
-            RollmeshError: The router did not answer, or a gateway did not and no other has it.
+            RollmeshError: No gateway serves, or the router or a gateway did not answer.
         """
-        answers = await asyncio.gather(
-            *(self._find_at(address, request_id) for address in await self.addresses()),
-            return_exceptions=True,
-        )
+        if not (addresses := await self.addresses()):
+            raise NoGatewayError("request_id: no gateway serves now", retry_delay_ms=RETRY_MS)
+        asked = [self._find_at(address, request_id) for address in addresses]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         found = [one for one in answers if isinstance(one, gateway_pb2.FindSessionResponse)]
         for error in answers:
             unknown = isinstance(error, SessionUnknownError)

@@ -1,0 +1,72 @@
+"""The settings with which a rollout goes on after a restart: its state and its seeds."""
+
+from typing import Any
+
+import pytest
+
+from rollmesh.client import Client, InfrastructureError, Retries, RolloutSettings, Session, rollout
+from rollmesh.runtime.errors import InvalidFieldError
+from tests.client.conftest import length
+from tests.sidecar.scripted_gateway import ScriptedGateway
+
+
+def seeds_of(gateway: ScriptedGateway) -> dict[tuple[str, int], list[int]]:
+    """Returns the seeds of the sessions opened so far, by group and seat, and forgets them."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for one in gateway.opened:
+        found.setdefault((one.group_id, one.sample_index), []).append(one.sampling.seed)
+    gateway.opened.clear()
+    return found
+
+
+async def test_seeds_depend_on_the_rollouts_seed_the_group_and_the_seat(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    async def seeds(seed: int) -> dict[tuple[str, int], list[int]]:
+        await rollout(client, ["a", "b"], runner=length, n=2, seed=seed, group_id=str)
+        return seeds_of(gateway)
+
+    first = await seeds(1)
+    assert await seeds(1) == first
+    assert len({one for (one,) in [*first.values(), *(await seeds(2)).values()]}) == 8
+
+
+async def test_groups_without_chosen_ids_have_the_seeds_of_their_positions(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    found: list[list[list[int]]] = []
+    for _ in range(2):
+        await rollout(client, ["a", "b"], runner=length, n=2, seed=1, concurrency=1)
+        found.append(list(seeds_of(gateway).values()))
+    assert found[0] == found[1]
+
+
+async def test_a_seat_that_the_infrastructure_failed_is_sampled_again_and_a_failed_agent_otherwise(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    errors: list[Exception] = []
+
+    async def agent(prompt: str, session: Session) -> float:
+        if errors:
+            raise errors.pop(0)
+        return 1.0
+
+    settings: dict[str, Any] = {"runner": agent, "n": 1, "seed": 1, "refill": 1}
+    errors += [InfrastructureError("away"), ValueError("wrong")]
+    await rollout(client, ["a"], retries=Retries(tries=2, delay_s=0.01), **settings)
+    ((lost, failed, last),) = seeds_of(gateway).values()
+    assert lost == failed != last
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"resume": True}, "run_id"),
+        ({"resume": {"format": 0}}, "resume.format"),
+        ({"resume": {"format": 1, "taken": 3}}, "resume"),
+        ({"seed": 1, "sampling": {"seed": 2}}, "sampling"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_by_its_field(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidFieldError, match=field):
+        RolloutSettings(**settings)
