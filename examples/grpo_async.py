@@ -36,6 +36,7 @@ from examples.demo.trainer_process import trainer_process
 from rollmesh.client import (
     Client,
     Delivery,
+    GroupOutcome,
     MeshAddresses,
     Rollout,
     SubscribeOptions,
@@ -46,7 +47,6 @@ from rollmesh.v1 import collector_pb2
 
 MAX_LAG = 3
 _CONSUMER = "trainer"
-_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -122,10 +122,11 @@ async def train(
         ) as rolling,
         asyncio.TaskGroup() as tasks,
     ):
-        following = tasks.create_task(_follow(rolling))
+        arrivals = Arrivals(groups, ahead, run)
+        following = tasks.create_task(arrivals.follow(rolling))
         started = time.monotonic()
         for version in range(plan.steps):
-            deliveries = await _take(client, groups, plan.groups, ahead, run)
+            deliveries = await arrivals.take(plan.groups)
             ahead.taken(len(deliveries))
             _see(run, version, deliveries)
             report, weights = await step(rows_of(deliveries))
@@ -136,50 +137,59 @@ async def train(
             run.seconds = time.monotonic() - started
             on_step(run, report)
         following.cancel()
-        run.stale_groups = await _stale_groups(client)
         run.audit.kept_back.update(await _stale_sessions(client))
     return run
 
 
-async def _follow(rolling: Rollout) -> None:
-    """Consumes groups as they finish, so that others can start. Reports why agents failed."""
-    async for group in rolling:
-        for session in group.sessions:
-            if session.error_type:
-                print(f"an agent failed: {session.error}", file=sys.stderr)
+class Arrivals:
+    """The groups that agents have finished, and their deliveries, in any order."""
 
+    def __init__(self, groups: Subscription, ahead: Ahead, run: AsyncRun) -> None:
+        """Starts with nothing."""
+        self._groups, self._ahead, self._run = groups, ahead, run
+        self._ended: asyncio.Queue[GroupOutcome] = asyncio.Queue()
+        self._missing: dict[str, GroupOutcome] = {}
+        """Groups that have ended and not come yet, by id."""
+        self._early: set[str] = set()
+        """Groups that came before their end was known."""
 
-async def _take(
-    client: Client, groups: Subscription, wanted: int, ahead: Ahead, run: AsyncRun
-) -> list[Delivery]:
-    """Returns the next groups, and starts replacements for those that were filtered.
+    async def follow(self, rolling: Rollout) -> None:
+        """Consumes groups as they finish, so that others can start. Reports why agents failed."""
+        async for group in rolling:
+            self._ended.put_nowait(group)
+            for session in group.sessions:
+                if session.error_type:
+                    print(f"an agent failed: {session.error}", file=sys.stderr)
 
-    Raises:
-        TimeoutError: Some groups were never completed. The mesh's logs say why.
-    """
-    taken: list[Delivery] = []
-    groups.grant(wanted)
-    async with asyncio.timeout(DELIVERY_TIMEOUT_S):
+    async def take(self, wanted: int) -> list[Delivery]:
+        """Returns the next groups, and starts replacements for those that were filtered.
+
+        Raises:
+            TimeoutError: The agents finish no group. The mesh's logs say why.
+            DeadlineError: A finished group is not delivered.
+        """
+        taken: list[Delivery] = []
+        self._groups.grant(wanted)
         while len(taken) < wanted:
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    taken.append(await anext(groups))
-            except TimeoutError:
-                stale = await _stale_groups(client)
-                ahead.dropped(stale - run.stale_groups)
-                run.stale_groups = stale
-    return taken
-
-
-async def _stale_groups(client: Client) -> int:
-    """Returns the number of groups dropped by the subscription so far."""
-    stats = await client.stats()
-    return sum(
-        filtered.units
-        for consumer in stats.consumers
-        if consumer.consumer == _CONSUMER
-        for filtered in consumer.filtered
-    )
+            if not self._missing:
+                async with asyncio.timeout(DELIVERY_TIMEOUT_S):
+                    ended = await self._ended.get()
+                if ended.group_id in self._early:
+                    self._early.remove(ended.group_id)
+                    continue
+                self._missing[ended.group_id] = ended
+            missing = self._missing.values()
+            async for group in self._groups.until(missing, timeout_s=DELIVERY_TIMEOUT_S):
+                taken.append(group)
+                if self._missing.pop(group.group_id, None) is None:
+                    self._early.add(group.group_id)
+                if len(taken) == wanted:
+                    break
+            else:
+                self._run.stale_groups += len(self._missing)
+                self._ahead.dropped(len(self._missing))
+                self._missing.clear()
+        return taken
 
 
 async def _stale_sessions(client: Client) -> set[str]:

@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+
+from rollmesh.runtime.runs import number_of
 from tests.meshes import Mesh
 
 
@@ -14,6 +17,9 @@ def status(*flags: str) -> subprocess.CompletedProcess[str]:
 
 async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
     async with mesh.client() as client:
+        await client.open_run(6)
+        await client.push_weights({"w": np.zeros(1, np.float32)}, 6)
+        await client.pin_weights("math evaluation", number_of(1, 6), 60)
         async with client.session(group_id="g", group_size=1) as session:
             session.reward = 1.0
         async with client.subscribe("trainer") as groups:
@@ -23,10 +29,19 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
             done = status(*flags, "--json")
             assert done.returncode == 0, done.stderr
             found = json.loads(done.stdout)
+            held = {"run": 1, "policy_version": 6}
+            (model,) = found["models"].values()
+            (engine,) = [one for one in found["members"] if one["kind"] == "engine"]
+            assert held.items() <= model.items()
+            assert held.items() <= engine.items()
+            assert [one["holder"] for one in model["pins"]] == ["math evaluation"]
             assert {one["kind"] for one in found["members"]} == {"engine", "gateway"}
             assert (found["store"]["sessions"], found["store"]["complete_groups"]) == (1, 1)
             assert found["store"]["consumers"][0]["name"] == "trainer"
             lines = status(*flags).stdout.splitlines()
+    assert "model policy  run 1, version 6" in lines
+    pinned = "  pinned by math evaluation: run 1, version 6, for up to "
+    assert any(line.startswith(pinned) for line in lines)
     assert any(line.startswith("engine ") and "leases 0" in line for line in lines)
     assert any(line.startswith("consumer trainer") and "step 4" in line for line in lines)
     assert any(line.startswith("  alarm not_finite: step 4 has values") for line in lines)

@@ -34,7 +34,8 @@ WEIGHTS = {"w": np.zeros(4, np.float32)}
 
 @pytest.fixture
 async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=4) as mesh:
+    first = {"router": {"pin_ms": 3_000}}  # of a dead evaluation
+    async with scripted_mesh(tmp_path, tokenizer_dir, first=first, max_adapters=4) as mesh:
         yield mesh
 
 
@@ -219,6 +220,91 @@ async def test_a_version_of_an_adapter_is_evaluated_beside_training(
     assert (consumer.name, consumer.ready) == ("trainer", 0)
 
 
+async def until_a_push_waits(mesh: Mesh) -> None:
+    log = mesh.folder / "router.log"
+    await until(lambda: "push waits for pinned weights" in log.read_text())
+
+
+@pytest.mark.parametrize("killed", [None, "engine", "router", "gateway"])
+async def test_a_push_waits_for_an_evaluation_that_pins_its_version(
+    mesh: Mesh, client: Client, killed: str | None
+) -> None:
+    agent, tasks = Agent(mesh, {str(at): [1, 1] for at in range(4)}), "0123"
+    await client.push_weights(WEIGHTS, 1)
+
+    async with asyncio.TaskGroup() as group:
+
+        async def run(task: str, session: Session) -> Any:
+            await agent(task, session)
+            if task == "1":
+                pushes.append(group.create_task(client.push_weights(WEIGHTS, 2)))
+                await until_a_push_waits(mesh)
+                if killed is not None:
+                    await mesh.restart(killed)
+            reward = await agent(task, session)
+            assert not any(push.done() for push in pushes)
+            return reward
+
+        pushes: list[asyncio.Task[Any]] = []
+        found = await evaluate(client, tasks, runner=run, concurrency=1, pin="drain", timeout_s=60)
+    assert found.policy == EvaluatedPolicy("policy", 1)
+    assert (found.pass_at().value, found.pass_at().tasks) == (1, 4)
+    assert await client.policy_version() == 2
+    said = r"^policy_version: is 1, and the engines have 2"
+    with pytest.raises(InvalidFieldError, match=said):
+        await evaluate(client, tasks, runner=agent, pin="drain", policy_version=1)
+
+
+async def test_an_evaluation_that_exceeds_its_pin_ends_with_numbers(
+    mesh: Mesh, client: Client
+) -> None:
+    agent = Agent(mesh, {str(at): [1, 1] for at in range(4)})
+
+    async def run(task: str, session: Session) -> Any:
+        await agent(task, session)
+        if task == "1":
+            await client.push_weights(WEIGHTS, 1)
+        return await agent(task, session)
+
+    with pytest.raises(PolicyVersionChangedError, match=r"is of version 0, and .* version 1 "):
+        await evaluate(client, "0123", runner=run, concurrency=1, pin="drain", pin_s=1)
+
+
+PINNING = """\
+import asyncio, sys
+from rollmesh.client import Client, MeshAddresses, evaluate
+
+async def run(task, session):
+    print(task, flush=True)
+    await asyncio.Event().wait()
+
+async def main():
+    async with Client(MeshAddresses.from_json(sys.argv[1])) as client:
+        await evaluate(client, "a", runner=run, pin="drain")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_push_does_not_wait_for_an_evaluation_that_was_killed(
+    mesh: Mesh, client: Client
+) -> None:
+    addresses = json.dumps(asdict(mesh.addresses))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PINNING, addresses), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        assert await process.stdout.readline()
+        push = tasks.create_task(client.push_weights(WEIGHTS, 1))
+        await until_a_push_waits(mesh)
+        (model,) = (await client.replicas()).models
+        assert f"(process {process.pid} of " in model.pins[0].holder
+        assert not push.done()
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
 PROGRAM = """\
 import sys, pathlib
 from rollmesh.client import MeshAddresses
@@ -303,6 +389,9 @@ def test_pass_at_k_is_the_unbiased_estimate_with_wilsons_interval() -> None:
         pytest.param({"adapter": "unknown"}, "^adapter: 'unknown' has no version", id="adapter"),
         pytest.param({"task_id": lambda _: "same"}, "^task_id: returns 'same' twice", id="one id"),
         pytest.param({"n": 0}, "^n: is 0", id="no attempts"),
+        pytest.param({"pin": "wait"}, "^pin: 'wait' is invalid", id="another pin"),
+        pytest.param({"pin": "drain", "pin_s": 0}, "^pin_s: is 0; give above 0", id="no time"),
+        pytest.param({"pin": "drain", "adapter": "a"}, "^pin: is for the model's", id="adapter's"),
     ],
 )
 async def test_a_setting_that_evaluations_own_is_refused_by_name(
@@ -315,6 +404,20 @@ async def test_a_setting_that_evaluations_own_is_refused_by_name(
     with pytest.raises(InvalidFieldError, match=said):
         await evaluate(client, "ab", runner=agent, **settings)
     assert not agent.sessions
+
+
+async def test_a_file_of_a_running_evaluation_is_refused(
+    mesh: Mesh, client: Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.jsonl"
+
+    async def run(task: str, session: Session) -> float:
+        with pytest.raises(InvalidFieldError, match=r"^path: .* is written by another evaluation"):
+            await evaluate(client, "b", runner=run, path=path)
+        return 1.0
+
+    await evaluate(client, "a", runner=run, path=path)
+    assert [(one["task_id"], one["passed"]) for one in lines(path)] == [("a", True)]
 
 
 async def test_a_file_of_something_else_is_refused_and_kept(

@@ -14,6 +14,7 @@ from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import collector_pb2, router_pb2
 
 _LIMIT_S = 30.0
@@ -48,10 +49,24 @@ async def _read(addresses: MeshAddresses) -> dict[str, Any]:
         has_collector = addresses.collector or router_pb2.REPLICA_KIND_COLLECTOR in kinds
         stats = await client.stats() if has_collector else None
     return {
-        "models": {one.model: one.target_policy_version for one in listed.models},
+        "models": {one.model: _model(one) for one in listed.models},
         "members": [_member(one) for one in listed.replicas],
         "store": None if stats is None else _store(stats),
     }
+
+
+def _model(one: router_pb2.ModelWeights) -> dict[str, Any]:
+    pins = [
+        {"holder": pin.holder, "left_s": round(pin.remaining_ms / 1000), **_version(pin)}
+        for pin in one.pins
+    ]
+    return {**_version(one, "target_policy_version"), "pins": pins}
+
+
+def _version(proto: Any, name: str = "policy_version") -> dict[str, int]:
+    """Returns the run and the version within it, of a field of the protocol."""
+    number = getattr(proto, name)
+    return {"run": run_of(number), "policy_version": version_of(number)}
 
 
 def _member(one: router_pb2.Replica) -> dict[str, Any]:
@@ -62,7 +77,7 @@ def _member(one: router_pb2.Replica) -> dict[str, Any]:
     if kind == "engine":
         circuit = name_of(router_pb2.CircuitState.DESCRIPTOR, one.circuit).lower()
         state += ["fenced"] * one.fenced + [f"circuit {circuit}"] * (circuit != "closed")
-        found |= {"model": hello.model, "policy_version": load.policy_version}
+        found |= {"model": hello.model, **_version(load)}
         found |= {"leases": one.leases, "lease_capacity": hello.lease_capacity}
         found |= {"sessions": one.sessions, "running": load.running, "waiting": load.waiting}
     if kind == "gateway":
@@ -91,8 +106,12 @@ def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for model, version in found["models"].items():
-        yield f"model {model or '-'}  policy version {version}"
+    for model, weights in found["models"].items():
+        version = "run {run}, version {policy_version}"
+        yield f"model {model or '-'}  {version.format(**weights)}"
+        for pin in weights["pins"]:
+            held = f"{version.format(**pin)}, for up to {pin['left_s']} s"
+            yield f"  pinned by {pin['holder']}: {held}"
     for one in found["members"]:
         yield _line(one)
     store = found["store"]

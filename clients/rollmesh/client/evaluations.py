@@ -1,16 +1,21 @@
 """Evaluation of one policy version: attempts at tasks, pass@k, and results that can be resumed."""
 
+import asyncio
+import importlib
 import json
+import logging
 import math
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, Literal
 
+from rollmesh.client.arguments import chosen
 from rollmesh.client.client import Client
 from rollmesh.client.rollouts import (
     Group,
@@ -22,20 +27,34 @@ from rollmesh.client.rollouts import (
     with_settings,
 )
 from rollmesh.client.sessions import SessionResult
+from rollmesh.mesh.retries import retried
 from rollmesh.mesh.scores import weights_of
-from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    InvalidFieldError,
+    RollmeshError,
+    VersionGoneError,
+)
 from rollmesh.runtime.runs import number_of, run_of, told
+from rollmesh.runtime.tasks import Background
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 _Z = 1.96
 """Of a 95 % interval."""
+_MOST_PIN_S = 3_600.0
+_PIN_TRIED_S = 60.0
+"""Time in which a push that is under way ends."""
+_RELEASE_S = 5.0
+_RENEWED = 0.1
+"""Share of a pin's time after which it is renewed."""
+_log = logging.getLogger(__name__)
 
 
 class PolicyVersionChangedError(RollmeshError):
     """More than one policy version sampled in an evaluation, or not the wanted one.
 
     Results of the first version are in the file. Evaluate an adapter's version, which engines keep
-    beside newer ones, or do not push weights meanwhile.
+    beside newer ones, let pushes wait with `pin="drain"`, or do not push weights meanwhile.
     """
 
     code = "FAILED_PRECONDITION"
@@ -49,7 +68,7 @@ class PolicyVersionChangedError(RollmeshError):
         found = ", ".join(f"{told(one)} {count}" for one, count in sorted(tokens.items()))
         super().__init__(
             f"the evaluation is of {told(wanted)}, and sampled tokens are: {found}; start "
-            "another one, of an adapter's version or without pushes of weights meanwhile",
+            'another one, of an adapter\'s version, or with pushes that wait (pin="drain")',
             policy_version=wanted,
         )
         self.tokens = dict(tokens)
@@ -169,6 +188,11 @@ class EvaluationSettings(RolloutSettings):
     adapter: str = ""
     """Name of the adapter that samples. Engines keep this version of it while newer ones are
     pushed. Empty: the model's weights."""
+    pin: Literal["refuse", "drain"] = "refuse"
+    """The treatment of weights that are pushed meanwhile. "refuse": the evaluation ends with an
+    error. "drain": the push waits until the evaluation has ended, for at most `pin_s`."""
+    pin_s: float = 600.0
+    """Longest time for which pushes wait, seconds, at most the router's `max_pin_ms`, an hour."""
     path: Path | None = None
     """File of results, one line of JSON for each attempt. Attempts that have a result there are not
     repeated. None: results are only returned."""
@@ -184,6 +208,15 @@ class EvaluationSettings(RolloutSettings):
             InvalidFieldError: A setting is invalid, or an evaluation sets it itself.
         """
         RolloutSettings.__post_init__(self)
+        chosen("pin", self.pin, dict.fromkeys(("refuse", "drain")))
+        if self.pin == "drain" and self.adapter:
+            raise InvalidFieldError(
+                "pin", "is for the model's weights; engines keep an adapter's version anyway"
+            )
+        if not 0 < self.pin_s <= _MOST_PIN_S:
+            raise InvalidFieldError(
+                "pin_s", f"is {self.pin_s}; give above 0, at most {_MOST_PIN_S}"
+            )
         names = "on_sample on_session consumer purpose adapters group_id resume seed"
         for name in names.split():
             if getattr(self, name) != getattr(_DEFAULTS, name):
@@ -207,14 +240,77 @@ async def evaluate(client: Client, tasks: Samples, settings: EvaluationSettings)
 
     Raises:
         InvalidFieldError: A setting is invalid, two tasks have one id, or the file has results of
-            another policy.
+            another policy, or another evaluation writes it.
         PolicyVersionChangedError: Another version sampled. The evaluation ends at once.
+        VersionGoneError: With `pin="drain"`: the engines have another version than the wanted one.
     """
     run = _Run(client, settings)
-    await run.begin()
-    async for task in each(tasks):
-        run.add(task)
-    return await run.finish()
+    with _locked(settings.path):
+        async with run.pinned():
+            async for task in each(tasks):
+                run.add(task)
+            return await run.finish()
+
+
+@contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    """Keeps the file of results for one evaluation, as far as the system can.
+
+    Raises:
+        InvalidFieldError: Another evaluation has it.
+    """
+    if path is None:
+        yield
+        return
+    with path.open("ab") as file:
+        with suppress(ImportError):  # the system has no such locks
+            fcntl: Any = importlib.import_module("fcntl")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = f"{path} is written by another evaluation; wait, or give another file"
+                raise InvalidFieldError("path", problem) from None
+        yield
+
+
+class _Pin(Background):
+    """Keeps the weights as they are while it is entered, and renews that."""
+
+    def __init__(self, client: Client, for_s: float) -> None:
+        super().__init__()
+        self._client = client
+        self._id = uuid.uuid4().hex[:8]
+        self._until_s = asyncio.get_running_loop().time() + for_s
+        self._model, self._number, self._every_s = "", 0, 0.0
+
+    async def hold(self, model: str, number: int) -> None:
+        """Pins a policy version of the protocol, for the first time.
+
+        Raises:
+            VersionGoneError: The engines hold another one, or another one is being pushed.
+        """
+        self._model, self._number = model, number
+        self._every_s = await self._call(self._left_s()) * _RENEWED
+
+    def _left_s(self) -> float:
+        return self._until_s - asyncio.get_running_loop().time()
+
+    async def _call(self, for_s: float) -> float:
+        holder = f"evaluation-{self._id} (process {os.getpid()} of {gethostname():.64})"
+        return await self._client.pin_weights(holder, self._number, for_s, model=self._model)
+
+    async def _stay(self) -> None:
+        try:
+            while self._left_s() > self._every_s:
+                await asyncio.sleep(self._every_s)
+                try:
+                    await self._call(self._left_s())
+                except RollmeshError as error:
+                    _log.warning("pin of the weights not renewed: %s", error)
+        finally:
+            with suppress(RollmeshError, TimeoutError):  # it lapses
+                async with asyncio.timeout(_RELEASE_S):
+                    await self._call(0)
 
 
 @dataclass(slots=True)
@@ -236,6 +332,29 @@ class _Run:
     """Number of tokens that each policy version sampled."""
     unseen: bool = False
     """Whether an attempt exceeded its time."""
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[None]:
+        """Begins, and keeps the version for the block if pushes are to wait.
+
+        Of weights that are being pushed it waits for the end.
+        """
+        await self.begin()
+        if self.settings.pin == "refuse":
+            yield
+            return
+        pin = _Pin(self.client, self.settings.pin_s)
+
+        async def hold(_: float) -> None:
+            try:
+                await pin.hold(self.model, self.number)
+            except VersionGoneError:
+                await self.begin()  # the next one, unless another version was asked for
+                raise
+
+        await retried(hold, _PIN_TRIED_S, VersionGoneError)
+        async with pin:
+            yield
 
     async def begin(self) -> None:
         """Finds the version, and reads the results that there are."""

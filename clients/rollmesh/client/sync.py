@@ -359,6 +359,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     push_adapter = _waiting(AsyncClient.push_adapter)
     unload_adapter = _waiting(AsyncClient.unload_adapter)
     init_weight_transfer = _waiting(AsyncClient.init_weight_transfer)
+    pin_weights = _waiting(AsyncClient.pin_weights)
     policy_version = _waiting(AsyncClient.policy_version)
     open_run = _waiting(AsyncClient.open_run)
     follow_run = _not_waiting(AsyncClient.follow_run)

@@ -126,6 +126,8 @@ def _data(tensor: Any) -> memoryview:
 
 
 _TIMEOUT_S = 600.0
+_PUSH_S = _TIMEOUT_S + 3_600.0
+"""Of a push of weights, which waits while they are pinned: at most an hour."""
 _MOST_FULL_EVERY = 64
 _Request = TypeVar("_Request", router_pb2.PushWeightsRequest, router_pb2.PushAdapterRequest)
 
@@ -306,6 +308,7 @@ class WeightCalls(RunCalls):
     ) -> list[engine_pb2.EngineResult]:
         """Pushes weights to all engines of a model. Tokens sampled afterwards carry the version.
 
+        The push waits while an evaluation pins the weights that the engines hold (`pin_weights`).
         If the router dies in the middle, the push is repeated, at another router or at the same one
         when it is back, for a minute. The tensors must stay as they are until this returns. A
         `Transfer` is not repeated: push the next version.
@@ -363,7 +366,7 @@ class WeightCalls(RunCalls):
             with typed_errors():
                 stub = await self._routers.stub()
                 requests = _requests(router_pb2.PushWeightsRequest, header, iter(()))
-                response = await stub.PushWeights(requests, timeout=_TIMEOUT_S)
+                response = await stub.PushWeights(requests, timeout=_PUSH_S)
         elif isinstance(weights, Path):
             response = await self._push(header, lambda: iter(()))
         elif deltas is None:
@@ -384,7 +387,7 @@ class WeightCalls(RunCalls):
             router: "router_pb2_grpc.RouterServiceAsyncStub",
         ) -> router_pb2.PushWeightsResponse:
             requests = _requests(router_pb2.PushWeightsRequest, header, chunks())
-            return await router.PushWeights(requests, timeout=_TIMEOUT_S)
+            return await router.PushWeights(requests, timeout=_PUSH_S)
 
         return await self._routers.repeat(push)
 
@@ -509,6 +512,39 @@ class WeightCalls(RunCalls):
             lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
         )
         return _checked(list(response.results))
+
+    async def pin_weights(
+        self, holder: str, policy_version: int, for_s: float, *, model: str = ""
+    ) -> float:
+        """Pins the weights of a model, or renews a pin: pushes of other weights wait until it ends.
+
+        A pin ends when it is released or not renewed, and at the end of its time. `evaluate` with
+        `pin="drain"` does all of this.
+
+        Args:
+            holder: Id of the pin, for people too: 1 to 128 characters.
+            policy_version: The target of the model, with its run, as `replicas` has it.
+            for_s: Longest time from now, seconds. 0 releases the pin.
+            model: Name of the model. May be empty if the mesh has only one.
+
+        Returns:
+            Time within which the pin must be renewed, seconds.
+
+        Raises:
+            VersionGoneError: The engines hold another version, or another one is being pushed.
+            InvalidFieldError: A value is invalid.
+        """
+        request = filled(
+            router_pb2.PinWeightsRequest,
+            model=model,
+            holder=holder,
+            policy_version=policy_version,
+            remaining_ms=int(for_s * 1000),
+        )
+        response = await self._routers.repeat(
+            lambda router: router.PinWeights(request, timeout=CALL_S)
+        )
+        return response.renew_ms / 1000
 
     async def policy_version(self, model: str = "", adapter: str = "") -> int:
         """Returns the highest version pushed in the current run. 0 before the first push.

@@ -442,6 +442,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Stop this trainer, if another one was restored in its place. Otherwise open a run of its own, as
     docs/resume.md describes.
     """
+    ERROR_REASON_WEIGHTS_PINNED: _ErrorReason.ValueType  # 74
+    """FAILED_PRECONDITION. A push of weights may not wait as long as an evaluation pins the weights in use.
+
+    Push again after the retry delay, or with a longer deadline, or end the evaluation that the message
+    names. docs/evaluation.md#beside-training describes pins.
+    """
+    ERROR_REASON_VERSION_GONE: _ErrorReason.ValueType  # 75
+    """FAILED_PRECONDITION. Weights were to be pinned that the engines do not have any more, or that are
+    about to change. `policy_version` is that of the engines.
+
+    Evaluate the version that the engines have, once the push has ended.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below the remedy.
@@ -860,6 +872,18 @@ its policy was opened. `policy_version` is one of the later run.
 
 Stop this trainer, if another one was restored in its place. Otherwise open a run of its own, as
 docs/resume.md describes.
+"""
+ERROR_REASON_WEIGHTS_PINNED: ErrorReason.ValueType  # 74
+"""FAILED_PRECONDITION. A push of weights may not wait as long as an evaluation pins the weights in use.
+
+Push again after the retry delay, or with a longer deadline, or end the evaluation that the message
+names. docs/evaluation.md#beside-training describes pins.
+"""
+ERROR_REASON_VERSION_GONE: ErrorReason.ValueType  # 75
+"""FAILED_PRECONDITION. Weights were to be pinned that the engines do not have any more, or that are
+about to change. `policy_version` is that of the engines.
+
+Evaluate the version that the engines have, once the push has ended.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

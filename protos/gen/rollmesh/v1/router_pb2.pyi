@@ -604,6 +604,7 @@ class ModelWeights(_message.Message):
     LAST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     target_policy_version: _builtins.int
@@ -620,6 +621,10 @@ class ModelWeights(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PolicyRun]:
         """The current runs of the model and of its adapters. A policy without one is in run 0."""
 
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightPin]:
+        """The pins of the weights."""
+
     def __init__(
         self,
         *,
@@ -628,10 +633,11 @@ class ModelWeights(_message.Message):
         last_policy_version: _builtins.int = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
         runs: _abc.Iterable[_sampling_pb2.PolicyRun] | None = ...,
+        pins: _abc.Iterable[Global___WeightPin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "last_policy_version", b"last_policy_version", "model", b"model", "runs", b"runs", "target_policy_version", b"target_policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "last_policy_version", b"last_policy_version", "model", b"model", "pins", b"pins", "runs", b"runs", "target_policy_version", b"target_policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -956,6 +962,96 @@ class OpenRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRunResponse: _TypeAlias = OpenRunResponse  # noqa: Y015
+
+@_typing.final
+class PinWeightsRequest(_message.Message):
+    """Request of PinWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    holder: _builtins.str
+    """Id of the pin, for people too: 1 to 128 characters. Errors of pushes name it."""
+    policy_version: _builtins.int
+    """The version that must stay. It is the target of the model."""
+    remaining_ms: _builtins.int
+    """Longest time from now, milliseconds, at most the router's `max_pin_ms`. 0 releases the pin."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        remaining_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "model", b"model", "policy_version", b"policy_version", "remaining_ms", b"remaining_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinWeightsRequest: _TypeAlias = PinWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PinWeightsResponse(_message.Message):
+    """The pin holds, or is released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RENEW_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    renew_ms: _builtins.int
+    """Time within which the pin must be renewed, milliseconds."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        renew_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "renew_ms", b"renew_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinWeightsResponse: _TypeAlias = PinWeightsResponse  # noqa: Y015
+
+@_typing.final
+class WeightPin(_message.Message):
+    """A pin of weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """Id of the pin."""
+    policy_version: _builtins.int
+    """The version that stays."""
+    remaining_ms: _builtins.int
+    """Longest time from now, milliseconds."""
+    def __init__(
+        self,
+        *,
+        holder: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        remaining_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "policy_version", b"policy_version", "remaining_ms", b"remaining_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightPin: _TypeAlias = WeightPin  # noqa: Y015
 
 @_typing.final
 class ForgetWeightsRequest(_message.Message):

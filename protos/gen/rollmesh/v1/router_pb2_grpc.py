@@ -69,6 +69,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
                 _registered_method=True)
+        self.PinWeights = channel.unary_unary(
+                '/rollmesh.v1.RouterService/PinWeights',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.PinWeightsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.PinWeightsResponse.FromString,
+                _registered_method=True)
         self.ForgetWeights = channel.unary_unary(
                 '/rollmesh.v1.RouterService/ForgetWeights',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
@@ -147,7 +152,21 @@ class RouterServiceServicer(object):
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
         above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
-        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
+        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent. FAILED_PRECONDITION
+        (WEIGHTS_PINNED) if an evaluation pins the weights for longer than the call's deadline. Until then
+        the push waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinWeights(self, request, context):
+        """Pins the weights of a model, or renews a pin: pushes of other weights wait until it ends, so that an
+        evaluation samples with one version. A pin ends when it is released, at the end of its time, or when
+        it was not renewed for the router's `pin_ms`. Engines that die or join meanwhile get the pinned
+        weights. No new pin is granted while a push waits or is under way.
+        Errors: FAILED_PRECONDITION (VERSION_GONE) if the version is not the one that all engines must hold,
+        with that in its `policy_version`. INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,6 +244,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.PushWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'PinWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinWeights,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.PinWeightsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.PinWeightsResponse.SerializeToString,
             ),
             'ForgetWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetWeights,
@@ -408,6 +432,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/PushWeights',
             rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/PinWeights',
+            rollmesh_dot_v1_dot_router__pb2.PinWeightsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.PinWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,7 +75,17 @@ class RouterServiceStub:
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
     above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
-    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
+    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent. FAILED_PRECONDITION
+    (WEIGHTS_PINNED) if an evaluation pins the weights for longer than the call's deadline. Until then
+    the push waits.
+    """
+    PinWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.PinWeightsRequest, _router_pb2.PinWeightsResponse]
+    """Pins the weights of a model, or renews a pin: pushes of other weights wait until it ends, so that an
+    evaluation samples with one version. A pin ends when it is released, at the end of its time, or when
+    it was not renewed for the router's `pin_ms`. Engines that die or join meanwhile get the pinned
+    weights. No new pin is granted while a push waits or is under way.
+    Errors: FAILED_PRECONDITION (VERSION_GONE) if the version is not the one that all engines must hold,
+    with that in its `policy_version`. INVALID_ARGUMENT names the field.
     """
     ForgetWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]
     """Forgets the weights of a model, as if nothing had been pushed: engines are leased with the
@@ -149,7 +159,17 @@ class RouterServiceAsyncStub(RouterServiceStub):
     kept. An engine that missed them gets no leases until the next push.
     Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
     above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
-    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
+    (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent. FAILED_PRECONDITION
+    (WEIGHTS_PINNED) if an evaluation pins the weights for longer than the call's deadline. Until then
+    the push waits.
+    """
+    PinWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.PinWeightsRequest, _router_pb2.PinWeightsResponse]  # type: ignore[assignment]
+    """Pins the weights of a model, or renews a pin: pushes of other weights wait until it ends, so that an
+    evaluation samples with one version. A pin ends when it is released, at the end of its time, or when
+    it was not renewed for the router's `pin_ms`. Engines that die or join meanwhile get the pinned
+    weights. No new pin is granted while a push waits or is under way.
+    Errors: FAILED_PRECONDITION (VERSION_GONE) if the version is not the one that all engines must hold,
+    with that in its `policy_version`. INVALID_ARGUMENT names the field.
     """
     ForgetWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]  # type: ignore[assignment]
     """Forgets the weights of a model, as if nothing had been pushed: engines are leased with the
@@ -256,7 +276,23 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         kept. An engine that missed them gets no leases until the next push.
         Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
         above the last one that was offered, or (RUN_ABANDONED) if it is of an earlier run. INVALID_ARGUMENT names the field. RESOURCE_EXHAUSTED
-        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent.
+        (STORE_FULL) if the disk has no room. DEADLINE_EXCEEDED if the stream fell silent. FAILED_PRECONDITION
+        (WEIGHTS_PINNED) if an evaluation pins the weights for longer than the call's deadline. Until then
+        the push waits.
+        """
+
+    @_abc_1.abstractmethod
+    def PinWeights(
+        self,
+        request: _router_pb2.PinWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.PinWeightsResponse, _abc.Awaitable[_router_pb2.PinWeightsResponse]]:
+        """Pins the weights of a model, or renews a pin: pushes of other weights wait until it ends, so that an
+        evaluation samples with one version. A pin ends when it is released, at the end of its time, or when
+        it was not renewed for the router's `pin_ms`. Engines that die or join meanwhile get the pinned
+        weights. No new pin is granted while a push waits or is under way.
+        Errors: FAILED_PRECONDITION (VERSION_GONE) if the version is not the one that all engines must hold,
+        with that in its `policy_version`. INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod

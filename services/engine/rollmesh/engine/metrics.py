@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.engine.backend import Backend
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 GENERATIONS = Counter(
@@ -16,7 +17,10 @@ TOKENS = Counter(
 )
 RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
 WAITING = Gauge("rollmesh_engine_waiting", "Requests waiting to be sampled.")
-POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Policy version of the current weights.")
+POLICY_VERSION = Gauge(
+    "rollmesh_engine_policy_version", "Policy version of the current weights, within its run."
+)
+RUN = Gauge("rollmesh_engine_run", "Run of that policy version.")
 REGISTERED = Gauge("rollmesh_engine_registered", "Whether the engine is registered.")
 PAUSED_SECONDS = Histogram(
     "rollmesh_engine_update_paused_seconds",
@@ -37,7 +41,8 @@ def watch(backend: Backend) -> None:
     """Makes the gauges read a backend."""
     RUNNING.set_function(lambda: backend.load().running)
     WAITING.set_function(lambda: backend.load().waiting)
-    POLICY_VERSION.set_function(lambda: backend.load().policy_version)
+    POLICY_VERSION.set_function(lambda: version_of(backend.load().policy_version))
+    RUN.set_function(lambda: run_of(backend.load().policy_version))
 
 
 def scored(positions: int) -> None:

@@ -8,7 +8,7 @@ Modules, each of which imports only those below it:
     updates               what engines lack, and how they get it
     peers                 weights held equal between routers
     models                the models, their engines and kept weights
-    metrics | kept        kept weights on disk
+    metrics | kept | pins kept weights on disk. Evaluations for which pushes wait
     config
     leases                streams, sessions, the queue: every step of a lease
     engines | membership  which engine a turn gets. Members, and which gateway a session gets

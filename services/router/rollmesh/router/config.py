@@ -41,6 +41,10 @@ class RouterConfig(ServerConfig):
     max_version_step: Annotated[int, Bounds(1)] = 1_000_000
     """Largest step of the policy version from one push to the next. A larger step is refused as a
     mistake, because no lower version could be pushed after it."""
+    pin_ms: Annotated[int, Bounds(1)] = 10_000
+    """Time after which a pin of weights ends that its evaluation does not renew, milliseconds."""
+    max_pin_ms: Annotated[int, Bounds(1)] = 3_600_000
+    """Longest time for which an evaluation pins weights, so that pushes wait, milliseconds."""
     imbalance_margin: Annotated[int, Bounds(0)] = IMBALANCE_MARGIN
     """Sessions leave an engine, and siblings of a group do not join it, if it has more than 1.5
     times the mean number of sessions and at least this many more than the mean."""

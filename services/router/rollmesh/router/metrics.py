@@ -1,8 +1,11 @@
 """Metrics of the router, in addition to those of all services."""
 
+from contextlib import suppress
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.router.leases import LeaseTable
+from rollmesh.runtime.runs import run_of, version_of
 
 LEASE_REQUESTS = Counter(
     "rollmesh_router_lease_requests_total",
@@ -39,9 +42,23 @@ SESSIONS = Gauge("rollmesh_router_sessions", "Sessions placed on an engine.")
 OPEN_CIRCUITS = Gauge("rollmesh_router_open_circuits", "Engines whose circuit is open.")
 TARGET_VERSION = Gauge(
     "rollmesh_router_target_policy_version",
-    "Policy version that an engine must hold to be leased.",
+    "Policy version that an engine must hold to be leased, within its run.",
     ["model"],
 )
+TARGET_RUN = Gauge("rollmesh_router_target_run", "Run of that policy version.", ["model"])
+
+
+def show_target(model: str, policy_version: int) -> None:
+    """Sets the gauges of the version that engines of a model must hold."""
+    TARGET_VERSION.labels(model).set(version_of(policy_version))
+    TARGET_RUN.labels(model).set(run_of(policy_version))
+
+
+def forget_target(model: str) -> None:
+    """Removes them."""
+    for gauge in (TARGET_VERSION, TARGET_RUN):
+        with suppress(KeyError):
+            gauge.remove(model)
 
 
 def watch(table: LeaseTable) -> None:

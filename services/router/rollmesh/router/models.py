@@ -11,6 +11,7 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.router.engines import Engine, Fleet, Revision, Target
 from rollmesh.router.kept import KeptWeights, restored, revision_of
 from rollmesh.router.membership import Members
+from rollmesh.router.pins import Pins
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
@@ -54,6 +55,8 @@ class Models:
     def __init__(self, fleet: Fleet, members: Members, config: RouterConfig) -> None:
         """Takes the state of the mesh and the settings."""
         self._gathered_ms = clock.monotonic_ms() + config.gather_ms
+        self.pins = Pins(config)
+        """The pins of weights."""
         self.fleet = fleet
         self.members = members
         self._data_dir = config.data_dir
@@ -89,6 +92,7 @@ class Models:
                 last_policy_version=self.kept(name).last_version,
                 adapters=self.kept(name).retained,
                 runs=self.kept(name).current_runs,
+                pins=self.pins.shown(name),
             )
             for name in sorted(self.names())
         ]
@@ -106,15 +110,20 @@ class Models:
         Raises:
             InvalidFieldError: The mesh does not have the model, or has several and none is named.
         """
-        wait_ms = self._gathered_ms - clock.monotonic_ms()
-        if wait_ms > 0 and (waits or model not in self.names()):
-            await asyncio.sleep(wait_ms / 1000)
+        if waits or model not in self.names():
+            await self.gather()
         known = sorted(self.names())
         if model in known or (not model and len(known) == 1):
             return model or known[0]
         names = ", ".join(known) or "none: no engine or gateway is registered yet"
         problem = f"{model!r} is not in the mesh" if model else "is empty"
         raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
+
+    async def gather(self) -> None:
+        """Waits until members have had the time to register again after this router's start."""
+        wait_ms = self._gathered_ms - clock.monotonic_ms()
+        if wait_ms > 0:
+            await asyncio.sleep(wait_ms / 1000)
 
     @property
     def is_gathered(self) -> bool:
@@ -174,8 +183,7 @@ class Models:
         if kept is None or kept.offered or kept.state.adapters or model in self.names():
             return
         if (lock := self._locks.get(model)) is None or not lock.locked():
-            with suppress(KeyError):
-                metrics.TARGET_VERSION.remove(model)
+            metrics.forget_target(model)
             self._locks.pop(model, None)
             if not kept.state.revision:
                 del self._kept[model]
@@ -192,7 +200,7 @@ class Models:
         """Tells the fleet which weights of a model are current and which are offered."""
         self.fleet.retain(kept.model, map(revision_of, kept.retained))
         self.fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
-        metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
+        metrics.show_target(kept.model, kept.target_version)
 
     def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
         """Records that an engine has loaded an update."""

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 
 from rollmesh.internal.v1 import peers_pb2, peers_pb2_grpc
 from rollmesh.router.config import RouterConfig
@@ -50,7 +51,9 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
     async def ListKeptWeights(
         self, request: peers_pb2.ListKeptWeightsRequest, context: Context
     ) -> peers_pb2.ListKeptWeightsResponse:
-        return peers_pb2.ListKeptWeightsResponse(kept=self._models.all_kept())
+        return peers_pb2.ListKeptWeightsResponse(
+            kept=self._models.all_kept(), pins=self._models.pins.stated()
+        )
 
     async def FetchWeights(
         self, request: peers_pb2.FetchWeightsRequest, context: Context
@@ -80,7 +83,9 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
 
     async def sync(self) -> bool:
         """Adopts the peers' kept weights where they are later. Returns whether all answered."""
-        answered = await asyncio.gather(*(self._from(one, self._pull) for one in self._addresses))
+        answered = await asyncio.gather(
+            *(self._from(one, partial(self._pull, one)) for one in self._addresses)
+        )
         return all(answered)
 
     async def share(self) -> None:
@@ -107,9 +112,10 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
         limit_s = self._config.control_timeout_ms / 1000  # it fetches the files first
         await stub.SyncWeights(peers_pb2.SyncWeightsRequest(), timeout=limit_s)
 
-    async def _pull(self, stub: "peers_pb2_grpc.PeerServiceAsyncStub") -> None:
+    async def _pull(self, address: str, stub: "peers_pb2_grpc.PeerServiceAsyncStub") -> None:
         request = peers_pb2.ListKeptWeightsRequest()
         response = await stub.ListKeptWeights(request, timeout=_LIST_S)
+        self._models.pins.heard(address, response.pins)
         for state in response.kept:
             async with self._models.lock(state.model):
                 kept = self._models.kept(state.model)

@@ -22,12 +22,13 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     StaleVersionError,
     SupersededError,
+    VersionGoneError,
     WeightsBaseError,
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.uploads import check_adapter, check_adapter_header, check_update
-from rollmesh.runtime.runs import STRIDE, check_current, check_run, opened, run_of, start_of
+from rollmesh.runtime.runs import STRIDE, check_current, check_run, opened, run_of, start_of, told
 from rollmesh.runtime.tasks import begun, contained, finish
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
@@ -84,11 +85,12 @@ class Pushes:
         header: engine_pb2.UpdateWeightsHeader,
         chunks: AsyncIterator[bytes],
         request_id: str = "",
+        limit_s: float | None = None,
     ) -> tuple[int, list[engine_pb2.EngineResult]]:
         """Receives new weights and offers them to the engines of their model.
 
-        A push that is repeated here after another router received it is offered again. The header
-        gets its push id.
+        It waits while the weights are pinned. A push that is repeated here after another router
+        received it is offered again. The header gets its push id.
 
         Returns:
             The version that engines must hold now, and one result for each engine.
@@ -97,13 +99,17 @@ class Pushes:
             StaleVersionError: The version is not above the last one.
             InvalidFieldError: A field is invalid, or the size differs from the announced one.
             WeightsBaseError: The weights are a difference of others than the last push.
+            WeightsPinnedError: The weights are pinned until the time limit, in seconds.
             StoreFullError: The disk has too little free space.
             StoreError: The weights could not be stored.
             DeadlineError: The sender paused for too long.
         """
         header.model = await self._models.named(header.model, "header.model", waits=False)
         check_update(header)
-        results = await self._push(header, chunks, request_id)
+        if self._models.kept(header.model).current is not None:
+            await self._models.gather()  # pins are renewed meanwhile
+        with self._models.pins.pushing(header.model):
+            results = await self._push(header, chunks, request_id, limit_s)
         return self._models.kept(header.model).target_version, results
 
     async def push_adapter(
@@ -127,6 +133,35 @@ class Pushes:
         check_adapter_header(header)
         header.ClearField("replaces")
         return await self._push(header, chunks, header.request_id)
+
+    async def pin(self, request: router_pb2.PinWeightsRequest) -> str:
+        """Pins the weights of a model, or renews or releases a pin. Returns the model.
+
+        Raises:
+            VersionGoneError: Engines hold other weights, or others are being pushed.
+            InvalidFieldError: A field is invalid, or the mesh does not have the model.
+            OverloadedError: There are too many pins.
+        """
+        model = await self._models.named(request.model, waits=False)
+        holder, pins = check_name("holder", request.holder), self._models.pins
+        if not request.remaining_ms:
+            pins.release(model, holder)
+            return model
+        version, kept = request.policy_version, self._models.kept(model)
+        is_new = pins.hold(model, holder, version, request.remaining_ms)
+        if is_new:
+            await self.peers.sync()
+        if kept.offered is not None or (is_new and pins.pushes(model)):
+            problem = "other weights are being pushed; pin those once engines have them"
+        elif version != kept.target_version:
+            problem = f"engines hold {told(kept.target_version)}"
+        else:
+            return model
+        pins.release(model, holder)
+        raise VersionGoneError(
+            f"policy_version: {told(version)} cannot stay: {problem}",
+            policy_version=kept.target_version,
+        )
 
     async def open_run(self, request: router_pb2.OpenRunRequest) -> sampling_pb2.PolicyRun:
         """Opens a run of a policy. Its number is above all that routers and engines know.
@@ -238,7 +273,11 @@ class Pushes:
             self.heed(engine)
 
     async def _push(
-        self, header: Header, chunks: AsyncIterator[bytes], request_id: str
+        self,
+        header: Header,
+        chunks: AsyncIterator[bytes],
+        request_id: str,
+        limit_s: float | None = None,
     ) -> list[engine_pb2.EngineResult]:
         """Receives a push, which gets its id, and offers it. A repeated one is offered again."""
         kept = self._models.kept(header.model)
@@ -249,6 +288,8 @@ class Pushes:
                 pass
             return await finish(self._tasks, self._offer(stored, kept))
         self._check(header, kept)
+        if isinstance(header, engine_pb2.UpdateWeightsHeader):
+            await self._models.pins.wait(kept.model, limit_s)
         header.push_id = uuid.uuid4().hex
         if kept.file_of(header) is not None:
             claimed, size = self._claimed, header.safetensors_bytes

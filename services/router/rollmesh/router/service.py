@@ -94,6 +94,7 @@ class RouterService(
         )
         metrics.watch(self.table)
         self._timeout_s = config.control_timeout_ms / 1000
+        self._pin_ms = config.pin_ms
         self._members = Members(config.missed_reports)
         self._models = Models(self.table.fleet, self._members, config)
         self._pushes = Pushes(self._models, config)
@@ -138,6 +139,7 @@ class RouterService(
     async def drain(self) -> None:
         """Ends the streams of members once no push or control call needs them."""
         self._drains = True
+        self._models.pins.end()
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -291,13 +293,22 @@ class RouterService(
             async def push() -> router_pb2.PushWeightsResponse:
                 header = _update_header(given)
                 version, results = await self._pushes.push(
-                    header, chunks_of(request_iterator), given.request_id
+                    header,
+                    chunks_of(request_iterator),
+                    given.request_id,
+                    context.time_remaining(),
                 )
                 return router_pb2.PushWeightsResponse(
                     policy_version=version, results=results, push_id=header.push_id
                 )
 
             return await self._write(given, push)
+
+    async def PinWeights(
+        self, request: router_pb2.PinWeightsRequest, context: Context
+    ) -> router_pb2.PinWeightsResponse:
+        model = await self._pushes.pin(request)
+        return router_pb2.PinWeightsResponse(model=model, renew_ms=self._pin_ms)
 
     async def PushAdapter(
         self, request_iterator: AsyncIterator[router_pb2.PushAdapterRequest], context: Context

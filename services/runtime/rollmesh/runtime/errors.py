@@ -214,6 +214,14 @@ class RunAbandonedError(RollmeshError, code="FAILED_PRECONDITION", reason="RUN_A
     """A later run of the trainer's policy was opened, so this run's weights are refused."""
 
 
+class WeightsPinnedError(RollmeshError, code="FAILED_PRECONDITION", reason="WEIGHTS_PINNED"):
+    """An evaluation pins the weights for longer than the push may wait."""
+
+
+class VersionGoneError(RollmeshError, code="FAILED_PRECONDITION", reason="VERSION_GONE"):
+    """The engines hold another policy version, or another one is being pushed."""
+
+
 class SupersededError(RollmeshError, code="ABORTED", reason="SUPERSEDED"):
     """A later push, stream or control call replaced this, or the engine left before it answered."""
 

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from rollmesh.v1 import engine_pb2 as _engine_pb2
+from rollmesh.v1 import router_pb2 as _router_pb2
 from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -171,22 +172,60 @@ class ListKeptWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEPT_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptWeights]:
         """One for each model with kept or forgotten weights."""
+
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelPins]:
+        """The pins that were set at the router, and its pushes of weights that wait or are under way."""
 
     def __init__(
         self,
         *,
         kept: _abc.Iterable[Global___KeptWeights] | None = ...,
+        pins: _abc.Iterable[Global___ModelPins] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "pins", b"pins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListKeptWeightsResponse: _TypeAlias = ListKeptWeightsResponse  # noqa: Y015
+
+@_typing.final
+class ModelPins(_message.Message):
+    """What keeps the weights of a model as they are, or is about to change them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    PUSHES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    pushes: _builtins.int
+    """Number of pushes that wait or are under way."""
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.WeightPin]:
+        """The pins. Their `remaining_ms` ends when they must be renewed."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        pins: _abc.Iterable[_router_pb2.WeightPin] | None = ...,
+        pushes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pins", b"pins", "pushes", b"pushes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelPins: _TypeAlias = ModelPins  # noqa: Y015
 
 @_typing.final
 class FetchWeightsRequest(_message.Message):

@@ -57,6 +57,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "RelayScoreTokens": _TRAINS | {_R.COLLECTOR},
         "ControlEngines": _OPERATES,
         "PushWeights": _OPERATES,
+        "PinWeights": _OPERATES,
         "PushAdapter": _OPERATES,
         "ForgetWeights": _OPERATES,
         "OpenRun": _TRAINS,
