@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo harbor-demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay bench-groups conformance-peers kills soak chaos fuzz lock clean
+.PHONY: help demo harbor-demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay bench-view bench-groups conformance-peers kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -213,6 +213,9 @@ bench-async: .venv/.ready  # GRPO step by step and without waiting: samples per 
 
 bench-groups: .venv/.ready  # Share of sampled tokens that is trained if seats of groups are lost
 	.venv/bin/python -m benchmarks.groups
+
+bench-view: .venv/.ready  # Lists of 100,000 sessions in the viewer, and a session of 100,000 tokens in Chromium
+	.venv/bin/python -m benchmarks.view
 
 bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over the relays of Harbor and of rollmesh, and at the sidecar
 	.venv/bin/python -m benchmarks.relay

@@ -58,7 +58,7 @@ class ServiceProcess:
     async def wait_ready(self) -> None:
         """Waits until the service says that it serves, and where."""
         ready = json.loads(await self.wait_line("READY"))
-        self.port, self.metrics_port = ready["port"], ready["metrics_port"]
+        self.port, self.metrics_port = ready["port"], ready.get("metrics_port", 0)
 
     async def metrics(self) -> set[str]:
         """Names of its metrics, those without a sample included. Likewise."""

@@ -1,6 +1,7 @@
 """Runs a mesh on this machine for the duration of a block."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -63,6 +64,7 @@ async def running_mesh(
             "-m",
             "rollmesh.cli",
             "up",
+            "--view=0",
             f"--config={config}",
             f"--start-timeout={_START_TIMEOUT_S}",
             stdout=asyncio.subprocess.PIPE,
@@ -82,5 +84,7 @@ async def _addresses(process: asyncio.subprocess.Process, folder: Path) -> MeshA
     async with asyncio.timeout(_START_TIMEOUT_S):
         async for line in process.stdout:
             if line.startswith(b"UP "):
-                return MeshAddresses.from_json(line.decode().removeprefix("UP "))
+                found = line.decode().removeprefix("UP ")
+                print(f"viewer: http://{json.loads(found)['view']}/", flush=True)
+                return MeshAddresses.from_json(found)
     raise RuntimeError(f"the mesh did not come up; see {folder}/mesh/logs and {folder}/up.log")

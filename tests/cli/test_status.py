@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from rollmesh.runtime.runs import number_of
-from tests.meshes import Mesh
+from tests.locks import Locks
+from tests.meshes import Mesh, scripted_mesh
 
 
 def status(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +47,17 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
     assert any(line.startswith("engine ") and "leases 0" in line for line in lines)
     assert any(line.startswith("consumer trainer") and "step 4" in line for line in lines)
     assert any(line.startswith("  alarm not_finite: step 4 has values") for line in lines)
+
+
+async def test_a_locked_mesh_answers_the_token_of_the_flag(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    locks = Locks(tmp_path / "locks")
+    async with scripted_mesh(tmp_path, tokenizer_dir, locks=locks) as mesh:
+        flags = ("--router", mesh.address("router"), "--collector", mesh.address("collector"))
+        assert status(*flags).returncode == 1
+        done = status(*flags, f"--token-file={locks.token_file('operator')}")
+    assert (done.returncode, "engine" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_router_that_does_not_answer_is_named() -> None:

@@ -8,12 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -82,10 +83,10 @@ def _listening(address: str, data_dir: Path | None = None) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def up(folder: Path, config: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def up(folder: Path, config: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     path = folder / "mesh.toml"
     path.write_text(config)
-    command = ("-m", "rollmesh.cli", "up", f"--config={path}")
+    command = ("-m", "rollmesh.cli", "up", f"--config={path}", *flags)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
@@ -102,8 +103,10 @@ async def up(folder: Path, config: str) -> AsyncIterator[asyncio.subprocess.Proc
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path, config: str, within_s: float = 170) -> AsyncIterator[Up]:
-    async with up(folder, config) as process, asyncio.timeout(within_s):
+async def running_mesh(
+    folder: Path, config: str, *flags: str, within_s: float = 170
+) -> AsyncIterator[Up]:
+    async with up(folder, config, *flags) as process, asyncio.timeout(within_s):
         assert process.stdout is not None
         async for line in process.stdout:
             if line.startswith(b"UP "):
@@ -197,6 +200,28 @@ async def stranger_is_refused(mesh: Up) -> None:
     async with open_channel(mesh.line["collector"], identity=identity) as channel:
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=30)
+
+
+async def test_the_viewer_of_a_locked_mesh_shows_it_and_comes_back_after_a_kill(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
+    async with (
+        running_mesh(tmp_path, config, "--view=0") as mesh,
+        Client(mesh.addresses) as client,
+        httpx2.AsyncClient(base_url=f"http://{mesh.line['view']}", timeout=30) as http,
+    ):
+        async with client.session() as session:
+            rows = (await http.get("/api/open")).json()["rows"]
+            assert [one["session_id"] for one in rows] == [session.session_id]
+        os.kill(mesh.line["pids"]["view"], signal.SIGKILL)
+
+        async def found() -> bool:
+            with suppress(httpx2.TransportError):
+                return bool((await http.get("/api/sessions")).json()["total"])
+            return False
+
+        await until(found)
 
 
 async def test_a_killed_process_restarts_at_its_address(mesh: Up) -> None:

@@ -34,7 +34,11 @@ def main() -> int:
 async def _show(options: argparse.Namespace) -> list[str]:
     """Prints the state of a mesh. Returns why it could not."""
     try:
-        found = await _read(MeshAddresses(router=options.router, collector=options.collector))
+        found = await _read(
+            MeshAddresses(
+                router=options.router, collector=options.collector, **identity.given(options)
+            )
+        )
     except (RollmeshError, TimeoutError) as error:
         return [f"{options.router}: {getattr(error, 'message', 'no answer in time')}"]
     print(json.dumps(found) if options.json else "\n".join(_lines(found)))

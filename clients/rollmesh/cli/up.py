@@ -18,7 +18,7 @@ from typing import IO, ClassVar
 from rollmesh.cli.config import environment, installed, missing_packages, own_problems
 from rollmesh.launch.child import Child, EndedEarlyError
 from rollmesh.launch.locks import mesh_tokens, trainer_files
-from rollmesh.launch.plan import ProcessSpec, plan_mesh, visible_gpus
+from rollmesh.launch.plan import VIEW_PORT, ProcessSpec, plan_mesh, view_spec, visible_gpus
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.config import ConfigError, Tables, mesh_config, read_mesh
 from rollmesh.runtime.process.main import stop_signals
@@ -136,7 +136,7 @@ class Supervisor:
     def _announce(self) -> None:
         width = max(len(spec.name) for spec in self._specs)
         for spec in self._specs:
-            scheme = "http://" if spec.service == "sidecar" else "grpc://"
+            scheme = "http://" if spec.service in ("sidecar", "view") else "grpc://"
             http = f", http://{spec.http}" if spec.http else ""
             print(f"{spec.name:<{width}}  {scheme}{spec.address}{http}", flush=True)
         line: dict[str, object] = {**self._shown}
@@ -238,6 +238,13 @@ def main() -> int:
         "--config", type=Path, help="TOML file of the mesh: [mesh], and a table for each service"
     )
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
+    parser.add_argument(
+        "--view",
+        type=int,
+        nargs="?",
+        const=VIEW_PORT,
+        help="also runs the viewer, at this port; 0 chooses a free one",
+    )
     options = parser.parse_args()
     configure_logging("up", "info")
     os.umask(owner_only.UMASK)
@@ -250,7 +257,7 @@ def main() -> int:
             if problems:
                 print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
                 return 2
-            supervisor = _planned(tables, ports.__next__, options.start_timeout)
+            supervisor = _planned(tables, ports.__next__, options)
         except ConfigError as error:
             print(f"rollmesh up: {error}", file=sys.stderr)
             return 2
@@ -260,7 +267,9 @@ def main() -> int:
     return 1 if failure else 0
 
 
-def _planned(tables: Tables, free_port: Callable[[], int], start_timeout_s: float) -> Supervisor:
+def _planned(
+    tables: Tables, free_port: Callable[[], int], options: argparse.Namespace
+) -> Supervisor:
     """Returns the supervisor of the processes that a file describes.
 
     Raises:
@@ -269,12 +278,14 @@ def _planned(tables: Tables, free_port: Callable[[], int], start_timeout_s: floa
     mesh = mesh_config(tables)
     tokens = mesh_tokens(mesh)
     specs = plan_mesh(tables, free_port, tokens, environment(os.environ))
+    if options.view is not None:
+        specs.append(view_spec(tables, specs, options.view or free_port(), tokens))
     environments = {
         spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
         for spec in specs
     }
     shown = trainer_files(mesh, tokens)
-    return Supervisor(specs, environments, mesh.data_dir / "logs", start_timeout_s, shown)
+    return Supervisor(specs, environments, mesh.data_dir / "logs", options.start_timeout, shown)
 
 
 async def _supervise(supervisor: Supervisor) -> str:

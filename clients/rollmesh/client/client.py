@@ -5,6 +5,7 @@ import grpc
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.deliveries import DeliveryCalls
 from rollmesh.client.engines import EngineCalls
+from rollmesh.client.reads import ReadCalls
 from rollmesh.client.scores import ScoreCalls
 from rollmesh.client.sessions import SessionCalls
 from rollmesh.client.states import StateCalls
@@ -38,6 +39,13 @@ class ServerCalls(Connections):
 
 
 class Client(
-    SessionCalls, DeliveryCalls, StateCalls, ScoreCalls, WeightCalls, EngineCalls, ServerCalls
+    SessionCalls,
+    ReadCalls,
+    DeliveryCalls,
+    StateCalls,
+    ScoreCalls,
+    WeightCalls,
+    EngineCalls,
+    ServerCalls,
 ):
     """One mesh: its sessions, deliveries, weights and engines. Use it as a context."""

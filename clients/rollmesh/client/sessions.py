@@ -31,7 +31,6 @@ from rollmesh.client.failures import is_infrastructure
 from rollmesh.client.runs import RunCalls, of_spans
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
-from rollmesh.client.transcripts import Transcript
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
@@ -492,16 +491,6 @@ class SessionCalls(RunCalls):
         same = gateway_pb2.CreateSessionRequest(request_id=session.request_id, model=session.model)
         opened = await self._at_gateway(session.session_id, lambda stub: stub.CreateSession, same)
         _rekey(session, opened.session_key)
-
-    async def transcript(self, session: Session) -> Transcript:
-        """Returns the conversation of an open session so far."""
-        request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
-        found = gateway_pb2.GetSessionResponse()
-        while not found.HasField("session") or request.page_token:
-            page = await self._at_gateway(session.session_id, lambda stub: stub.GetSession, request)
-            request.page_token = page.next_page_token
-            found.MergeFrom(page)
-        return Transcript.from_proto(found)
 
 
 def _rekey(session: Session, key: str) -> None:

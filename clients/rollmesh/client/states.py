@@ -3,22 +3,17 @@
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import aclosing
 from typing import Any
 
-import grpc
 import numpy as np
 
 from rollmesh.client.arguments import filled
-from rollmesh.client.connections import CALL_S
 from rollmesh.client.runs import RunCalls, run_of_state, state_of_run
-from rollmesh.client.sessions import Delivery, SessionResult
-from rollmesh.mesh.retries import retried
+from rollmesh.client.sessions import Delivery
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
-from rollmesh.runtime.rpc.channels import read_stream, stub_of
 from rollmesh.runtime.runs import version_of
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
+from rollmesh.v1 import collector_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 
 _log = logging.getLogger(__name__)
@@ -167,40 +162,6 @@ class StateCalls(RunCalls):
         for alarm in response.alarms:
             _log.warning(alarm.message, extra=fields(alarm=alarm.name, consumer=consumer))
         return list(response.alarms)
-
-    async def stored_session(self, session_id: str) -> SessionResult:
-        """Returns a closed session from the collector, delivered or not.
-
-        Raises:
-            SessionUnknownError: The collector does not have it, or has removed it.
-        """
-        request = collector_pb2.ReadSessionsRequest(session_id=session_id)
-        (session,) = await self._read_sessions(request)
-        return SessionResult.from_proto(session)
-
-    async def stored_group(
-        self, group_id: str, run_id: str = ""
-    ) -> list[session_pb2.SessionRecord]:
-        """Returns the sessions of a group and its abandoned seats, without arrays.
-
-        Superseded sessions belong to no group. The list is empty if the collector has none of the
-        group, or has removed it.
-        """
-        request = collector_pb2.ReadSessionsRequest(
-            group_id=group_id, run_id=run_id, without_arrays=True
-        )
-        return await retried(lambda _: self._read_sessions(request), CALL_S)
-
-    async def _read_sessions(
-        self, request: collector_pb2.ReadSessionsRequest
-    ) -> list[session_pb2.SessionRecord]:
-        async def read(channel: grpc.aio.Channel) -> list[session_pb2.SessionRecord]:
-            stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
-            call = stub.ReadSessions(request, timeout=CALL_S)
-            async with aclosing(read_stream(call)) as responses:
-                return [one.session async for one in responses if one.HasField("session")]
-
-        return await self._collectors.call(read)
 
     async def steps(self, consumer: str, last: int = 100) -> list[collector_pb2.TrainingStep]:
         """Returns the last steps that were reported, oldest first.

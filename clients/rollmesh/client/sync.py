@@ -352,6 +352,9 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)
     stored_group = _waiting(AsyncClient.stored_group)
+    stored_sessions = _waiting(AsyncClient.stored_sessions)
+    open_sessions = _waiting(AsyncClient.open_sessions)
+    open_session_tree = _waiting(AsyncClient.open_session_tree)
     stats = _waiting(AsyncClient.stats)
     server_infos = _waiting(AsyncClient.server_infos)
 

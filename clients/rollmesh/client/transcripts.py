@@ -39,7 +39,7 @@ class Transcript:
     def from_proto(cls, proto: gateway_pb2.GetSessionResponse) -> "Transcript":
         """Reads a session's tree."""
         nodes = {
-            node.node_id: (node.parent_node_id, [_message(message) for message in node.messages])
+            node.node_id: (node.parent_node_id, [message_of(message) for message in node.messages])
             for node in proto.nodes
         }
         turns = (
@@ -73,7 +73,8 @@ class Transcript:
         return [message for said in reversed(found) for message in said]
 
 
-def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
+def message_of(message: chat_pb2.ChatMessage) -> dict[str, Any]:
+    """Returns a message of a node as an OpenAI message."""
     found: dict[str, Any] = {
         "role": name_of(chat_pb2.Role.DESCRIPTOR, message.role).lower(),
         "content": text_of(message) or None,

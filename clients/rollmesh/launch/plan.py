@@ -6,11 +6,12 @@ machine. Other places plan with `processes` and `spec_of`.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollmesh.runtime.access.identity import CallerConfig
 from rollmesh.runtime.config import (
     ConfigError,
     MeshConfig,
@@ -25,6 +26,8 @@ from rollmesh.runtime.config import (
 )
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
+VIEW_PORT = 7180
+"""Where a viewer listens by default."""
 _Environment = Mapping[str, Mapping[str, str]]
 
 
@@ -173,6 +176,28 @@ def spec_of(
     return ProcessSpec(
         one.name, one.service, address, flags, one.gpus, grace_ms, variables, http or ""
     )
+
+
+def view_spec(
+    tables: Tables, specs: Sequence[ProcessSpec], port: int, tokens: Path | None
+) -> ProcessSpec:
+    """Returns how the viewer of a mesh is started, on loopback.
+
+    Args:
+        tables: From `read_mesh`.
+        specs: The processes of the mesh.
+        port: Where it listens.
+        tokens: Folder with the tokens of the mesh. None if it is open.
+    """
+    routers = ",".join(one.address for one in specs if one.service == "router")
+    model = mesh_models(tables)[0]
+    path = shared_settings(tables, "gateway", model).get("model_path", "")
+    caller = shared_settings(tables, "operator", routers=routers, tokens=tokens)
+    named = {one.name for one in fields(CallerConfig)} | {"router"}
+    settings = {name: value for name, value in caller.items() if name in named}
+    if (Path(path) / "tokenizer.json").is_file():
+        settings["tokenizer"] = path
+    return ProcessSpec("view", "view", f"127.0.0.1:{port}", _flags({"port": port} | settings))
 
 
 def processes(tables: Tables, environment: _Environment | None = None) -> list[Process]:

@@ -78,6 +78,11 @@ def add_flags(parser: ArgumentParser) -> None:
         parser.add_argument(setting.flag, default="", help=text)
 
 
+def given(options: Namespace) -> dict[str, str]:
+    """Returns the flags of `add_flags`, by the names of `CallerConfig`."""
+    return {one.name: getattr(options, one.name) for one in fields(CallerConfig)}
+
+
 def run_tool(
     name: str,
     options: Namespace,
@@ -95,10 +100,9 @@ def run_tool(
     Returns:
         The exit code: 0, 1 after an error, 2 for an invalid setting.
     """
-    given = {one.name: getattr(options, one.name) for one in fields(CallerConfig)}
     code, errors = 1, list[str]()
     try:
-        present(Identity(CallerConfig(**given).or_of(environ)))
+        present(Identity(CallerConfig(**given(options)).or_of(environ)))
         found: Sequence[str] | None = asyncio.run(work())
         errors += found or ()
         sys.stdout.flush()

@@ -1,0 +1,149 @@
+"""`rollmesh view`: shows a mesh's runs, groups, sessions and tokens in a browser."""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from tokenizers import Tokenizer
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.launch.plan import VIEW_PORT
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.process.main import stop_signals
+from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.view import Index, Viewer, ViewSettings
+from rollmesh.view.sessions import Decode
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_REQUESTS, _GRACE_S = 64, 5
+_LEAST_KEY = 32
+
+
+def main() -> int:
+    """Returns the exit code: 0 after a stop, 1 if the port is taken, 2 for a bad flag."""
+    parser = argparse.ArgumentParser(prog="rollmesh view", description=__doc__)
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=VIEW_PORT, help="0 chooses a free one")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], help="further name in a browser's URL"
+    )
+    parser.add_argument("--key-file", type=Path, help="file with the key that browsers must show")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the model: shows tokens as text")
+    parser.add_argument("--supervised", choices=("true",), help="ends with its standard input")
+    identity.add_flags(parser)
+    options = parser.parse_args()
+    configure_logging("view", "warning")
+    return identity.run_tool(parser.prog, options, os.environ, partial(_serve, options))
+
+
+async def _serve(options: argparse.Namespace) -> list[str]:
+    """Serves until a stop. Returns why it could not."""
+    settings = ViewSettings(
+        hosts=frozenset({*_LOOPBACK, options.host, *options.allow_host}),
+        key=_key(options.key_file, options.host),
+        decode=_decoder(options.tokenizer),
+    )
+    addresses = MeshAddresses(
+        router=options.router, collector=options.collector, **identity.given(options)
+    )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with (
+        tempfile.TemporaryDirectory(prefix="rollmesh-view-") as folder,
+        closing(Index(Path(folder) / "index.sqlite")) as index,
+        socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener,
+        stop_signals(supervised=bool(options.supervised)) as stop,
+    ):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((options.host, options.port))
+        except OSError as error:
+            return [f"{options.host}:{options.port}: {error.strerror}; give another --port"]
+        async with Client(addresses) as client:
+            viewer = Viewer(client, index, settings)
+            server = _Server(
+                uvicorn.Config(
+                    viewer.app,
+                    lifespan="off",
+                    ws="none",
+                    proxy_headers=False,
+                    access_log=False,
+                    log_config=None,
+                    limit_concurrency=_REQUESTS,
+                    timeout_graceful_shutdown=_GRACE_S,
+                )
+            )
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(viewer.follow())
+                serving = group.create_task(server.serve([listener]))
+                serving.add_done_callback(lambda _: stop.set())
+                group.create_task(_stopped(stop, server, following))
+                host = f"[{options.host}]" if ":" in options.host else options.host
+                port = listener.getsockname()[1]
+                url = f"http://{host}:{port}/"
+                print("READY", json.dumps({"port": port, "url": url}), flush=True)
+    return []
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Installs no signal handlers."""
+        yield
+
+
+async def _stopped(
+    stop: asyncio.Event, server: uvicorn.Server, following: asyncio.Task[None]
+) -> None:
+    await stop.wait()
+    server.should_exit = True
+    following.cancel()
+
+
+def _key(path: Path | None, host: str) -> str:
+    """Returns the key of a file.
+
+    Raises:
+        ConfigError: The file cannot be read or has a short key, or it is needed.
+    """
+    if path is None:
+        if host not in _LOOPBACK:
+            raise ConfigError("key-file: is needed at an address that others reach")
+        return ""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"key-file: {path}: {error}") from error
+    if len(key) < _LEAST_KEY:
+        raise ConfigError(f"key-file: {path}: has fewer than {_LEAST_KEY} characters")
+    return key
+
+
+def _decoder(model: Path | None) -> Decode | None:
+    """Returns the function from ids to text.
+
+    Raises:
+        ConfigError: The folder has no tokenizer.
+    """
+    if model is None:
+        return None
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"tokenizer: there is no {file}; give the folder of the model")
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

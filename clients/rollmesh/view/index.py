@@ -1,0 +1,342 @@
+"""The closed sessions of a mesh in SQLite, to be listed, searched, grouped and summed.
+
+It is a copy without tokens, which a viewer makes anew whenever it starts.
+"""
+
+import json
+import math
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.v1 import session_pb2, trajectory_pb2
+
+_BUCKETS = 200
+_LAST, _LONGEST_PAGE = 2**31, 1000
+_WORDS_CHARACTERS = 100_000
+"""Longest text of a session that is searched."""
+_MALFORMED = trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL
+_LENGTH_CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
+_SCHEMA = """
+CREATE TABLE sessions (
+  n INTEGER PRIMARY KEY, session_id TEXT UNIQUE, run_id TEXT, group_id TEXT, sample_index INTEGER,
+  group_size INTEGER, outcome TEXT, purpose TEXT, model TEXT, superseded INTEGER, reward REAL,
+  turns INTEGER, tokens INTEGER, sampled INTEGER, trained INTEGER, malformed INTEGER, cut INTEGER,
+  first_version INTEGER, last_version INTEGER, opened INTEGER, closed INTEGER, error TEXT
+);
+CREATE INDEX by_group ON sessions (
+  run_id, group_id, superseded, group_size, reward, turns, tokens, malformed, opened, closed,
+  last_version
+);
+CREATE INDEX by_version ON sessions (
+  last_version, first_version, reward, turns, sampled, trained, outcome, cut, malformed, closed
+);
+CREATE INDEX by_closed ON sessions (closed);
+CREATE INDEX by_reward ON sessions (reward IS NULL, reward, closed DESC);
+CREATE INDEX by_best ON sessions (reward IS NULL, reward DESC, closed DESC);
+CREATE INDEX by_turns ON sessions (turns DESC, closed DESC);
+CREATE INDEX by_tokens ON sessions (tokens DESC, closed DESC);
+CREATE INDEX by_malformed ON sessions (malformed DESC, closed DESC);
+CREATE INDEX by_duration ON sessions (closed - opened DESC);
+CREATE TABLE reasons (n INTEGER, reason TEXT, PRIMARY KEY (n, reason)) WITHOUT ROWID;
+CREATE INDEX by_reason ON reasons (reason, n);
+CREATE VIRTUAL TABLE words USING fts5 (body);
+"""
+_COLUMNS = (
+    "session_id, run_id, group_id, sample_index, group_size, outcome, purpose, model, superseded,"
+    " reward, turns, tokens, sampled, trained, malformed, cut, first_version, last_version,"
+    " opened, closed, error"
+)
+_SESSION_ORDERS = {
+    "newest": "closed DESC",
+    "oldest": "closed",
+    "lowest reward": "reward IS NULL, reward, closed DESC",
+    "highest reward": "reward IS NULL, reward DESC, closed DESC",
+    "most turns": "turns DESC, closed DESC",
+    "most tokens": "tokens DESC, closed DESC",
+    "most malformed calls": "malformed DESC, closed DESC",
+    "longest": "closed - opened DESC",
+}
+_GROUP_ORDERS = {
+    "newest": "closed DESC",
+    "all wrong": "highest > lowest, mean IS NULL, mean, closed DESC",
+    "all right": "highest > lowest, mean IS NULL, mean DESC, closed DESC",
+    "largest spread": "variance IS NULL, variance DESC, closed DESC",
+    "most tokens": "tokens DESC, closed DESC",
+    "most malformed calls": "malformed DESC, closed DESC",
+    "longest": "seconds DESC, closed DESC",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which sessions are meant. An empty field means any."""
+
+    run_id: str = ""
+    group_id: str = ""
+    model: str = ""
+    outcome: str = ""
+    purpose: str = ""
+    reason: str = ""
+    words: str = ""
+    """Words that stand in the session, each as a whole or as its beginning."""
+
+    @classmethod
+    def read(cls, query: Mapping[str, str]) -> "Selection":
+        """Takes its fields from a query."""
+        return cls(**{one.name: query.get(one.name, "")[:500] for one in fields(cls)})
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """Returns the condition and its arguments."""
+        parts, given = ["1"], list[Any]()
+        for name in ("run_id", "group_id", "model", "outcome", "purpose"):
+            if value := getattr(self, name):
+                parts.append(f"{name} = ?")
+                given.append(value)
+        if self.reason:
+            parts.append("n IN (SELECT n FROM reasons WHERE reason = ?)")
+            given.append(self.reason)
+        if found := self.words.split():
+            parts.append("n IN (SELECT rowid FROM words WHERE words MATCH ?)")
+            given.append(" ".join('"' + one.replace('"', '""') + '"*' for one in found[:20]))
+        return " AND ".join(parts), given
+
+
+class Index:
+    """The sessions. Its methods may be called by any thread."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Creates an empty index.
+
+        Args:
+            path: A file, which is deleted if it exists. None keeps the index in memory.
+        """
+        if path is not None:
+            path.unlink(missing_ok=True)
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(str(path or ":memory:"), check_same_thread=False)
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        """Closes the database."""
+        with self._lock:
+            self._db.close()
+
+    def add(self, records: Iterable[session_pb2.SessionRecord]) -> None:
+        """Adds sessions, or replaces them. Messages are searched. Other arrays are not needed."""
+        with self._lock, self._db:
+            for record in records:
+                row = _row(record)
+                n = self._db.execute(
+                    f"INSERT INTO sessions ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
+                    " ON CONFLICT (session_id) DO UPDATE SET reward = excluded.reward RETURNING n",
+                    row,
+                ).fetchone()[0]
+                reasons = {(n, one) for one in _reasons(record)}
+                self._db.executemany("INSERT OR IGNORE INTO reasons VALUES (?, ?)", reasons)
+                self._db.execute(
+                    "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
+                )
+
+    def waiting(self, closed_after: int) -> list[str]:
+        """Returns ids of completed sessions without a reward, at most 200, the newest first."""
+        sql = (
+            "SELECT session_id FROM sessions WHERE reward IS NULL AND outcome = 'COMPLETED'"
+            " AND closed > ? ORDER BY closed DESC LIMIT 200"
+        )
+        return [str(one["session_id"]) for one in self._rows(sql, [closed_after])]
+
+    def choices(self) -> dict[str, list[str]]:
+        """Returns the values of the fields of a selection, at most 1,000 of each."""
+        found = {
+            name: [
+                str(one["value"])
+                for one in self._rows(
+                    f"SELECT {name} value FROM sessions GROUP BY {name}"
+                    " ORDER BY max(n) DESC LIMIT 1000",
+                    [],
+                )
+                if one["value"]
+            ]
+            for name in ("run_id", "model", "outcome", "purpose")
+        }
+        reasons = self._rows("SELECT DISTINCT reason FROM reasons ORDER BY reason", [])
+        return found | {
+            "reason": [one["reason"] for one in reasons],
+            "session_order": list(_SESSION_ORDERS),
+            "group_order": list(_GROUP_ORDERS),
+        }
+
+    def sessions(
+        self, chosen: Selection, order: str = "newest", offset: int = 0, limit: int = 100
+    ) -> dict[str, Any]:
+        """Returns a page of sessions, and the number of all pages' sessions."""
+        where, given = chosen.sql()
+        found = self._page(
+            f"SELECT * FROM sessions WHERE {where}",
+            given,
+            _chosen("order", order, _SESSION_ORDERS),
+            offset,
+            limit,
+        )
+        total = self._rows(f"SELECT count(*) total FROM sessions WHERE {where}", given)
+        return {"total": total[0]["total"], "rows": found}
+
+    def groups(
+        self, chosen: Selection, order: str = "newest", offset: int = 0, limit: int = 100
+    ) -> dict[str, Any]:
+        """Returns a page of groups with the numbers of their sessions, and the number of groups."""
+        where, given = chosen.sql()
+        found = self._page(
+            "SELECT *, count(*) OVER () total FROM (SELECT run_id, group_id,"
+            " max(group_size) group_size, count(*) sessions, avg(reward) mean,"
+            " min(reward) lowest, max(reward) highest,"
+            " avg(reward * reward) - avg(reward) * avg(reward) variance,"
+            " sum(turns) turns, sum(tokens) tokens, sum(malformed) malformed,"
+            " max(closed - opened) / 1000.0 seconds, max(closed) closed,"
+            " max(last_version) last_version FROM sessions"
+            f" WHERE group_id <> '' AND NOT superseded AND {where} GROUP BY run_id, group_id)",
+            given,
+            _chosen("order", order, _GROUP_ORDERS),
+            offset,
+            limit,
+        )
+        total = found[0]["total"] if found else 0
+        return {"total": total, "rows": found}
+
+    def series(self, chosen: Selection, by: str = "version") -> dict[str, Any]:
+        """Returns sums over policy versions or over time, and how often each reason occurs.
+
+        Args:
+            chosen: The sessions.
+            by: "version", of the newest token of a session, or "time", of its close.
+        """
+        where, given = chosen.sql()
+        width = 1
+        if by == "version":
+            where += " AND last_version IS NOT NULL"
+            key = "last_version"
+        else:
+            _chosen("by", by, {"time": ""})
+            ends = self._rows(
+                f"SELECT min(closed) first, max(closed) last FROM sessions WHERE {where}",
+                given,
+            )[0]
+            span = (ends["last"] or 0) - (ends["first"] or 0)
+            width = max(1000, math.ceil(span / _BUCKETS))
+            key = f"closed / {width} * {width}"
+        points = self._rows(
+            f"SELECT {key} at, count(*) sessions, avg(reward) reward,"
+            " avg(CASE WHEN reward IS NOT NULL THEN reward >= 1 END) passed,"
+            " avg(turns) turns, avg(sampled) sampled, sum(sampled) sampled_sum,"
+            " sum(trained) trained_sum, avg(outcome <> 'COMPLETED') failed, avg(cut > 0) cut,"
+            " avg(malformed > 0) malformed, avg(last_version - first_version) lag,"
+            f" max(last_version) newest FROM sessions WHERE {where} GROUP BY at"
+            " ORDER BY at DESC LIMIT 1000",
+            given,
+        )
+        of = f" WHERE n IN (SELECT n FROM sessions WHERE {where})" if given else ""
+        reasons = self._rows(
+            f"SELECT reason, count(*) sessions FROM reasons{of}"
+            " GROUP BY reason ORDER BY sessions DESC",
+            given,
+        )
+        if by == "version":
+            points = [
+                one | {"run": run_of(one["at"]), "at": version_of(one["at"])} for one in points
+            ]
+        return {"points": points[::-1], "reasons": reasons, "width_ms": width}
+
+    def _page(
+        self, sql: str, given: list[Any], order: str, offset: int, limit: int
+    ) -> list[dict[str, Any]]:
+        if not (0 <= offset <= _LAST and 1 <= limit <= _LONGEST_PAGE):
+            raise InvalidFieldError("offset, limit", f"give 0 or more, and 1 to {_LONGEST_PAGE}")
+        return self._rows(f"{sql} ORDER BY {order} LIMIT {limit} OFFSET {offset}", given)
+
+    def _rows(self, sql: str, given: list[Any]) -> list[dict[str, Any]]:
+        with self._lock:
+            cursor = self._db.execute(sql, given)
+            names = [one[0] for one in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def _chosen(name: str, value: str, choices: Mapping[str, str]) -> str:
+    if value not in choices:
+        raise InvalidFieldError(name, f"is {value!r}; give one of {', '.join(choices)}")
+    return choices[value]
+
+
+def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
+    parts, tokens = _parts(record)
+    sampled = [one for one in parts if one.sampled]
+    spans = [
+        span.policy_version
+        for one in (*record.trajectories, *([record.tree] if record.HasField("tree") else ()))
+        for span in one.version_spans
+    ]
+
+    def size(nodes: Iterable[Any]) -> int:
+        return sum(one.end - one.start - getattr(one, "scaffold_tokens", 0) for one in nodes)
+
+    return (
+        record.session_id,
+        record.run_id,
+        record.group_id,
+        record.sample_index,
+        record.group_size,
+        name_of(session_pb2.SessionOutcome.DESCRIPTOR, record.outcome),
+        name_of(
+            session_pb2.SessionPurpose.DESCRIPTOR,
+            record.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
+        ),
+        record.model,
+        record.superseded,
+        record.reward if record.HasField("reward") else None,
+        record.turns,
+        tokens,
+        size(sampled),
+        size(one for one in sampled if one.trained),
+        sum(_MALFORMED in one.reasons for one in sampled),
+        sum(_LENGTH_CUT in one.reasons for one in sampled),
+        min(spans, default=None),
+        max(spans, default=None),
+        record.opened_unix_ms,
+        record.closed_unix_ms,
+        record.metadata.get("error", record.abandoned)[:500],
+    )
+
+
+def _parts(record: session_pb2.SessionRecord) -> tuple[list[Any], int]:
+    """Returns each part of a node once, and the number of tokens."""
+    if record.HasField("tree"):
+        nodes = list(record.tree.nodes)
+        return nodes, nodes[-1].end if nodes else 0
+    found: dict[tuple[int, bool], trajectory_pb2.TrajectorySegment] = {}
+    for trajectory in record.trajectories:
+        for segment in trajectory.segments:
+            key = (segment.node_id, segment.sampled)
+            if key not in found or segment.trained:
+                found[key] = segment
+    return list(found.values()), sum(one.end - one.start for one in found.values())
+
+
+def _reasons(record: session_pb2.SessionRecord) -> Iterable[str]:
+    enum = trajectory_pb2.FidelityReason.DESCRIPTOR
+    for one in (*record.trajectories, *([record.tree] if record.HasField("tree") else ())):
+        for reason in one.reasons:
+            yield name_of(enum, reason)
+
+
+def _words(record: session_pb2.SessionRecord) -> str:
+    """Returns the text of a session that is searched."""
+    metadata = json.dumps(dict(record.metadata), ensure_ascii=False)
+    ids = f"{record.session_id} {record.run_id} {record.group_id} {record.model} {record.abandoned}"
+    messages = " ".join(one.data.decode(errors="replace") for one in record.messages)
+    return f"{ids} {metadata} {messages}"[:_WORDS_CHARACTERS]

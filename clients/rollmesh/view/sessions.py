@@ -1,0 +1,287 @@
+"""A session as the viewer shows it: its tree, the paths through it, and the tokens of each node."""
+
+import json
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from rollmesh.client.transcripts import message_of
+from rollmesh.runtime.codec.arrays import unpack_tokens
+from rollmesh.runtime.codec.enums import name_of, plain
+from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.v1 import (
+    chat_pb2,
+    gateway_pb2,
+    sampling_pb2,
+    session_pb2,
+    trajectory_pb2,
+)
+
+Decode: TypeAlias = Callable[[list[int]], str]
+"""Returns the text of token ids, special tokens included."""
+REASONS = {
+    "EXACT": "The engine received and sampled these ids, and nothing was excluded.",
+    "LENIENT_ECHO": "The agent repeated a sampled message with small differences, such as other "
+    "whitespace. The sampled tokens were kept.",
+    "TEMPLATE_REWRITE": "The chat template prints the conversation differently now, so the turn's "
+    "prompt differs from its render.",
+    "TOOLS_CHANGED": "The agent changed its tools or template options, which began a new root.",
+    "LENGTH_CUT": "A length limit ended the turn. The tokens that close it are not trained.",
+    "MIGRATED": "The engine was lost or interrupted, and the answer was continued from its tokens.",
+    "MIXED_VERSIONS": "More than one policy version sampled the tokens.",
+    "RETRY_REPLAY": "The agent asked again and got the same answer. It was sampled once.",
+    "MALFORMED_TOOL_CALL": "A tool call could not be parsed. The agent got it as text.",
+    "AUXILIARY": "A call beside the agent's work, such as a title or a summary. It is not trained.",
+    "ORPHANED": "The answer never reached the agent, and the agent continued without it.",
+    "SHARED_PREFIX": "The tokens are trained in another trajectory of the session.",
+    "STOP_STRING": "A stop string cut the text. The tokens from there on were dropped.",
+    "CONSTRAINED": "The turn was sampled under a constraint, so from another distribution than the "
+    "model's own.",
+    "SPECIAL_TEXT": "Text from outside spells a special token, and became that token.",
+    "SAMPLING_CHANGED": "The request's sampling parameters differ from those of the session.",
+    "RESTARTED": "Tokens of the turn were discarded, and it was sampled anew.",
+    "TRUNCATED_SUPPORT": "top_p, top_k or min_p left tokens out that could not be sampled.",
+    "LOGPROB_NOT_FINITE": "The engine returned a log-probability that is not finite. Such a token "
+    "is not trained.",
+    "MIXED_POLICIES": "Several policies sampled the tokens: the base model and adapters.",
+    "COLUMNS_INCOMPLETE": "Rows of a column that the session asked for are missing.",
+    "COMPACTION_REJECTED": "The agent declared a compaction that it did not take. It is not "
+    "trained.",
+    "BUDGET": "A budget of the session ended the turn.",
+}
+"""Each reason in a sentence."""
+
+
+def closed_session(record: session_pb2.SessionRecord, decode: Decode | None) -> dict[str, Any]:
+    """Returns a closed session with its nodes, their tokens, and the paths to its leaves."""
+    if record.HasField("tree"):
+        nodes = list(_of_tree(record.tree))
+        paths = _paths_of_tree(nodes)
+    else:
+        nodes, paths = _of_trajectories(record.trajectories)
+    messages = {one.node_id: one for one in record.messages}
+    for node in nodes:
+        _add_texts(node, decode)
+        if said := messages.get(node["node_id"]):
+            node["messages"] = json.loads(said.data)
+            node["context"] = said.context_index if said.HasField("context_index") else None
+    return {
+        "session_id": record.session_id,
+        "run_id": record.run_id,
+        "group_id": record.group_id,
+        "sample_index": record.sample_index,
+        "group_size": record.group_size,
+        "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, record.outcome),
+        "purpose": name_of(
+            session_pb2.SessionPurpose.DESCRIPTOR,
+            record.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
+        ),
+        "model": record.model,
+        "superseded": record.superseded,
+        "reward": record.reward if record.HasField("reward") else None,
+        "turns": record.turns,
+        "metadata": dict(sorted(record.metadata.items())),
+        "abandoned": record.abandoned,
+        "opened": record.opened_unix_ms,
+        "closed": record.closed_unix_ms,
+        "numerics": [plain(one) for one in record.numerics],
+        "contexts": [json.loads(one.data) for one in record.contexts],
+        "messages_left_out": record.messages_left_out,
+        "images": [
+            {"sha256": one.sha256, "media_type": one.media_type, "bytes": one.data_bytes}
+            for one in record.images
+        ],
+        "nodes": nodes,
+        "paths": paths,
+        "live": False,
+    }
+
+
+def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None) -> dict[str, Any]:
+    """Returns an open session so far, in the form of a closed one. It has no log-probabilities."""
+    one = found.session
+    nodes = []
+    for node in found.nodes:
+        ids = _ids(node.token_ids_u32le)
+        shown = {
+            "node_id": node.node_id,
+            "parent": node.parent_node_id or None,
+            "role": name_of(chat_pb2.Role.DESCRIPTOR, node.role),
+            "sampled": node.sampled,
+            "trained": None,
+            "reasons": _names(node.reasons),
+            "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
+            "finish_reason": _finish(node),
+            "scaffold": node.scaffold_tokens,
+            "messages": [message_of(message) for message in node.messages],
+            "ids": ids,
+            "logprobs": None,
+            "mask": None,
+            "versions": [],
+            "images": [],
+        }
+        _add_texts(shown, decode)
+        nodes.append(shown)
+    return {
+        "session_id": one.session_id,
+        "run_id": one.run_id,
+        "group_id": one.group_id,
+        "sample_index": one.sample_index,
+        "group_size": one.group_size,
+        "outcome": "OPEN",
+        "model": one.model,
+        "turns": one.turns,
+        "in_flight": one.in_flight,
+        "idle_ms": one.idle_ms,
+        "metadata": dict(sorted(one.metadata.items())),
+        "opened": one.opened_unix_ms,
+        "nodes": nodes,
+        "paths": _paths_of_tree(nodes),
+        "live": True,
+    }
+
+
+def listed(one: gateway_pb2.OpenSession) -> dict[str, Any]:
+    """Returns the row of an open session."""
+    names = ("session_id", "run_id", "group_id", "sample_index", "model", "turns", "in_flight")
+    return {name: getattr(one, name) for name in (*names, "idle_ms", "opened_unix_ms")}
+
+
+def _of_trajectories(
+    trajectories: Iterable[trajectory_pb2.Trajectory],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    nodes: dict[int, dict[str, Any]] = {}
+    paths = []
+    for one in trajectories:
+        ids, logprobs, mask = (array.tolist() for array in unpack_tokens(one.tokens, "tokens"))
+        lineage = name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage)
+        source = name_of(trajectory_pb2.LineageSource.DESCRIPTOR, one.lineage_source)
+        path: list[int] = []
+        for node_id, parts in groupby(one.segments, lambda segment: segment.node_id):
+            segments = list(parts)  # the template's tokens, then those that were sampled
+            node = segments[-1]
+            start, trained = segments[0].start, any(part.trained for part in segments)
+            if node_id not in nodes or trained:  # elsewhere it was a shared prefix
+                at = slice(start, node.end)
+                nodes[node_id] = {
+                    "node_id": node_id,
+                    "parent": path[-1] if path else None,
+                    "lineage": lineage,
+                    "scaffold": node.start - start if node.sampled else node.end - start,
+                    "ids": ids[at],
+                    "logprobs": logprobs[at],
+                    "mask": mask[at],
+                    "trained": trained,
+                    "reasons": _names(node.reasons),
+                    **_node(node, start, one),
+                }
+            path.append(node_id)
+        paths.append(
+            {
+                "trajectory_id": one.trajectory_id,
+                "lineage": lineage,
+                "lineage_source": source,
+                "reasons": _names(one.reasons),
+                "reward": one.reward if one.HasField("reward") else None,
+                "nodes": path,
+            }
+        )
+    return list(nodes.values()), paths
+
+
+def _of_tree(tree: trajectory_pb2.TrajectoryTree) -> Iterable[dict[str, Any]]:
+    ids, logprobs, mask = (array.tolist() for array in unpack_tokens(tree.tokens, "tokens"))
+    for node in tree.nodes:
+        at = slice(node.start, node.end)
+        yield {
+            "node_id": node.node_id,
+            "parent": tree.nodes[node.parent_index].node_id
+            if node.HasField("parent_index")
+            else None,
+            "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
+            "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, node.lineage_source),
+            "scaffold": node.scaffold_tokens,
+            "ids": ids[at],
+            "logprobs": logprobs[at],
+            "mask": mask[at],
+            "trained": node.trained,
+            "reasons": _names(node.reasons),
+            **_node(node, node.start, tree),
+        }
+
+
+def _node(
+    node: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
+    start: int,
+    of: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+) -> dict[str, Any]:
+    return {
+        "role": name_of(chat_pb2.Role.DESCRIPTOR, node.role),
+        "sampled": node.sampled,
+        "finish_reason": _finish(node),
+        "engine_id": node.engine_id,
+        "reward": node.reward if node.HasField("reward") else None,
+        "sampling": plain(node.sampling) if node.HasField("sampling") else None,
+        "request_ids": list(node.model_request_ids),
+        "versions": [
+            {
+                "start": max(span.start, start) - start,
+                "end": min(span.end, node.end) - start,
+                "run": run_of(span.policy_version),
+                "version": version_of(span.policy_version),
+                "adapter": span.adapter,
+                "engine_id": span.engine_id,
+            }
+            for span in of.version_spans
+            if span.start < node.end and start < span.end
+        ],
+        "images": [
+            {"sha256": one.sha256, "start": one.start - start, "tokens": one.tokens}
+            for one in of.images
+            if start <= one.start < node.end
+        ],
+    }
+
+
+def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_id = {one["node_id"]: one for one in nodes}
+    inner = {one["parent"] for one in nodes}
+    paths = []
+    for leaf in nodes:
+        if leaf["node_id"] in inner:
+            continue
+        path, at = [], leaf["node_id"]
+        while at is not None:
+            path.append(at)
+            at = by_id[at]["parent"]
+        paths.append(
+            {
+                "trajectory_id": "",
+                "lineage": leaf["lineage"],
+                "lineage_source": leaf.get("lineage_source", ""),
+                "reasons": leaf["reasons"],
+                "reward": None,
+                "nodes": path[::-1],
+            }
+        )
+    return paths
+
+
+def _add_texts(node: dict[str, Any], decode: Decode | None) -> None:
+    if decode is not None:
+        node["text"] = decode(node["ids"])
+        node["texts"] = [decode([one]) for one in node["ids"]]
+
+
+def _names(reasons: Iterable[int]) -> list[str]:
+    return [name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, one) for one in reasons]
+
+
+def _finish(node: Any) -> str:
+    if not node.HasField("finish_reason"):
+        return ""
+    return name_of(sampling_pb2.FinishReason.DESCRIPTOR, node.finish_reason)
+
+
+def _ids(data: bytes) -> list[int]:
+    return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]

@@ -1,0 +1,323 @@
+// The pages: a run, its groups, its sessions, those that are open, and the mesh. Addresses are after "#".
+
+import { chart } from "./chart.js";
+import { ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
+import { comparePage, sessionPage } from "./session.js";
+
+const PAGES = [["run", "Run"], ["groups", "Groups"], ["sessions", "Sessions"], ["open", "Open"], ["mesh", "Mesh"]];
+const main = document.getElementById("main"), state = document.getElementById("state");
+const LIVE_MS = 2000, ROWS = 100;
+let choices = {}, turn = 0, timer = 0;
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  localStorage.setItem("theme", name);
+}
+theme(localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+document.getElementById("theme").addEventListener("click", () =>
+  theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+
+function filters(parts, query, names, order) {
+  const field = (name, label, control) => h("label", {}, label, control);
+  const select = (name, values, label) => field(name, label, h("select", { name },
+    h("option", { value: "" }, "any"), values.map((one) => h("option", { selected: query[name] === one }, one))));
+  const form = h("form", { class: "filters", role: "search" },
+    names.map((name) => select(name, choices[name] || [], name.replace("_", " "))),
+    field("words", "words", h("input", { name: "words", type: "search", value: query.words || "" })),
+    order && field("order", "order", h("select", { name: "order" },
+      choices[order].map((one) => h("option", { selected: query.order === one }, one)))),
+    h("button", {}, "Show"));
+  const go = (event) => {
+    event.preventDefault();
+    location.hash = link(parts, { ...kept(query), ...Object.fromEntries(new FormData(form)) });
+  };
+  form.addEventListener("submit", go);
+  form.addEventListener("change", go);
+  return form;
+}
+
+const kept = ({ group_id = "", by = "" }) => ({ group_id, by });
+
+function pages(parts, query, total) {
+  const offset = Number(query.offset || 0);
+  const to = (at, text) => h("a", { href: link(parts, { ...query, offset: String(at) }) }, text);
+  return h("p", {}, `${number(total)} found. `, offset > 0 && to(Math.max(0, offset - ROWS), "Previous"), " ",
+    offset + ROWS < total && to(offset + ROWS, "Next"));
+}
+
+async function runPage(query) {
+  const by = query.by === "time" ? "time" : "version";
+  const wanted = { ...query, by };
+  const runs = (query.compare || "").split(",").filter(Boolean);
+  const [found, mesh, ...others] = await Promise.all([
+    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })),
+    ...runs.map((run_id) => ask("series", { ...wanted, run_id })),
+  ]);
+  const all = others.length ? others.map((one, index) => [runs[index], one]) : [["", found]];
+  const label = by === "time" ? (x) => time(x).slice(11) : (x) => `v${x}`;
+  const events = by === "time" ? pushes(found.points) : [];
+  const curve = (title, ...names) => chart(title, all.flatMap(([run, one]) => names.flatMap(([name, shown]) =>
+    byRun(one.points).map(([policy, points]) => ({
+      name: [run, shown, policy].filter(Boolean).join(" "),
+      points: points.map((p) => ({ x: p.at, y: p[name] })),
+    })))), { label, events });
+  const reports = Object.entries(mesh.steps || {}).filter(([, steps]) => steps.length);
+  const rate = by === "time" ? found.points.map((p) => ({ x: p.at, y: p.sampled_sum / (found.width_ms / 1000) })) : [];
+  return [
+    h("h1", {}, "Run"),
+    filters(["run"], query, ["run_id", "model", "purpose", "reason"]),
+    h("div", { class: "bar" }, "Over", ["version", "time"].map((one) => h("button", {
+      type: "button", "aria-pressed": String(one === by),
+      onclick: () => { location.hash = link(["run"], { ...query, by: one }); },
+    }, one === "version" ? "policy versions" : "time")), compareForm(query, runs)),
+    alarms(mesh),
+    h("div", { class: "charts" },
+      curve("Reward", ["reward", ""]),
+      curve("Share with a reward of at least 1", ["passed", ""]),
+      curve("Turns of a session", ["turns", ""]),
+      curve("Sampled tokens of a session", ["sampled", ""]),
+      curve("Shares of sessions", ["failed", "not completed"], ["cut", "cut by length"], ["malformed", "with malformed calls"]),
+      curve("Versions within a session", ["lag", ""]),
+      by === "time" && chart("Sampled tokens per second", [{ points: rate }], { label, events }),
+      curve("Sessions", ["sessions", ""]),
+      reports.flatMap(([name, steps]) => metricNames(steps).map((metric) => chart(`${name}: ${metric}`,
+        [{ points: steps.map((one) => ({ x: one.step, y: one[metric] })) }], { label: (x) => `step ${x}` })))),
+    h("h2", {}, "Reasons"),
+    table([
+      ["reason", (one) => h("a", { href: link(["sessions"], { ...query, reason: one.reason }) }, one.reason)],
+      ["sessions", (one) => number(one.sessions), "number"],
+      ["meaning", (one) => choices.sentences[one.reason] || "", "text"],
+    ], found.reasons),
+  ];
+}
+
+function compareForm(query, runs) {
+  const select = h("select", { "aria-label": "Add a run to compare" }, h("option", { value: "" }, "compare with run …"),
+    (choices.run_id || []).filter((one) => !runs.includes(one)).map((one) => h("option", {}, one)));
+  select.addEventListener("change", () => {
+    const chosen = [...new Set([...runs, ...(runs.length ? [] : [query.run_id]), select.value].filter(Boolean))];
+    location.hash = link(["run"], { ...query, compare: chosen.slice(-4).join(",") });
+  });
+  return [select, runs.length > 0 && h("a", { href: link(["run"], { ...query, compare: "" }) }, "one run only")];
+}
+
+function byRun(points) {
+  const found = new Map();
+  for (const one of points) {
+    const name = one.run ? `run ${one.run}` : "";
+    found.set(name, [...(found.get(name) || []), one]);
+  }
+  return [...found];
+}
+
+function pushes(points) {
+  return points.filter((one, index) => index && one.newest !== null && one.newest !== points[index - 1].newest)
+    .map((one) => ({ x: one.at, name: `first tokens of version ${one.newest % 1e12}` }));
+}
+
+const metricNames = (steps) => Object.keys(steps.at(-1)).filter((name) => name !== "step" && name !== "unix_ms").slice(0, 12);
+
+function alarms(mesh) {
+  const found = (mesh.consumers || []).flatMap((one) => Object.entries(one.alarms));
+  return [
+    mesh.error && h("p", { class: "error", role: "alert" }, mesh.error),
+    found.map(([name, text]) => h("p", { class: "alarm" }, h("strong", {}, name), ` ${text}`)),
+  ];
+}
+
+const spread = (row) => (row.highest !== null && row.highest === row.lowest && row.sessions > 1 ? badge("no variance", "All rewards are equal, so no advantage.", true) : "");
+
+async function groupsPage(query) {
+  const found = await ask("groups", { ...query, limit: ROWS });
+  return [
+    h("h1", {}, "Groups"),
+    filters(["groups"], query, ["run_id", "model", "purpose", "reason"], "group_order"),
+    pages(["groups"], query, found.total),
+    table([
+      ["group", (row) => h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id, order: "highest reward" }) }, row.group_id)],
+      ["run", (row) => row.run_id],
+      ["sessions", (row) => `${row.sessions} of ${row.group_size}`, "number"],
+      ["mean reward", (row) => number(row.mean), "number"],
+      ["lowest", (row) => number(row.lowest), "number"],
+      ["highest", (row) => number(row.highest), "number"],
+      ["", spread],
+      ["turns", (row) => number(row.turns), "number"],
+      ["tokens", (row) => number(row.tokens), "number"],
+      ["malformed", (row) => number(row.malformed), "number"],
+      ["longest", (row) => seconds(row.seconds * 1000), "number"],
+      ["closed", (row) => time(row.closed)],
+    ], found.rows),
+  ];
+}
+
+async function sessionsPage(query) {
+  const found = await ask("sessions", { ...query, limit: ROWS });
+  const mean = query.group_id ? average(found.rows.map((row) => row.reward)) : null;
+  const deviation = mean === null ? null : Math.sqrt(average(found.rows.map((row) => row.reward === null ? null : (row.reward - mean) ** 2)) || 0);
+  const advantage = (row) => row.reward === null || !deviation ? "–" : number((row.reward - mean) / deviation);
+  const marked = new Set();
+  const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = link(["compare", ...marked]); } }, "Compare two");
+  const mark = (row) => h("input", { type: "checkbox", "aria-label": `Compare ${row.session_id}`, onchange: (event) => {
+    if (event.target.checked) marked.add(row.session_id); else marked.delete(row.session_id);
+    compare.disabled = marked.size !== 2;
+  } });
+  return [
+    h("h1", {}, query.group_id ? `Group ${query.group_id}` : "Sessions"),
+    filters(["sessions"], query, ["run_id", "model", "outcome", "purpose", "reason"], "session_order"),
+    h("div", { class: "bar" }, compare, query.group_id && h("a", { href: link(["sessions"], { ...query, group_id: "" }) }, "All groups")),
+    pages(["sessions"], query, found.total),
+    table([
+      ["", mark],
+      ["session", (row) => h("a", { href: link(["session", row.session_id]) }, row.session_id), "id"],
+      ["group", (row) => row.group_id && h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id }) }, `${row.group_id} ${row.sample_index}`)],
+      ["outcome", (row) => [h("span", { class: row.outcome === "COMPLETED" ? "good" : "bad" }, row.outcome), row.superseded ? " superseded" : ""]],
+      ["reward", (row) => number(row.reward), "number"],
+      ...(query.group_id ? [["advantage", advantage, "number"]] : []),
+      ["turns", (row) => number(row.turns), "number"],
+      ["sampled", (row) => number(row.sampled), "number"],
+      ["trained", (row) => number(row.trained), "number"],
+      ["versions", versions],
+      ["seconds", (row) => seconds(row.closed - row.opened), "number"],
+      ["error", (row) => row.error.slice(0, 160), "text"],
+      ["closed", (row) => time(row.closed)],
+    ], found.rows),
+  ];
+}
+
+function versions(row) {
+  if (row.last_version === null) return "–";
+  const shown = (one) => `${one >= 1e12 ? `run ${Math.floor(one / 1e12)} ` : ""}v${one % 1e12}`;
+  return row.first_version === row.last_version ? shown(row.last_version) : `${shown(row.first_version)} to ${shown(row.last_version)}`;
+}
+
+function average(values) {
+  const known = values.filter((one) => one !== null);
+  return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : null;
+}
+
+async function openPage() {
+  const { rows } = await ask("open");
+  return [
+    h("h1", {}, "Open sessions"),
+    h("p", {}, `${number(rows.length)} open. The page follows them.`),
+    table([
+      ["session", (row) => h("a", { href: link(["session", row.session_id]) }, row.session_id), "id"],
+      ["run", (row) => row.run_id],
+      ["group", (row) => row.group_id && `${row.group_id} ${row.sample_index}`],
+      ["turns", (row) => number(row.turns), "number"],
+      ["in flight", (row) => number(row.in_flight), "number"],
+      ["idle", (row) => seconds(row.idle_ms), "number"],
+      ["opened", (row) => time(row.opened_unix_ms)],
+    ], rows),
+  ];
+}
+
+async function meshPage() {
+  const mesh = await ask("mesh");
+  return [
+    h("h1", {}, "Mesh"),
+    alarms(mesh),
+    h("p", {}, Object.entries(mesh.models).map(([model, version]) => `${model || "model"}: ${version}. `),
+      `${number(mesh.sessions)} sessions, ${number(mesh.complete_groups)} complete groups, ${number(mesh.open_groups)} open ones, `,
+      `${number(mesh.waiting_for_rewards)} wait for rewards, ${number(mesh.stored_bytes / 1e6)} MB stored.`,
+      mesh.damaged > 0 && h("strong", { class: "bad" }, ` ${mesh.damaged} sessions are damaged.`)),
+    h("h2", {}, "Members"),
+    table([
+      ["kind", (one) => one.kind],
+      ["id", (one) => one.replica_id],
+      ["address", (one) => one.address],
+      ["model", (one) => one.model],
+      ["version", (one) => (one.kind === "engine" ? one.version : "")],
+      ["leases", (one) => (one.kind === "engine" ? `${one.leases} of ${one.lease_capacity}` : ""), "number"],
+      ["sessions", (one) => number(one.sessions), "number"],
+      ["running", (one) => number(one.running), "number"],
+      ["waiting", (one) => number(one.waiting), "number"],
+      ["state", (one) => one.state.map((name) => badge(name, "", true))],
+    ], mesh.members),
+    h("h2", {}, "Consumers"),
+    table([
+      ["name", (one) => one.name],
+      ["ready", (one) => number(one.ready), "number"],
+      ["leased", (one) => number(one.leased), "number"],
+      ["acknowledged", (one) => number(one.acknowledged), "number"],
+      ["filtered", (one) => Object.entries(one.filtered).map(([name, units]) => badge(`${name} ${units}`))],
+    ], mesh.consumers),
+  ];
+}
+
+function loginPage() {
+  const field = h("input", { type: "password", name: "key", autocomplete: "off", required: true });
+  const said = h("p", { role: "alert" });
+  const form = h("form", { class: "filters" }, h("label", {}, "Key of this viewer", field), h("button", {}, "Log in"));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    try {
+      await ask("login", {}, { method: "POST", body: field.value });
+      show();
+    } catch (error) {
+      said.textContent = error.message;
+    }
+  });
+  return [h("h1", {}, "Log in"), form, said];
+}
+
+const SHOWN = {
+  run: [runPage, 5000], groups: [groupsPage, 5000], sessions: [sessionsPage, 0], open: [openPage, LIVE_MS], mesh: [meshPage, LIVE_MS],
+};
+
+// Whether the reader types, chooses or reads a point, so that the page should not change now.
+function isInUse() {
+  return main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName)
+    || main.querySelector("figure:hover, details[open] > summary:hover") !== null;
+}
+
+function replace(content) {
+  const top = scrollY, focused = document.activeElement, again = main.dataset.at === location.hash;
+  const opened = new Set([...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent));
+  main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
+  if (again) {
+    scrollTo(0, top);
+    for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = opened.has(one.textContent);
+    const same = [...main.querySelectorAll(focused.tagName)].find((one) => one.textContent === focused.textContent);
+    if (same && focused !== main) same.focus({ preventScroll: true });
+  } else {
+    main.focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+  main.dataset.at = location.hash;
+}
+
+async function show() {
+  const mine = ++turn;
+  clearTimeout(timer);
+  const [path, text] = location.hash.replace(/^#\/?/, "").split("?");
+  const [page = "run", ...ids] = (path || "run").split("/").map(decodeURIComponent);
+  const query = Object.fromEntries(new URLSearchParams(text || ""));
+  document.querySelector("nav").replaceChildren(...PAGES.map(([name, title]) =>
+    h("a", { href: link([name]), "aria-current": name === page ? "page" : null }, title)));
+  const [read, again] = { session: [() => sessionPage(ids[0], choices), 0], compare: [() => comparePage(ids, choices), 0] }[page] || SHOWN[page] || SHOWN.run;
+  let live = again;
+  try {
+    if (again || !choices.sentences) choices = await ask("choices");
+    const made = await read(query);
+    if (mine !== turn) return;
+    live ||= made.live ? LIVE_MS : 0;
+    if (main.dataset.at !== location.hash || !isInUse()) replace(made.content || made);
+    document.title = `${main.querySelector("h1")?.textContent || "rollmesh"} - rollmesh`;
+    state.textContent = live ? "live" : "";
+  } catch (error) {
+    if (mine !== turn) return;
+    if (error instanceof Refused && error.status === 401) {
+      main.replaceChildren(...loginPage());
+      return;
+    }
+    state.textContent = "";
+    main.replaceChildren(h("h1", {}, "This page cannot be shown"), h("p", { class: "error", role: "alert" }, error.message));
+    live = again || 5000;
+    main.dataset.at = "";
+  }
+  if (live) timer = setTimeout(show, live);
+}
+
+addEventListener("hashchange", show);
+show();

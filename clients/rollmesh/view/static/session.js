@@ -1,0 +1,203 @@
+// A session: the tree, a path as transcript and as tokens, and two sessions from where they part.
+
+import { ask, badge, h, link, number, seconds, time } from "./dom.js";
+
+const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
+const kept = { path: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
+
+export async function sessionPage(id, choices) {
+  const found = await ask(`session/${encodeURIComponent(id)}`);
+  const nodes = new Map(found.nodes.map((one) => [one.node_id, one]));
+  const body = h("div", {}), tree = h("ul", { class: "tree" });
+  const draw = () => {
+    const path = found.paths[Math.min(kept.path[id] ?? main(found.paths), found.paths.length - 1)];
+    tree.replaceChildren(...branches(found, path, (index) => { kept.path[id] = index; draw(); }));
+    body.replaceChildren(...(path ? [pathHead(path, choices), ...path.nodes.map((one) => nodeView(nodes.get(one), found, choices))]
+      : [h("p", {}, "The agent got no answer.")]));
+  };
+  draw();
+  const content = [
+    h("h1", {}, `Session ${found.session_id}`),
+    summary(found),
+    controls(draw),
+    h("div", { class: "session" }, h("aside", { "aria-label": "Conversation tree" }, tree), body),
+  ];
+  return { content, live: found.live };
+}
+
+function main(paths) {
+  const at = paths.findLastIndex((one) => one.lineage === "MAIN");
+  return Math.max(at, 0);
+}
+
+function summary(found) {
+  const row = (name, value) => value !== undefined && value !== "" && value !== null && [h("dt", {}, name), h("dd", {}, value)];
+  return [
+    h("p", {},
+      h("strong", { class: found.outcome === "COMPLETED" ? "good" : found.live ? "" : "bad" }, found.outcome),
+      ` reward ${number(found.reward)}, ${number(found.turns)} turns, model ${found.model || "–"}`,
+      found.superseded && ", superseded by another attempt", found.in_flight > 0 && `, ${found.in_flight} in flight`,
+      found.closed && `, ${seconds(found.closed - found.opened)}, closed ${time(found.closed)}`, ". ",
+      found.group_id && h("a", { href: link(["sessions"], { run_id: found.run_id, group_id: found.group_id }) }, `Group ${found.group_id}`)),
+    found.messages_left_out > 0 && h("p", { class: "quiet" }, `The messages of the last ${found.messages_left_out} nodes were not recorded: the session has more than the gateway keeps.`),
+    (found.abandoned || found.metadata.error) && h("p", { class: "error" }, found.abandoned || found.metadata.error),
+    h("details", {}, h("summary", {}, "Metadata, tools and numerics"),
+      h("dl", {}, Object.entries(found.metadata).map(([name, value]) => row(name, value))),
+      (found.contexts || []).map((one) => h("pre", {}, JSON.stringify(one, null, 1))),
+      (found.numerics || []).map((one) => h("pre", {}, JSON.stringify(one, null, 1)))),
+  ];
+}
+
+function controls(draw) {
+  const bar = h("div", { class: "bar" });
+  const fill = () => bar.replaceChildren(
+    h("button", { type: "button", "aria-pressed": String(kept.tokens), onclick: () => { kept.tokens = !kept.tokens; fill(); draw(); } }, "Tokens"),
+    ...(kept.tokens ? ["Colour by", ...COLOURS.map(([name, title]) => h("button", {
+      type: "button", "aria-pressed": String(kept.colour === name), onclick: () => { kept.colour = name; fill(); draw(); },
+    }, title)), legend()] : []));
+  fill();
+  return bar;
+}
+
+function legend() {
+  const key = (name, text) => {
+    const mark = h("i", {});
+    mark.style.setProperty("background", `var(--${name})`);
+    return [mark, text];
+  };
+  const text = {
+    mask: [key("train", "trained"), key("sampled", "sampled, not trained")],
+    logprob: ["darker: less likely"],
+    version: ["a line under the token, a colour for each version"],
+    none: [],
+  }[kept.colour];
+  return h("span", { class: "key" }, text);
+}
+
+function branches(found, chosen, choose) {
+  const onPath = new Set(chosen?.nodes || []), seen = new Set();
+  const depth = new Map();
+  const items = [];
+  found.paths.forEach((path, index) => {
+    let named = index === 0;
+    path.nodes.forEach((id, at) => {
+      if (seen.has(id)) return;
+      seen.add(id);
+      const node = found.nodes.find((one) => one.node_id === id);
+      const parent = path.nodes[at - 1];
+      const siblings = found.nodes.filter((one) => one.parent === (parent ?? null)).length;
+      const level = (depth.get(parent) ?? 0) + (siblings > 1 ? 1 : 0);
+      depth.set(id, level);
+      const button = h("button", { type: "button", class: onPath.has(id) ? "" : "off", "aria-pressed": String(onPath.has(id)), onclick: () => choose(index) },
+        `${node.sampled ? "●" : "○"} ${node.node_id} ${node.role.toLowerCase()} `,
+        h("span", { class: "quiet" }, number(node.ids.length)), !named && ` ${path.lineage.toLowerCase().replace("_", " ")}`,
+        node.reasons.some((one) => one !== "EXACT") && " !");
+      named = true;
+      button.style.setProperty("padding-left", `${0.4 + Math.min(level, 12) * 0.9}em`);
+      items.push(h("li", {}, button));
+    });
+  });
+  return items;
+}
+
+function pathHead(path, choices) {
+  const source = { DECLARED: "the agent declared it", HEADER: "a request said so", RULE: "a rule of the gateway, by the shape of the tree" }[path.lineage_source];
+  return h("p", {}, badge(path.lineage, source), source && h("span", { class: "quiet" }, `labelled: ${source}. `),
+    path.reward !== null && `Its own reward: ${number(path.reward)}. `,
+    path.reasons.map((one) => badge(one, choices.sentences[one], one !== "EXACT")));
+}
+
+function nodeView(node, found, choices) {
+  const versions = [...new Map(node.versions.map((one) => [`${one.run}.${one.version}.${one.adapter}`, one])).values()];
+  const why = node.reasons.filter((one) => one !== "EXACT");
+  const box = h("section", { class: node.sampled ? "node sampled" : "node", "aria-label": `Node ${node.node_id}` },
+    h("header", {}, h("strong", {}, node.role), h("span", {}, `node ${node.node_id}`), h("span", {}, `${number(node.ids.length)} tokens`),
+      versions.map((one) => badge(`${one.adapter ? `${one.adapter} ` : ""}${one.run ? `run ${one.run} ` : ""}v${one.version}`, `sampled by ${one.engine_id}`)),
+      node.finish_reason && badge(node.finish_reason, "", node.finish_reason === "LENGTH"),
+      node.reward !== null && node.reward !== undefined && badge(`reward ${number(node.reward)}`),
+      node.sampled && node.trained === false && badge("not trained", "", true),
+      why.map((one) => badge(one, choices.sentences[one], true)),
+      kept.tokens && h("button", { type: "button", onclick: () => navigator.clipboard.writeText(node.ids.join(" ")) }, "Copy ids")),
+    why.length > 0 && h("details", {}, h("summary", {}, "Why"), why.map((one) => h("p", {}, h("strong", {}, `${one}. `), choices.sentences[one])),
+      node.request_ids?.length > 0 && h("p", {}, `Requests: ${node.request_ids.join(", ")}`),
+      node.sampling && h("pre", {}, JSON.stringify(node.sampling, null, 1))),
+    !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
+  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(tokensView(node));
+  else if (node.messages?.length) box.append(...node.messages.map((one) => messageView(one, found)));
+  else box.append(h("pre", {}, node.text));
+  return box;
+}
+
+function messageView(message, found) {
+  const parts = Array.isArray(message.content) ? message.content : message.content ? [{ type: "text", text: message.content }] : [];
+  return h("div", {},
+    message.tool_call_id && h("p", { class: "quiet" }, `result of ${message.name || ""} ${message.tool_call_id}`),
+    message.reasoning_content && h("details", {}, h("summary", {}, "Reasoning"), h("pre", {}, message.reasoning_content)),
+    parts.map((one) => (one.type === "image_url" ? imageView(one.image_url.url.replace("sha256:", ""), found) : h("pre", {}, one.text ?? JSON.stringify(one)))),
+    (message.tool_calls || []).map((call) => h("div", { class: "call" }, h("strong", {}, call.function.name), ` ${call.id || ""}`, h("pre", {}, call.function.arguments))));
+}
+
+function imageView(sha256, found) {
+  const known = found.images?.find((one) => one.sha256 === sha256);
+  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: `Image of ${number(known.bytes)} bytes`, loading: "lazy" });
+}
+
+// The tokens are drawn when the node comes near the window and dropped when it is far away, so that
+// a browser's memory does not grow with the session.
+const drawers = new WeakMap();
+const watcher = new IntersectionObserver((entries) => {
+  for (const entry of entries) drawers.get(entry.target)?.(entry.isIntersecting);
+}, { rootMargin: "1500px" });
+
+function tokensView(node) {
+  const box = h("div", { class: `tokens ${kept.colour}${node.texts ? "" : " plain"}`, tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}` });
+  drawers.set(box, (near) => {
+    if (!near) {
+      if (box.childElementCount) box.style.setProperty("min-height", `${box.offsetHeight}px`);
+      box.replaceChildren();
+    } else if (!box.childElementCount) {
+      box.replaceChildren(...tokens(node));
+      box.style.removeProperty("min-height");
+    }
+  });
+  if (!node.texts) box.style.setProperty("min-height", `${Math.min(node.ids.length / 2, 2000)}px`);
+  watcher.observe(box);
+  return box;
+}
+
+function tokens(node) {
+  const versionOf = new Int8Array(node.ids.length).fill(-1);
+  const known = [];
+  for (const span of node.versions) {
+    const name = `${span.run}.${span.version}`;
+    if (!known.includes(name)) known.push(name);
+    versionOf.fill(known.indexOf(name) % 4, span.start, span.end);
+  }
+  return node.ids.map((id, at) => {
+    const logprob = node.logprobs?.[at], trained = node.mask?.[at], sampled = versionOf[at] >= 0;
+    const classes = [trained ? "train" : sampled ? "sampled" : "", sampled ? `v${versionOf[at]}` : ""];
+    if (sampled && logprob !== undefined) classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
+    const span = node.versions.find((one) => one.start <= at && at < one.end);
+    const title = [`id ${id}`, sampled && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`, trained ? "trained" : "not trained",
+      span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
+    return h("b", { class: classes.filter(Boolean).join(" "), title }, node.texts ? node.texts[at] : String(id));
+  });
+}
+
+export async function comparePage(ids, choices) {
+  const both = await Promise.all(ids.slice(0, 2).map((id) => ask(`session/${encodeURIComponent(id)}`)));
+  const paths = both.map((one) => one.paths[main(one.paths)]?.nodes.map((id) => one.nodes.find((node) => node.node_id === id)) || []);
+  let same = 0;
+  while (same < Math.min(...paths.map((one) => one.length)) && String(paths[0][same].ids) === String(paths[1][same].ids)) same += 1;
+  return {
+    content: [
+      h("h1", {}, "Two sessions"),
+      h("p", {}, `They share ${number(same)} nodes, ${number(paths[0].slice(0, same).reduce((sum, one) => sum + one.ids.length, 0))} tokens.`),
+      h("details", {}, h("summary", {}, "What they share"), paths[0].slice(0, same).map((one) => nodeView(one, both[0], choices))),
+      h("div", { class: "pair" }, both.map((one, index) => h("div", {},
+        h("h2", {}, h("a", { href: link(["session", one.session_id]) }, one.session_id), ` reward ${number(one.reward)}`),
+        paths[index].slice(same).map((node) => nodeView(node, one, choices))))),
+    ],
+    live: both.some((one) => one.live),
+  };
+}

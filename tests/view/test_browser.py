@@ -1,0 +1,134 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.meshes import Mesh, scripted_mesh
+from tests.view.browser import CHROMIUM, browser
+from tests.view.test_viewer import HOSTILE, conversation, listed, turn, viewer
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt-get install chromium"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
+) -> AsyncIterator[Mesh]:
+    async with scripted_mesh(tmp_path_factory.mktemp("browsed"), tokenizer_dir) as mesh:
+        yield mesh
+
+
+async def test_a_reader_goes_from_the_run_to_a_token(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        for index in range(2):
+            session = await conversation(
+                shared, client, group_id="g", sample_index=index, group_size=2, run_id="r"
+            )
+        await listed(http, run_id="r")
+        async with browser(str(http.base_url)) as page:
+            await page.open("#/run", "Share with a reward of at least 1")
+            await page.until("document.querySelectorAll('svg circle').length > 3")
+            await page.open("#/groups", "no variance")
+            await page.click("g")
+            await page.until("document.querySelectorAll('tbody tr').length === 2")
+            await page.click(session.session_id)
+            await page.until("document.querySelectorAll('.node').length > 2")
+            shown = await page.run("document.querySelector('main').textContent")
+            assert HOSTILE in shown
+            await page.click("Tokens")
+            trained = await page.until("document.querySelectorAll('.tokens b.train').length")
+            assert trained == 16  # the main path has two of the three answers
+            title = await page.run("document.querySelector('.tokens b.train').title")
+            assert title.startswith("id ")
+            assert title.endswith("trained, version 0")
+            await page.click("log-probability")
+            await page.until("document.querySelectorAll('.tokens.logprob b[class*=l]').length")
+            await page.until("document.querySelector('.tree').innerText.includes('root')")
+            assert page.events == []
+
+
+async def test_hostile_text_is_shown_and_never_run(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        metadata = {HOSTILE: HOSTILE, "error": HOSTILE, "view": "javascript:alert(3)"}
+        session = await conversation(
+            shared, client, run_id=HOSTILE, group_id=HOSTILE, group_size=1, metadata=metadata
+        )
+        await listed(http, run_id=HOSTILE)
+        async with browser(str(http.base_url)) as page:
+            for address, text in (
+                ("#/run", "Reward"),
+                ("#/groups", HOSTILE),
+                ("#/sessions", HOSTILE),
+                (f"#/session/{session.session_id}", HOSTILE),
+                (f"#/compare/{session.session_id}/{session.session_id}", "They share"),
+                (f"#/{HOSTILE}?words={HOSTILE}", "Run"),
+            ):
+                await page.open(address, text)
+            assert await page.run("document.querySelectorAll('main img, main script').length") == 0
+            assert page.events == []
+
+
+async def test_an_open_session_grows_while_it_is_read(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        async with client.session() as session, browser(str(http.base_url)) as page:
+            answer = await turn(shared, session, "first")
+            await page.open(f"#/session/{session.session_id}", "OPEN")
+            assert await page.run("document.querySelectorAll('.node').length") == 2
+            await turn(shared, session, "first", answer, "second")
+            await page.until("document.querySelectorAll('.node').length === 4")
+            assert page.events == []
+
+
+async def test_every_control_is_reached_by_keyboard_and_has_a_name(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        await conversation(shared, client, run_id="keys", group_id="keys", group_size=1)
+        await listed(http, run_id="keys")
+        async with browser(str(http.base_url)) as page:
+            await page.open("#/sessions?run_id=keys", "1 found")
+            stops = []
+            for _ in range(40):
+                for kind in ("keyDown", "keyUp"):
+                    await page.call(
+                        "Input.dispatchKeyEvent",
+                        type=kind,
+                        key="Tab",
+                        code="Tab",
+                        windowsVirtualKeyCode=9,
+                    )
+                stops.append(
+                    await page.run(
+                        "(one => one === document.body ? ''"
+                        " : one.labels?.[0]?.firstChild.textContent || one.innerText"
+                        " || one.getAttribute('aria-label'))(document.activeElement)"
+                    )
+                )
+            text = " | ".join(stops)
+            for name in ("Run", "Groups", "Dark or light", "outcome", "words", "order", "Show"):
+                assert name in text, text
+            found = await page.call("Accessibility.getFullAXTree")
+            controls = ("button", "link", "combobox", "searchbox", "checkbox")
+            nameless = [
+                one["role"]["value"]
+                for one in found["nodes"]
+                if one.get("role", {}).get("value") in controls and not one["name"].get("value")
+            ]
+            assert nameless == []
+
+
+async def test_a_browser_logs_in_with_the_key(shared: Mesh, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("k" * 40)
+    async with viewer(shared, key_file=key) as http, browser(str(http.base_url)) as page:
+        await page.until("document.querySelector('h1').innerText === 'Log in'")
+        await page.run("document.querySelector('input').value = 'k'.repeat(40)")
+        await page.click("Log in")
+        await page.until("document.querySelector('h1').innerText === 'Run'")
+        assert "k" * 40 not in await page.run("location.href + document.cookie")
+        page.events.clear()  # the refused requests of the start
+        await asyncio.gather(page.open("#/mesh", "Members"))
+        assert page.events == []

@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import pytest
+
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.view import Index, Selection
+from rollmesh.view.sessions import REASONS
+
+_RUN = 10**12
+_CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
+
+
+def record(
+    name: str, reward: float | None = None, *, group: str = "", version: int = 0, **fields: object
+) -> session_pb2.SessionRecord:
+    """A session with one sampled node of 5 tokens after a prompt of 3."""
+    reasons = [_CUT] if "cut" in name else [trajectory_pb2.FIDELITY_REASON_EXACT]
+    node = trajectory_pb2.TrajectorySegment
+    trajectory = trajectory_pb2.Trajectory(
+        trajectory_id=f"{name}-t",
+        segments=[
+            node(start=0, end=3, node_id=1),
+            node(start=3, end=8, node_id=2, sampled=True, trained=True, reasons=reasons),
+        ],
+        version_spans=[sampling_pb2.VersionSpan(start=3, end=8, policy_version=version)],
+        reasons=reasons,
+    )
+    given = {"run_id": "a", "closed_unix_ms": 2_000, "opened_unix_ms": 1_000} | fields
+    return session_pb2.SessionRecord(
+        session_id=name,
+        group_id=group,
+        group_size=2,
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
+        reward=reward,
+        turns=1,
+        trajectories=[trajectory],
+        **given,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def index() -> Index:
+    found = Index()
+    found.add(
+        [
+            record("s1", 1.0, group="even", version=1),
+            record("s2", 1.0, group="even", version=1, run_id="a"),
+            record("s3", 0.0, group="mixed", version=2, metadata={"task": "sort the shelves"}),
+            record("s4-cut", 1.0, group="mixed", version=_RUN + 1, closed_unix_ms=9_000),
+            record("s5", None, run_id="b", closed_unix_ms=5_000),
+        ]
+    )
+    return found
+
+
+def ids(found: dict[str, list[dict[str, str]]]) -> list[str]:
+    return [one["session_id"] for one in found["rows"]]
+
+
+def test_sessions_are_found_by_field_by_reason_and_by_word(index: Index) -> None:
+    assert ids(index.sessions(Selection(run_id="b"))) == ["s5"]
+    assert ids(index.sessions(Selection(reason="LENGTH_CUT"))) == ["s4-cut"]
+    assert ids(index.sessions(Selection(words="shel sort"))) == ["s3"]
+    assert ids(index.sessions(Selection(words='she"l'))) == []
+    assert index.sessions(Selection())["total"] == 5
+    assert ids(index.sessions(Selection(), "lowest reward", 0, 1)) == ["s3"]
+    assert ids(index.sessions(Selection(), "oldest", 4)) == ["s4-cut"]
+
+
+def test_a_group_without_variance_comes_before_the_others(index: Index) -> None:
+    found = index.groups(Selection(), "all right")
+    assert [one["group_id"] for one in found["rows"]] == ["even", "mixed"]
+    assert found["total"] == 2
+    assert [one["variance"] for one in found["rows"]] == [0.0, 0.25]
+    (mixed,) = index.groups(Selection(), "largest spread", 0, 1)["rows"]
+    assert (mixed["mean"], mixed["lowest"], mixed["highest"], mixed["tokens"]) == (0.5, 0, 1, 16)
+
+
+def test_versions_of_two_runs_of_a_policy_are_two_series(index: Index) -> None:
+    points = index.series(Selection(run_id="a"))["points"]
+    assert [(one["run"], one["at"], one["sessions"], one["reward"]) for one in points] == [
+        (0, 1, 2, 1.0),
+        (0, 2, 1, 0.0),
+        (1, 1, 1, 1.0),
+    ]
+    assert points[2]["cut"] == 1.0
+    assert points[0]["sampled_sum"] == points[0]["trained_sum"] == 10
+
+
+def test_points_over_time_are_at_most_200(index: Index) -> None:
+    index.add(record(f"t{n}", 0.5, closed_unix_ms=10_000 * n) for n in range(500))
+    found = index.series(Selection(), "time")
+    assert 100 < len(found["points"]) <= 201
+    assert sum(one["sessions"] for one in found["points"]) == 505
+    reasons = {one["reason"]: one["sessions"] for one in found["reasons"]}
+    assert reasons == {"EXACT": 504, "LENGTH_CUT": 1}
+
+
+def test_a_reward_that_comes_late_replaces_none(index: Index) -> None:
+    assert index.waiting(0) == ["s5"]
+    assert index.waiting(5_000) == []
+    index.add([record("s5", 0.25, run_id="b")])
+    assert index.waiting(0) == []
+    assert index.sessions(Selection(run_id="b"))["rows"][0]["reward"] == 0.25
+    assert index.sessions(Selection())["total"] == 5
+
+
+def test_an_unknown_order_is_refused_with_the_known_ones(index: Index) -> None:
+    with pytest.raises(InvalidFieldError, match="newest, oldest"):
+        index.sessions(Selection(), "reward; DROP TABLE sessions")
+    with pytest.raises(InvalidFieldError, match="limit"):
+        index.sessions(Selection(), "newest", 0, 5_000)
+    with pytest.raises(InvalidFieldError, match="by"):
+        index.series(Selection(), "step")
+
+
+def test_an_index_begins_anew_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    first = Index(path)
+    first.add([record("s1", 1.0)])
+    first.close()
+    assert Index(path).sessions(Selection())["total"] == 0
+
+
+def test_every_reason_has_a_sentence() -> None:
+    enum = trajectory_pb2.FidelityReason.DESCRIPTOR
+    assert set(REASONS) == {name_of(enum, one.number) for one in enum.values if one.number}

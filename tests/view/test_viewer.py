@@ -1,0 +1,241 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from rollmesh.client import Client, Rewards, Session
+from tests.locks import Locks
+from tests.meshes import Mesh, scripted_mesh
+from tests.processes import run_refused, running
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
+) -> AsyncIterator[Mesh]:
+    """A mesh that no test stops."""
+    async with scripted_mesh(tmp_path_factory.mktemp("viewed"), tokenizer_dir) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def viewer(mesh: Mesh, **flags: object) -> AsyncIterator[httpx2.AsyncClient]:
+    given: dict[str, object] = {
+        "router": mesh.address("router"),
+        "collector": mesh.address("collector"),
+    }
+    given |= {"tokenizer": mesh.model}
+    async with (
+        running("view", mesh.folder / "view", **{**given, **flags}) as process,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{process.port}", timeout=60) as http,
+    ):
+        yield http
+
+
+async def turn(mesh: Mesh, session: Session, *said: str) -> str:
+    """Asks for an answer to messages that alternate between user and assistant."""
+    roles = ("user", "assistant") * len(said)
+    messages: list[Any] = [
+        {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+    ]
+    answer = await mesh.openai(session).chat.completions.create(model="policy", messages=messages)
+    return answer.choices[0].message.content or ""
+
+
+async def conversation(mesh: Mesh, client: Client, **settings: Any) -> Session:
+    """A closed session of two turns and another answer to the first question."""
+    async with client.session(**settings) as session:
+        answer = await turn(mesh, session, HOSTILE)
+        await turn(mesh, session, HOSTILE, answer, "And then?")
+        await turn(mesh, session, "Another question.")
+        session.rewards = Rewards(session=0.5)
+    return session
+
+
+async def listed(http: httpx2.AsyncClient, **query: str) -> dict[str, Any]:
+    """The page of sessions, once there are any."""
+
+    async def look() -> Any:
+        found = (await http.get("/api/sessions", params=query)).json()
+        return found if found["total"] else None
+
+    rows: dict[str, Any] = await until(look)
+    return rows
+
+
+@pytest.mark.parametrize("export", ["leaves", "tree"])
+async def test_a_session_has_the_tokens_that_the_trainer_gets(shared: Mesh, export: str) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        session = await conversation(shared, client, export=export, run_id=export)
+        (row,) = (await listed(http, run_id=export))["rows"]
+        assert (row["session_id"], row["turns"], row["reward"]) == (session.session_id, 3, 0.5)
+        result = await client.stored_session(session.session_id)
+        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        nodes = {one["node_id"]: one for one in shown["nodes"]}
+        assert len(shown["paths"]) == 2
+        paths = [
+            [token for at in one["nodes"] for token in nodes[at]["ids"]] for one in shown["paths"]
+        ]
+        if result.tree is None:
+            assert paths == [one.token_ids.tolist() for one in result.trajectories]
+        assert HOSTILE in "".join(one["text"] for one in shown["nodes"])
+        sampled = sum(
+            end["end"] - end["start"] for one in nodes.values() for end in one["versions"]
+        )
+        assert sampled == row["sampled"] == row["trained"]
+        assert sum(sum(one["mask"]) for one in nodes.values()) == row["trained"]
+        assert all(value < 0 for one in nodes.values() for value in one["logprobs"] if value)
+
+
+async def test_recorded_messages_are_shown_and_searched(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        session = await conversation(shared, client, run_id="said", record_messages=True)
+        await listed(http, run_id="said")
+        (row,) = (await listed(http, words="onerror another quest"))["rows"]
+        assert row["session_id"] == session.session_id
+        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        said = [one["messages"] for one in shown["nodes"]]
+        assert [{"role": "user", "content": HOSTILE}] in said
+        assert all(len(one) == 1 for one in said)
+
+
+async def test_an_open_session_is_shown_until_it_is_closed(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        async with client.session() as session:
+            await turn(shared, session, HOSTILE)
+            rows = (await http.get("/api/open")).json()["rows"]
+            assert session.session_id in [one["session_id"] for one in rows]
+            shown = (await http.get(f"/api/session/{session.session_id}")).json()
+            assert shown["live"] is True
+            assert shown["nodes"][0]["messages"] == [{"role": "user", "content": HOSTILE}]
+
+        async def closed() -> bool:
+            shown = (await http.get(f"/api/session/{session.session_id}")).json()
+            return shown.get("live") is False  # for a moment it is on its way to the collector
+
+        await until(closed)
+
+
+async def test_groups_series_and_the_mesh_are_shown(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        for index in range(2):
+            await conversation(
+                shared, client, group_id="g", sample_index=index, group_size=2, run_id="groups"
+            )
+        await listed(http, run_id="groups")
+
+        async def both() -> list[dict[str, Any]] | None:
+            rows: list[dict[str, Any]]
+            rows = (await http.get("/api/groups", params={"run_id": "groups"})).json()["rows"]
+            return rows if rows[0]["sessions"] == 2 else None
+
+        (group,) = await until(both)
+        assert (group["mean"], group["variance"], group["turns"]) == (0.5, 0.0, 6)
+        (point,) = (await http.get("/api/series", params={"run_id": "groups"})).json()["points"]
+        assert (point["sessions"], point["reward"], point["run"], point["at"]) == (2, 0.5, 0, 0)
+        mesh = (await http.get("/api/mesh")).json()
+        assert {one["kind"] for one in mesh["members"]} >= {"engine", "gateway"}
+        assert mesh["error"] == ""
+        assert "groups" in (await http.get("/api/choices")).json()["run_id"]
+
+
+async def test_an_unknown_session_and_a_wrong_order_are_errors_with_a_text(shared: Mesh) -> None:
+    async with viewer(shared) as http:
+        unknown = await http.get("/api/session/5e55")
+        assert (unknown.status_code, "5e55" in unknown.json()["error"]) == (404, True)
+        wrong = await http.get("/api/sessions", params={"order": "x"})
+        assert (wrong.status_code, "newest" in wrong.json()["error"]) == (400, True)
+        assert (await http.get("/api/sessions", params={"offset": "x"})).status_code == 400
+        assert (await http.get("/../app.py")).status_code == 404
+
+
+async def test_pages_load_nothing_from_elsewhere(shared: Mesh) -> None:
+    async with viewer(shared) as http:
+        page = await http.get("/")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "http" not in page.text
+        assert (await http.get("/app.js")).headers["content-type"].startswith("text/javascript")
+        elsewhere = await http.get("/api/sessions", headers={"host": "evil.example"})
+        assert (elsewhere.status_code, "rows" in elsewhere.text) == (421, False)
+        assert (await http.post("/api/sessions")).status_code == 405
+
+
+async def test_a_viewer_with_a_key_asks_for_it(shared: Mesh, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("k" * 40)
+    async with viewer(shared, key_file=key) as http:
+        assert (await http.get("/")).status_code == 200
+        for cookie in ("", "k" * 40):
+            http.cookies.set("rollmesh-view", cookie)
+            assert (await http.get("/api/sessions")).status_code == 401
+        http.cookies.clear()
+        assert (await http.post("/api/login", content="wrong")).status_code == 401
+        login = await http.post("/api/login", content="k" * 40 + "\n")
+        assert login.status_code == 200
+        assert "httponly; " in login.headers["set-cookie"].lower() + "; "
+        assert "k" * 40 not in login.headers["set-cookie"]
+        assert (await http.get("/api/sessions")).status_code == 200
+
+
+async def test_a_viewer_that_others_reach_needs_a_key(tmp_path: Path) -> None:
+    code, errors = await run_refused("view", host="::", port=0)
+    assert (code, "key-file" in errors) == (2, True)
+    (tmp_path / "key").write_text("short")
+    code, errors = await run_refused("view", key_file=tmp_path / "key", port=0)
+    assert (code, "32 characters" in errors) == (2, True)
+
+
+async def test_a_locked_mesh_shows_open_sessions_to_operators_only(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    locks = Locks(tmp_path / "locks")
+    async with scripted_mesh(tmp_path, tokenizer_dir, locks=locks) as mesh:
+        async with viewer(mesh, token_file=locks.token_file("operator")) as http:
+            assert (await http.get("/api/open")).json() == {"rows": []}
+            assert (await http.get("/api/mesh")).json()["sessions"] == 0
+        async with viewer(mesh, token_file=locks.token_file("trainer")) as http:
+            assert (await http.get("/api/open")).status_code == 403
+
+
+async def test_a_collector_that_is_away_is_named_and_read_again(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
+        async with viewer(mesh) as http:
+            await conversation(mesh, client, run_id="before")
+            await listed(http, run_id="before")
+            await mesh.processes["collector"].kill()
+
+            async def error() -> str:
+                found = await http.get("/api/choices")
+                return str(found.json()["error"])
+
+            assert await until(error)
+            assert (await listed(http, run_id="before"))["total"] == 1
+            await mesh.start("collector")
+            await conversation(mesh, client, run_id="after")
+            assert (await listed(http, run_id="after"))["total"] == 1
+            assert await error() == ""
+
+
+async def test_sixty_four_readers_and_the_death_of_a_viewer_disturb_no_session(
+    shared: Mesh,
+) -> None:
+    async with shared.client() as client:
+        async with viewer(shared) as http:
+            reads = [asyncio.create_task(http.get("/api/series")) for _ in range(100)]
+            await conversation(shared, client, run_id="watched")
+            answers = await asyncio.gather(*reads)
+        assert {one.status_code for one in answers} <= {200, 503}
+        await conversation(shared, client, run_id="unwatched")
+        async with viewer(shared) as http:
+            assert (await listed(http, run_id="unwatched"))["rows"][0]["reward"] == 0.5
