@@ -32,6 +32,7 @@ _VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | 
 }
 _MODULES = {
     "status": "rollmesh.cli.status",
+    "tail": "rollmesh.cli.tail",
     "view": "rollmesh.view",
     "up": "rollmesh.cli.up",
     "conformance": "rollmesh.conformance",

@@ -18,7 +18,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_059, 6),
     "clients/rollmesh/integrations": (4_283, 23),
     "clients/rollmesh/launch": (601, 4),
-    "clients/rollmesh/cli": (1_569, 9),
+    "clients/rollmesh/cli": (1_692, 10),
     "clients/rollmesh/view": (1_153, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }
