@@ -23,6 +23,7 @@ async def main(url: str) -> None:
         await page.open("#/groups?order=largest+spread", "found")
         await _picture(page, "viewer-groups")
         await page.open("#/sessions?order=most+turns", "found")
+        await page.until("document.querySelector('td.id a') !== null")
         first = "document.querySelector('td.id a').getAttribute('href')"
         session = await page.run(first)
         await page.open(session, "Session")

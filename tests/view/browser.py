@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,16 @@ async def browser(base: str) -> AsyncIterator[Page]:
             async with httpx2.AsyncClient() as http:
                 tabs = (await http.get(f"http://127.0.0.1:{port}/json")).json()
             (tab,) = [one for one in tabs if one["type"] == "page"]
-            async with connect(tab["webSocketDebuggerUrl"], max_size=None) as socket:
+            address = tab["webSocketDebuggerUrl"]
+            async with connect(address, max_size=None) as socket, AsyncExitStack() as stack:
                 page = Page(socket, base)
                 listening = asyncio.create_task(page.listen())
+                stack.callback(listening.cancel)
                 for domain in ("Runtime", "Log", "Page", "Network"):
                     await page.call(f"{domain}.enable")
                 await page.call("Page.navigate", url=base)
                 await page.until("document.querySelector('main h1') !== null")
                 yield page
-                listening.cancel()
         finally:
             process.kill()
             await process.wait()
