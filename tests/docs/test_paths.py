@@ -14,8 +14,17 @@ _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 _QUOTED = re.compile(r"`([\w.][\w./-]*)`")
 _LISTED = re.compile(r"^    ([\w./-]+/)(?=\s)", re.M)
 _ENDINGS = (".py", ".proto", ".toml", ".md", ".rst", ".txt", ".yml", ".sh")
-_MADE = ("build/", "var/", ".../", "training/", "rollout_corr/")
-"""Where programs write, URLs, and metrics of verl."""
+_MADE = (
+    "build/",
+    "var/",
+    ".../",
+    "training/",
+    "rollout_corr/",
+    "actor/",
+    "sampling/",
+    "clip_ratio/",
+)
+"""Where programs write, URLs, and metrics of verl and TRL."""
 _OTHER = {
     "additional_chat_templates/",
     "application/json",
@@ -23,10 +32,9 @@ _OTHER = {
     "collector/arrays/",
     "collector/collector.sqlite",
     "gateway/journal.sqlite",
-    "sampling/sampling_logp_difference",
     "text/plain",
 }
-"""Files of a model, of a mesh's `data_dir`, a metric, and media types."""
+"""Files of a model, of a mesh's `data_dir`, and media types."""
 
 
 @cache
