@@ -166,6 +166,28 @@ async def test_messages_that_form_no_tree_are_refused(
     await refused_by_field(stub, with_messages(record("s")), field, change)
 
 
+async def test_a_session_of_text_has_no_tokens(stub: Any) -> None:
+    session = with_messages(record("s"))
+    session.capture = session_pb2.CAPTURE_TEXT
+    await refused_by_field(stub, session, "trajectories[0].tokens", {})
+    (row,) = session.trajectories
+    row.ClearField("tokens")
+    await refused_by_field(stub, session, "trajectories[0].segments[0]", {})
+    row.ClearField("version_spans")
+    row.prompt_tokens = 0
+    del row.segments[0]
+    row.segments[0].start = row.segments[0].end = 0
+    await ingest(stub, session)
+    async with subscribing(stub, "plain", credits_=1) as stream:
+        await ingest(stub, record("t"))
+        assert await stream.delivered(1) == ["t"]
+    rules = collector_pb2.DeliveryFilter(captures=[session_pb2.CAPTURE_TEXT])
+    async with subscribing(stub, "text", credits_=1, filter=rules, messages=True) as stream:
+        (delivery,) = await stream.deliveries(1)
+    row.tokens.SetInParent()
+    assert delivery.sessions == [session]
+
+
 async def refused_by_field(
     stub: Any, session: session_pb2.SessionRecord, field: str, change: dict[str, Any]
 ) -> None:

@@ -214,6 +214,15 @@ def test_each_model_of_a_mesh_has_its_own_engines_and_gateways() -> None:
     assert len({one.data_dir for one in gateways}) == 3
 
 
+def test_a_model_that_is_served_elsewhere_has_a_gateway_and_no_engines() -> None:
+    away = {"name": "away", "gateway": {"upstream": "https://api.example.com/v1"}}
+    specs = plan(model=[{"name": "policy"}, away])
+    gateway = config_of(specs["gateway-away-0"])
+    assert (gateway.model, gateway.upstream) == ("away", "https://api.example.com/v1")
+    assert "engine-policy-0" in specs
+    assert "engine-away-0" not in specs
+
+
 def test_engines_of_all_models_count_up_from_one_port_and_a_model_may_have_its_own() -> None:
     models: list[dict[str, Any]] = [{"name": "a", "engines": 2}, {"name": "b", "engines": 2}]
     specs = plan(engine={"port": 7400}, model=models)

@@ -54,6 +54,25 @@ class MissingRewardError(RollmeshError):
         )
 
 
+class TextSessionError(RollmeshError):
+    """A session has no token ids: its model was served elsewhere, and its text was recorded.
+
+    Leave `captures` of the consumer's filter unset, so that it receives tokens only.
+    """
+
+    code = "FAILED_PRECONDITION"
+    reason = "TEXT_SESSION"
+
+    def __init__(self, session_id: str, capture: str) -> None:
+        """Names the session and its capture."""
+        super().__init__(
+            f"session {session_id}: recorded {capture} and has no token ids to train on; export "
+            "it with --format sft, or leave `captures` of the filter unset",
+            session_id=session_id,
+            capture=capture,
+        )
+
+
 class PackageMissingError(RollmeshError):
     """A function needs a package that is not installed.
 
@@ -150,6 +169,7 @@ def rows_of(
 
     Raises:
         MissingRewardError: With "refuse". Names the trajectory.
+        TextSessionError: A session has no tokens.
         InvalidFieldError: A session was exported as a tree, not as trajectories.
     """
     rows: list[Row] = []
@@ -188,9 +208,16 @@ def _left(trajectory: Trajectory, reason: str) -> LeftOut:
 
 
 def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[SessionResult]:
-    """Yields sessions, including those inside deliveries, in their order."""
+    """Yields sessions, including those inside deliveries, in their order.
+
+    Raises:
+        TextSessionError: A session has no tokens.
+    """
     for source in sources:
-        yield from source.sessions if isinstance(source, Delivery) else (source,)
+        for session in source.sessions if isinstance(source, Delivery) else (source,):
+            if session.capture != "TOKENS":
+                raise TextSessionError(session.session_id, session.capture)
+            yield session
 
 
 def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float32] | None:

@@ -118,7 +118,9 @@ def members(
             problems += [one for one in wrong if one not in problems]
             if config is not None:
                 found.append(Member(service, model, config, given))
-    return found, problems
+    elsewhere = {one.model for one in found if getattr(one.config, "upstream", "")}
+    run = [one for one in found if one.service != "engine" or one.model not in elsewhere]
+    return run, problems
 
 
 def own_problems(tables: Tables, path: str, classes: Mapping[str, type[Any]]) -> list[str]:
@@ -253,7 +255,7 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
     if service == "engine" and (problem := config.missing_package()):
         yield f"engine.{problem}"
     loads = service == "gateway" or (service == "engine" and config.loads_model)
-    if loads and not config.model_path.is_dir():
+    if loads and not config.model_path.is_dir() and not getattr(config, "upstream", ""):
         yield (
             f"{service}.model_path: {config.model_path} is no folder; give the one of the model, "
             "here or under [mesh]"

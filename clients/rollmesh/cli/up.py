@@ -149,7 +149,7 @@ class Supervisor:
                 line.setdefault(service, next(iter(named.values())))
             line[f"{service}s"] = named
             if service == "engine" or (service != "sidecar" and len(named) > 1):
-                del line[service]  # the router knows them
+                line.pop(service, None)  # the router knows them
         line["router"] = ",".join(s.address for s in self._specs if s.service == "router")
         line["pids"] = {one.spec.name: one.process.pid for one in self._children if one.process}
         print("UP", json.dumps(line), flush=True)

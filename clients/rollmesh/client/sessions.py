@@ -461,13 +461,11 @@ class SessionCalls(RunCalls):
             SessionKeyWrongError: The session's key was ended by somebody else.
             RollmeshError: The gateway refuses, or is unavailable for too long.
         """
-        old = session.api_key
+        id_, key, repeat = session.session_id, session.api_key, uuid.uuid4().hex
         request = gateway_pb2.RevokeSessionKeyRequest(
-            session_id=session.session_id, session_key=old, request_id=uuid.uuid4().hex
+            session_id=id_, session_key=key, request_id=repeat
         )
-        response = await self._at_gateway(
-            session.session_id, lambda stub: stub.RevokeSessionKey, request
-        )
+        response = await self._at_gateway(id_, lambda stub: stub.RevokeSessionKey, request)
         _rekey(session, response.session_key)
 
     async def renew_key(self, session: Session) -> None:
@@ -485,9 +483,8 @@ class SessionCalls(RunCalls):
         find = gateway_pb2.FindSessionRequest(request_id=session.request_id)
         found = await self._at_gateway(session.session_id, lambda stub: stub.FindSession, find)
         if found.closed or found.session_id != session.session_id:  # another must not be opened
-            raise SessionClosedError(
-                f"session {session.session_id} is closed", session_id=session.session_id
-            )
+            closed = f"session {session.session_id} is closed"
+            raise SessionClosedError(closed, session_id=session.session_id)
         same = gateway_pb2.CreateSessionRequest(request_id=session.request_id, model=session.model)
         opened = await self._at_gateway(session.session_id, lambda stub: stub.CreateSession, same)
         _rekey(session, opened.session_key)
@@ -800,6 +797,8 @@ class SessionResult:
     """The budgets that stopped a request or cut a turn: CALLS, SAMPLED_TOKENS, TIME."""
     recorded: session_pb2.SessionRecord | None = field(default=None, repr=False)
     """A message that holds only the messages and contexts."""
+    capture: str = "TOKENS"
+    """TOKENS, or LOGPROBS or TEXT, without tokens."""
 
     def conversation(self, trajectory: Trajectory) -> Conversation | None:
         """Returns the messages of a trajectory. None unless the session recorded them.
@@ -837,6 +836,7 @@ class SessionResult:
             tuple(proto.edges),
             tuple(name_of(session_pb2.BudgetKind.DESCRIPTOR, one) for one in proto.budgets_spent),
             session_pb2.SessionRecord(messages=proto.messages, contexts=proto.contexts),
+            name_of(session_pb2.Capture.DESCRIPTOR, proto.capture or session_pb2.CAPTURE_TOKENS),
         )
 
 

@@ -247,6 +247,8 @@ def _of_models(
         own = model.tables.get(service, {})
         table = {**own_table(tables, service, model), **over}
         copies = model.config.engines if service == "engine" else model.config.gateways
+        if service == "engine" and own_table(tables, "gateway", model).get("upstream"):
+            copies = 0  # the model is served elsewhere
         gpus = model.config.gpus_per_engine if service == "engine" else 0
         if service == "engine" and copies > 1 and table.get("attach"):
             raise ConfigError(

@@ -235,3 +235,50 @@ def test_a_filter_may_demand_the_numerics_of_trained_tokens(allowed: list[str], 
     verdict = judge(pb.Consumer(filter=pb.DeliveryFilter(numerics_ids=allowed)), [record])
     why = [] if kept else [pb.FILTER_REASON_NUMERICS]
     assert [removed.reason for removed in verdict.removed] == why
+
+
+TEXT, LOGPROBS = session_pb2.CAPTURE_TEXT, session_pb2.CAPTURE_LOGPROBS
+UNSET = session_pb2.CAPTURE_UNSPECIFIED
+
+
+def captured(capture: session_pb2.Capture.ValueType) -> session_pb2.SessionRecord:
+    made = session()
+    made.capture = capture
+    return made
+
+
+@pytest.mark.parametrize(
+    ("captures", "kept"),
+    [
+        pytest.param([], [True, True, False, False], id="as consumers of the last release"),
+        pytest.param([session_pb2.CAPTURE_TOKENS], [True, True, False, False], id="tokens"),
+        pytest.param([TEXT], [False, False, False, True], id="text"),
+        pytest.param([LOGPROBS, TEXT], [False, False, True, True], id="text and more"),
+    ],
+)
+def test_a_consumer_gets_the_captures_that_it_takes(
+    captures: list[session_pb2.Capture.ValueType], kept: list[bool]
+) -> None:
+    rules = pb.DeliveryFilter(captures=captures)
+    for capture, is_kept in zip(
+        (UNSET, session_pb2.CAPTURE_TOKENS, LOGPROBS, TEXT), kept, strict=True
+    ):
+        head = captured(capture)
+        reason = pb.FILTER_REASON_UNSPECIFIED if is_kept else pb.FILTER_REASON_CAPTURE
+        assert judged(rules, None, [head]).reason == reason
+        assert usable(pb.Consumer(filter=rules), head) == is_kept
+
+
+def test_a_group_with_a_session_of_another_capture_is_not_delivered_at_all() -> None:
+    group = [captured(UNSET), captured(TEXT)]
+    for captures in ([], [TEXT]):
+        verdict = judged(pb.DeliveryFilter(captures=captures), None, group)
+        assert verdict.reason == pb.FILTER_REASON_CAPTURE
+    both = pb.DeliveryFilter(captures=[session_pb2.CAPTURE_TOKENS, TEXT])
+    assert not judged(both, None, group).reason
+
+
+def test_an_abandoned_seat_has_no_capture_of_its_own() -> None:
+    seat = session_pb2.SessionRecord(abandoned="away", outcome=session_pb2.SESSION_OUTCOME_LOST)
+    verdict = judged(pb.DeliveryFilter(captures=[TEXT]), None, [captured(TEXT), seat])
+    assert not verdict.reason

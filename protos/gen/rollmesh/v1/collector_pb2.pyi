@@ -144,6 +144,10 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """
     FILTER_REASON_STALE_RUN: _FilterReason.ValueType  # 19
     """An abandoned run of the consumer's policy sampled tokens of the trajectory."""
+    FILTER_REASON_CAPTURE: _FilterReason.ValueType  # 20
+    """The session has another capture, such as text where the consumer takes tokens. A group has the reason if
+    one of its sessions has.
+    """
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -192,6 +196,10 @@ tree.
 """
 FILTER_REASON_STALE_RUN: FilterReason.ValueType  # 19
 """An abandoned run of the consumer's policy sampled tokens of the trajectory."""
+FILTER_REASON_CAPTURE: FilterReason.ValueType  # 20
+"""The session has another capture, such as text where the consumer takes tokens. A group has the reason if
+one of its sessions has.
+"""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 class _GroupState:
@@ -1365,6 +1373,7 @@ class DeliveryFilter(_message.Message):
     NUMERICS_IDS_FIELD_NUMBER: _builtins.int
     STALE_RUNS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CAPTURES_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
     tokens of a trajectory. Default: any.
@@ -1414,6 +1423,12 @@ class DeliveryFilter(_message.Message):
         `max_policy_lag` then counts only the versions of these policies. Empty: all.
         """
 
+    @_builtins.property
+    def captures(self) -> _containers.RepeatedScalarFieldContainer[_session_pb2.Capture.ValueType]:
+        """The captures of the sessions kept. A group with a session of another capture is filtered as a whole.
+        Empty: TOKENS only.
+        """
+
     def __init__(
         self,
         *,
@@ -1430,10 +1445,11 @@ class DeliveryFilter(_message.Message):
         numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
         stale_runs: Global___StaleRuns.ValueType = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        captures: _abc.Iterable[_session_pb2.Capture.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "adapters", b"adapters", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "stale_runs", b"stale_runs", "ungrouped", b"ungrouped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "adapters", b"adapters", "allowed_reasons", b"allowed_reasons", "captures", b"captures", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "metadata", b"metadata", "model", b"model", "numerics_ids", b"numerics_ids", "purposes", b"purposes", "stale_runs", b"stale_runs", "ungrouped", b"ungrouped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015

@@ -1564,6 +1564,7 @@ class OpenSession(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     run_id: _builtins.str
@@ -1586,6 +1587,8 @@ class OpenSession(_message.Message):
     """Number of answered turns, including those that are being committed."""
     in_flight: _builtins.int
     """Number of generations in flight."""
+    capture: _session_pb2.Capture.ValueType
+    """The recorded part of its turns."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata from CreateSession. Empty in a list."""
@@ -1610,10 +1613,11 @@ class OpenSession(_message.Message):
         in_flight: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
+        capture: _session_pb2.Capture.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "capture", b"capture", "group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1790,6 +1794,7 @@ class GetGatewayInfoResponse(_message.Message):
     TOOL_CALLS_EXPLANATION_FIELD_NUMBER: _builtins.int
     ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -1818,6 +1823,10 @@ class GetGatewayInfoResponse(_message.Message):
     """Whether the template refuses an answer of two tool calls. Answers then end before a second one,
     as if `parallel_tool_calls` were false.
     """
+    capture: _session_pb2.Capture.ValueType
+    """The capture of its sessions. With another value than TOKENS a server elsewhere answers, and
+    the fields about the template and its parsers are not set.
+    """
     @_builtins.property
     def template(self) -> _template_pb2.TemplateProfile:
         """Traits of the chat template."""
@@ -1843,10 +1852,11 @@ class GetGatewayInfoResponse(_message.Message):
         tool_calls_explanation: _builtins.str = ...,
         one_tool_call: _builtins.bool = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        capture: _session_pb2.Capture.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["template", b"template"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "one_tool_call", b"one_tool_call", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_calls_explanation", b"tool_calls_explanation", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "capture", b"capture", "dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "one_tool_call", b"one_tool_call", "reasoning_format", b"reasoning_format", "special_text", b"special_text", "template", b"template", "tool_calls", b"tool_calls", "tool_calls_explanation", b"tool_calls_explanation", "tool_parser", b"tool_parser", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

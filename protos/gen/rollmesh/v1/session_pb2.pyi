@@ -85,6 +85,38 @@ SESSION_PURPOSE_OTHER: SessionPurpose.ValueType  # 3
 """Anything else, such as a smoke test."""
 Global___SessionPurpose: _TypeAlias = SessionPurpose  # noqa: Y015
 
+class _Capture:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CaptureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capture.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CAPTURE_UNSPECIFIED: _Capture.ValueType  # 0
+    """The field is not set."""
+    CAPTURE_TOKENS: _Capture.ValueType  # 1
+    """The ids that an engine of the mesh received and sampled, with their log-probabilities."""
+    CAPTURE_LOGPROBS: _Capture.ValueType  # 2
+    """The messages, and the text and log-probability of each sampled token, as a server elsewhere gives them. No
+    ids.
+    """
+    CAPTURE_TEXT: _Capture.ValueType  # 3
+    """The messages alone."""
+
+class Capture(_Capture, metaclass=_CaptureEnumTypeWrapper):
+    """The part of a turn that a session records. Consumers of the collector get TOKENS by default."""
+
+CAPTURE_UNSPECIFIED: Capture.ValueType  # 0
+"""The field is not set."""
+CAPTURE_TOKENS: Capture.ValueType  # 1
+"""The ids that an engine of the mesh received and sampled, with their log-probabilities."""
+CAPTURE_LOGPROBS: Capture.ValueType  # 2
+"""The messages, and the text and log-probability of each sampled token, as a server elsewhere gives them. No
+ids.
+"""
+CAPTURE_TEXT: Capture.ValueType  # 3
+"""The messages alone."""
+Global___Capture: _TypeAlias = Capture  # noqa: Y015
+
 class _BudgetKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -246,7 +278,8 @@ class NodeMessages(_message.Message):
     """A JSON array of messages in OpenAI's form. `reasoning_content` has the reasoning, and `arguments` the
     text of a call's arguments as it was written. An image is a part of type "image_url" whose URL is
     "sha256:" and the hash. A sampled message is as the model wrote it, whatever its echoes lack. Empty
-    where the arrays of the session are left out.
+    where the arrays of the session are left out. With LOGPROBS a sampled message has `logprobs` in OpenAI's
+    form.
     """
     data_bytes: _builtins.int
     """Size of `data`, bytes."""
@@ -348,6 +381,7 @@ class SessionRecord(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     CONTEXTS_FIELD_NUMBER: _builtins.int
     MESSAGES_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -387,6 +421,11 @@ class SessionRecord(_message.Message):
     messages_left_out: _builtins.int
     """Number of nodes, the last ones, whose messages are left out because the session has more of them than
     the gateway's setting `max_session_message_bytes`.
+    """
+    capture: Global___Capture.ValueType
+    """The recorded part of its turns. Default: TOKENS. With another value its trajectories have no tokens and
+    no version spans, and their segments are empty, one for each sampled turn. LOGPROBS only if every turn
+    has them, and otherwise TEXT.
     """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -458,10 +497,11 @@ class SessionRecord(_message.Message):
         messages: _abc.Iterable[Global___NodeMessages] | None = ...,
         contexts: _abc.Iterable[Global___ConversationContext] | None = ...,
         messages_left_out: _builtins.int = ...,
+        capture: Global___Capture.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "closed_unix_ms", b"closed_unix_ms", "contexts", b"contexts", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "messages", b"messages", "messages_left_out", b"messages_left_out", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "capture", b"capture", "closed_unix_ms", b"closed_unix_ms", "contexts", b"contexts", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "messages", b"messages", "messages_left_out", b"messages_left_out", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -77,6 +77,9 @@ def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
         "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
         "purpose": name_of(session_pb2.SessionPurpose.DESCRIPTOR, purpose),
         "model": session.model,
+        "capture": name_of(
+            session_pb2.Capture.DESCRIPTOR, session.capture or session_pb2.CAPTURE_TOKENS
+        ),
         "superseded": session.superseded,
         "abandoned": session.abandoned,
         "reward": session.reward if session.HasField("reward") else None,
@@ -208,6 +211,8 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
         if found is None:
             continue
         token_ids, _, loss_mask = unpack_tokens(one.tokens, "tokens")
+        masks = loss_mask.astype(int).tolist()
+        tokens = {"input_ids": token_ids.tolist(), "assistant_masks": masks} if masks else {}
         trained = {segment.node_id for segment in one.segments if segment.trained}
         versions = {version_of(span.policy_version) for span in log.trained_spans(one)}
         yield {
@@ -215,8 +220,7 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
             "tools": found.tools,
             "chat_template_kwargs": found.template_options,
             "trained_messages": [node_id in trained for node_id in found.node_ids],
-            "input_ids": token_ids.tolist(),
-            "assistant_masks": loss_mask.astype(int).tolist(),
+            **tokens,
             "reward": one.reward if one.HasField("reward") else summary["reward"],
             "policy_versions": sorted(versions),
             "trajectory_id": one.trajectory_id,
@@ -234,6 +238,7 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
     Arguments that are no JSON object stay text.
     """
+    message.pop("logprobs", None)
     for call in message.get("tool_calls", ()):
         with suppress(ValueError):
             arguments = json.loads(call["function"]["arguments"])
@@ -375,7 +380,7 @@ def _parquet(part: Path) -> Iterator[_Write]:
         {
             **dict.fromkeys(("session_id", "run_id", "group_id"), text),
             **dict.fromkeys(("sample_index", "group_size"), whole),
-            **dict.fromkeys(("outcome", "purpose", "model"), text),
+            **dict.fromkeys(("outcome", "purpose", "model", "capture"), text),
             "superseded": arrow.bool_(),
             **dict.fromkeys(("trajectory_id", "lineage", "lineage_source", "text"), text),
             "sampled_texts": arrow.list_(text),

@@ -454,7 +454,9 @@ def judge(
                 pb.RemovedTrajectories(session_id=head.session_id, reason=why, count=count)
             )
     reason: Reason = pb.FILTER_REASON_UNSPECIFIED
-    if heads and all(refused):
+    if pb.FILTER_REASON_CAPTURE in refused:
+        reason = pb.FILTER_REASON_CAPTURE
+    elif heads and all(refused):
         reason = refused[0]
     elif removed and not any(kept):
         reason = pb.FILTER_REASON_NOTHING_LEFT
@@ -488,6 +490,9 @@ def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
 
 def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reason:
     """Returns why a whole session is removed, or UNSPECIFIED if it is not."""
+    captures = rules.captures or [session_pb2.CAPTURE_TOKENS]
+    if not head.abandoned and (head.capture or session_pb2.CAPTURE_TOKENS) not in captures:
+        return pb.FILTER_REASON_CAPTURE
     if rules.model not in {"", head.model}:
         return pb.FILTER_REASON_MODEL
     train = session_pb2.SESSION_PURPOSE_TRAIN
@@ -533,8 +538,9 @@ def _reason(
 
 
 def _has_no_scores(row: Row) -> bool:
-    """Returns whether no teacher can score a row: a tree, or tokens of images."""
-    return isinstance(row, trajectory_pb2.TrajectoryTree) or bool(row.images)
+    """Returns whether no teacher can score a row: a tree, tokens of images, or no tokens."""
+    is_tree = isinstance(row, trajectory_pb2.TrajectoryTree)
+    return is_tree or bool(row.images) or not tokens_of(row)
 
 
 def _lineages(row: Row) -> set[trajectory_pb2.Lineage.ValueType]:

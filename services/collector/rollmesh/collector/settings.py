@@ -122,7 +122,7 @@ def _check(consumer: pb.Consumer) -> None:
             "consumer.policy_version", "is missing; filter.max_policy_lag needs it"
         )
     check_run("consumer.policy_run", consumer.policy_run)
-    for name, named in (("allowed_reasons", "reasons"), ("purposes",) * 2, ("lineages",) * 2):
+    for name in ("allowed_reasons", "purposes", "lineages", "captures"):
         if 0 in getattr(rules, name):
-            problem = f"holds UNSPECIFIED; name the {named}"
+            problem = f"holds UNSPECIFIED; name the {name.removeprefix('allowed_')}"
             raise InvalidFieldError(f"consumer.filter.{name}", problem)

@@ -7,6 +7,7 @@ Modules, each of which imports only those below it:
     servicer              RPCs
     tenancy               the journals that a gateway serves
     registry              the sessions of one journal: opening, turns, replies, closing
+    upstream              one turn that a server elsewhere answers
     turn                  one turn: prompt, lease, generation, commit
     prompt                the prompt of a turn
     deps                  the dependencies of turns

@@ -36,6 +36,16 @@ class GatewayConfig(ServerConfig):
     """Directory with the model's tokenizer, chat template and config."""
     model: str = "policy"
     """Model name that agents send in their requests."""
+    upstream: str = ""
+    """Base URL of a server with OpenAI's chat completions API, such as https://api.openai.com/v1.
+    It answers instead of engines, and sessions record text. The gateway needs no model_path."""
+    upstream_model: str = ""
+    """Name of the model at the upstream. Empty: `model`."""
+    upstream_key_file: str = ""
+    """File with the API key of the upstream. Empty sends none."""
+    capture: Annotated[str, OneOf(("text", "logprobs"))] = "text"
+    """The recorded part of an upstream's answers: text, or logprobs (also the text and the
+    log-probability of each token, which the upstream must return)."""
     tool_parser: str = "auto"
     """Tool-call parser: auto (detected from the chat template), a parser's name, or vllm:NAME."""
     tool_parser_timeout_ms: Annotated[int, Bounds(1)] = 60_000

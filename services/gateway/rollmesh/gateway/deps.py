@@ -15,6 +15,7 @@ from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh.failover import Failover
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.v1 import session_pb2
 
 # Fair scheduling of threaded work between sessions.
 #
@@ -50,11 +51,31 @@ class FairExecutor:
         return await asyncio.wrap_future(running)
 
 
-@dataclass(frozen=True, slots=True)
-class Deps:
-    """The dependencies of all turns of a gateway."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseDeps:
+    """The dependencies of a gateway's sessions, whatever answers in them."""
 
     config: GatewayConfig
+    threads: Executor
+    long_work: FairExecutor
+    """Tokenises long texts in threads of its own, so that short texts never wait for them."""
+    leases: LeaseClient
+    capture: session_pb2.Capture.ValueType = session_pb2.CAPTURE_TOKENS
+    """The recorded part of turns."""
+
+    def new_tree(self) -> Tree:
+        """Returns an empty tree for a session."""
+        return Tree(frozenset())
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """Runs short work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deps(BaseDeps):
+    """The dependencies of turns that engines of the mesh sample."""
+
     tokenizer: ModelTokenizer
     continuation: Continuation
     """Continues conversations with the model's template."""
@@ -63,10 +84,6 @@ class Deps:
     special_text: SpecialText
     """How the template sees text from outside that spells special tokens."""
     vllm_parser: VllmParser | None
-    threads: Executor
-    long_work: FairExecutor
-    """Tokenises long texts in threads of its own, so that short texts never wait for them."""
-    leases: LeaseClient
     failover: Failover
     max_context_tokens: int
     vocabulary_tokens: int
@@ -74,9 +91,9 @@ class Deps:
     banned_ids: Sequence[int]
     """Ids that are never sampled, whatever a request says."""
 
-    async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Runs short work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+    def new_tree(self) -> Tree:
+        """Returns an empty tree for a session."""
+        return new_tree(self.continuation)
 
 
 def new_tree(continuation: Continuation) -> Tree:

@@ -277,6 +277,8 @@ def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
     """Appends the spans of a sample, or extends the last one if it is adjacent and of its kind."""
     for span in sample.spans:
         start, end = span.start + offset, span.end + offset
+        if start == end:  # its ids are not known
+            continue
         last = spans[-1] if spans else None
         if (
             last is not None
@@ -547,6 +549,7 @@ def write_head(
         model=spec.model,
         purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
         run_id=spec.run_id,
+        capture=_capture(spec, tree),
     )
     used = {
         one.id: one for node in tree.nodes.values() if node.sample for one in node.sample.numerics
@@ -589,13 +592,26 @@ def write_head(
     return record
 
 
+def _capture(spec: SessionSpec, tree: Tree) -> session_pb2.Capture.ValueType:
+    """Returns the capture that all turns have."""
+    samples = [node.sample for node in tree.nodes.values() if node.sample is not None]
+    if spec.capture == session_pb2.CAPTURE_LOGPROBS and not all(
+        one.told and one.told.logprobs for one in samples
+    ):
+        return session_pb2.CAPTURE_TEXT
+    return session_pb2.Capture.ValueType(spec.capture)
+
+
 def _add_messages(record: session_pb2.SessionRecord, tree: Tree, room: int) -> Iterator[None]:
     """Adds the messages of nodes, parents first, as long as they have room. Yields after each."""
     indices: dict[bytes, int] = {}
     for node in tree.nodes.values():
         assert node.parent is not None
         context, shared = node.render_context, b""
-        data = write_json([_openai(message) for message in node.messages]).encode()
+        messages = [_openai(message) for message in node.messages]
+        if record.capture == session_pb2.CAPTURE_LOGPROBS and node.sample and node.sample.told:
+            messages[0]["logprobs"] = {"content": node.sample.told.logprobs}
+        data = write_json(messages).encode()
         if context.key not in indices:
             shared = _openai_context(context)
         room -= len(data) + len(shared)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, make_context
 from rollmesh.gateway.conversation import ImageFacts
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
-from rollmesh.gateway.tree import Edge, Fidelity, Node, Sample, Tree
+from rollmesh.gateway.tree import Edge, Fidelity, Node, Sample, Told, Tree
 from rollmesh.mesh.directory import JOURNAL_ID_CHARS
 from rollmesh.mesh.generation import Tops
 from rollmesh.runtime.codec.arrays import (
@@ -453,7 +453,8 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
         ]
         numerics = [base64.b64encode(one.SerializeToString()).decode() for one in own.numerics]
         counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
-        sample = json.dumps([spans, *counts, *numerics])
+        told = [own.told._asdict()] if own.told else []
+        sample = json.dumps([spans, *counts, *told, *numerics])
         logprobs = pack_logprobs(own.logprobs)
         sampling = own.sampling.SerializeToString(deterministic=True)
         if own.tops is not None:
@@ -582,7 +583,9 @@ def _sample(
     sampling: bytes | None,
     request_ids: list[str],
 ) -> Sample:
-    spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *numerics = fields
+    spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *more = fields
+    told = [one for one in more if isinstance(one, dict)]
+    numerics = [one for one in more if isinstance(one, str)]
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
@@ -605,6 +608,7 @@ def _sample(
         _sampling(sampling),
         tuple(map(_numerics, numerics)),
         request_ids=request_ids,
+        told=Told(**told[0]) if told else None,
     )
 
 

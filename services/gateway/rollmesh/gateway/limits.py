@@ -95,7 +95,8 @@ async def book_tokens(session: Session, turn: Turn, sampling: sampling_pb2.Sampl
         raise _spent(session, session_pb2.BUDGET_KIND_SAMPLED_TOKENS, most)
     turn.is_limited = free < sampling.max_tokens
     turn.booked_tokens = sampling.max_tokens = min(sampling.max_tokens, free)
-    sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+    if sampling.HasField("min_tokens"):
+        sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
 
 
 def _spent(session: Session, kind: Spent, limit: int) -> BudgetSpentError:

@@ -85,7 +85,7 @@ def committed(node: Node) -> None:
     TURNS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, sample.finish).lower()).inc()
     _PROMPT.inc(sample.prompt_tokens)
     _CACHED.inc(sample.cached_tokens)
-    _SAMPLED.inc(len(sample.token_ids))
+    _SAMPLED.inc(sample.completion_tokens)
     for span in sample.spans:
         infinite = np.count_nonzero(~np.isfinite(sample.logprobs[span.start : span.end]))
         if infinite:

@@ -15,7 +15,7 @@ from functools import partial
 from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics, outbox
-from rollmesh.gateway.deps import Deps, new_tree
+from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
 from rollmesh.gateway.journal import (
     Journal,
@@ -46,6 +46,7 @@ from rollmesh.gateway.session import (
 )
 from rollmesh.gateway.tree import Edge, Node, Spent
 from rollmesh.gateway.turn import run_turn, tokens_of
+from rollmesh.gateway.upstream import UpstreamDeps, run_text_turn
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     BudgetSpentError,
@@ -339,7 +340,7 @@ class Registry:
 
     def __init__(
         self,
-        deps: Deps,
+        deps: Deps | UpstreamDeps,
         store: Journal,
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
@@ -363,7 +364,7 @@ class Registry:
         self.outbox = outbox
         """Its closed sessions on their way to the collector."""
         self._groups = groups
-        self._new_tree = partial(new_tree, deps.continuation)
+        self._new_tree = deps.new_tree
         self._sessions: dict[str, Session] = {}
         self.named_adapters: Counter[tuple[str, int]] = Counter()
         """The adapter revisions that open sessions name, with the number of sessions."""
@@ -518,6 +519,7 @@ class Registry:
         records_messages = config.record_messages
         if request.HasField("record_messages"):
             records_messages = request.record_messages
+        records_messages |= self.deps.capture != session_pb2.CAPTURE_TOKENS
         spec = SessionSpec(
             session_id=session_id,
             opened_unix_ms=clock.unix_ms(),
@@ -542,6 +544,7 @@ class Registry:
                 request.budget.action == gateway_pb2.BUDGET_ACTION_REFUSE,
             ),
             message_bytes=config.max_session_message_bytes if records_messages else 0,
+            capture=self.deps.capture,
         )
         self._groups.check(spec)
         self._groups.add(spec)
@@ -783,10 +786,16 @@ class Registry:
             await end_turns(session, error)
         await self.sent.flush()
 
+    async def _turn(self, session: Session, turn: Turn, request: TurnRequest) -> Node:
+        deps = self.deps
+        if isinstance(deps, UpstreamDeps):
+            return await run_text_turn(deps, self.journal, session, turn, request)
+        return await run_turn(deps, self.journal, session, turn, request)
+
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn. Any outcome, including an unexpected error, ends it."""
         try:
-            node = await run_turn(self.deps, self.journal, session, turn, request)
+            node = await self._turn(session, turn, request)
             if turn.joins > 1:  # checked here: a retry may join during the commit
                 await self.mark_replayed(session, turn, node)
             metrics.committed(node)
@@ -904,6 +913,7 @@ class ChatCall:
                 continue
             tokens = None
             if choice.settings.returns_tokens and turn.node is not None:
+                assert isinstance(self._registry.deps, Deps)  # an upstream gives none
                 prompt, tokens = await tokens_of(
                     self._registry.deps, turn.node, choice.settings.returns
                 )
@@ -1036,6 +1046,7 @@ class ChatCall:
         assert node.sample is not None
         responses, deltas = [], write_deltas(events_of(node.messages[0]), choice.choice)
         if choice.settings.returns_tokens:
+            assert isinstance(self._registry.deps, Deps)  # an upstream gives none
             packed, tokens = await tokens_of(self._registry.deps, node, returns)
             responses = [write_prompt(packed, choice.choice)] if packed else []
             deltas = write_deltas((), choice.choice, tokens) + deltas

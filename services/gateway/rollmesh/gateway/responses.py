@@ -142,7 +142,7 @@ def write_answer(
         message=write_message(node.messages[0]),
         finish_reason=sample.finish,
         prompt_tokens=sample.prompt_tokens,
-        completion_tokens=len(sample.token_ids),
+        completion_tokens=sample.completion_tokens,
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
         reasons=sorted(node.reasons),
@@ -213,6 +213,7 @@ def write_session(session: Session) -> gateway_pb2.OpenSession:
         turns=session.tree.turns,
         in_flight=len(session.in_flight),
         adapters=spec.policies,
+        capture=session_pb2.Capture.ValueType(spec.capture),
     )
 
 

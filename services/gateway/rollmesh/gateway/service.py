@@ -37,6 +37,7 @@ from rollmesh.gateway.responses import (
 )
 from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.tenancy import Gateway, Tenancy
+from rollmesh.gateway.upstream import Upstream, UpstreamDeps
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.internal.v1 import tunnels_pb2_grpc
 from rollmesh.mesh.directory import CollectorDirectory
@@ -56,6 +57,7 @@ from rollmesh.v1 import (
     gateway_pb2_grpc,
     router_pb2,
     server_pb2,
+    session_pb2,
 )
 
 if TYPE_CHECKING:  # a journal in a file does not need the database's driver
@@ -74,14 +76,37 @@ class GatewayService:
     )
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Loads the model's files and probes its template.
+        """Loads the model's files and probes its template, unless an upstream answers.
 
         Raises:
             ModelFilesError: A file is missing.
             TemplateRefusedError: The template cannot be continued exactly.
+            ConfigError: A setting is invalid.
         """
         self._config = config
         self._gateway_id = config.gateway_id or own_id("gateway")
+        self._upstream = Upstream(config) if config.upstream else None
+        info = self._load_nothing() if self._upstream else self._load()
+        info.gateway_id, info.model = self._gateway_id, config.model
+        self._servicer = GatewayServicer(info, config, self._images)
+        self._collectors = CollectorDirectory(config.router, config.collector)
+        self._tunnels = Tunnels()
+        self._membership: Membership | None = None
+        self._first: Journal | None = None
+        """The journal without which the gateway cannot go on, if there is one."""
+
+    def _load_nothing(self) -> gateway_pb2.GetGatewayInfoResponse:
+        """Returns the constant part of the info of a gateway whose model is served elsewhere."""
+        self._model_files, self._vocabulary_tokens = ModelFiles("", ""), 0
+        self._images, self._parses_tool_calls = ImagePolicy(), True
+        return gateway_pb2.GetGatewayInfoResponse(
+            capture=session_pb2.Capture.Value(f"CAPTURE_{self._config.capture.upper()}"),
+            tool_calls=gateway_pb2.TOOL_CALL_PARSING_PARSED,
+        )
+
+    def _load(self) -> gateway_pb2.GetGatewayInfoResponse:
+        """Loads the model and returns the constant part of the gateway's info."""
+        config = self._config
         template, self._tokenizer = load_model(config.model_path)
         try:
             self._model_files = ModelFiles(tokenizer_sha256(config.model_path), template.sha256)
@@ -120,36 +145,26 @@ class GatewayService:
             ImageLimits(config.max_image_bytes, config.max_image_pixels),
             config.max_conversation_images,
         )
-        self._servicer = GatewayServicer(
-            gateway_pb2.GetGatewayInfoResponse(
-                gateway_id=self._gateway_id,
-                model=config.model,
-                max_context_tokens=self._max_context_tokens,
-                template=write_template(self._continuation.profile, template.sha256),
-                tool_calls=tool_calls,
-                tool_parser=self._format.tools if self._parses_tool_calls else "",
-                tool_calls_explanation=self._format.why,
-                one_tool_call=self._format.one_call,
-                reasoning_format=write_reasoning(self._format),
-                special_text=gateway_pb2.SpecialTextPolicy.Value(
-                    f"SPECIAL_TEXT_POLICY_{config.special_text.upper()}"
-                ),
+        return gateway_pb2.GetGatewayInfoResponse(
+            max_context_tokens=self._max_context_tokens,
+            template=write_template(self._continuation.profile, template.sha256),
+            tool_calls=tool_calls,
+            tool_parser=self._format.tools if self._parses_tool_calls else "",
+            tool_calls_explanation=self._format.why,
+            one_tool_call=self._format.one_call,
+            reasoning_format=write_reasoning(self._format),
+            special_text=gateway_pb2.SpecialTextPolicy.Value(
+                f"SPECIAL_TEXT_POLICY_{config.special_text.upper()}"
             ),
-            config,
-            self._images,
+            capture=session_pb2.CAPTURE_TOKENS,
         )
-        self._collectors = CollectorDirectory(config.router, config.collector)
-        self._tunnels = Tunnels()
-        self._membership: Membership | None = None
-        self._first: Journal | None = None
-        """The journal without which the gateway cannot go on, if there is one."""
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
         """Whether tool calls and reasoning are parsed from answers."""
         found = {
             server_pb2.CAPABILITY_TOOL_CALLS: self._parses_tool_calls,
-            server_pb2.CAPABILITY_REASONING: self._format.reasoning,
+            server_pb2.CAPABILITY_REASONING: self._upstream is not None or self._format.reasoning,
         }
         return frozenset(one for one, is_there in found.items() if is_there)
 
@@ -184,7 +199,8 @@ class GatewayService:
                 )
             )
             async with asyncio.TaskGroup() as tasks:
-                gateway = Gateway(self._deps(stack, leases), self._collectors, tasks)
+                deps = await self._deps(stack, leases)
+                gateway = Gateway(deps, self._collectors, tasks)
                 await gateway.hold(first)
                 self._servicer.begin(gateway)
                 _watch(gateway)
@@ -230,13 +246,23 @@ class GatewayService:
         async with open_postgres(config.journal, model, config.journal_lease_ms) as journals:
             yield await journals.take() or await journals.create(), journals
 
-    def _deps(self, stack: AsyncExitStack, leases: LeaseClient) -> Deps:
+    async def _deps(self, stack: AsyncExitStack, leases: LeaseClient) -> Deps | UpstreamDeps:
         """Returns the dependencies of turns. The stack ends threads and closes channels."""
         config = self._config
         executor, long_executor = (
             stack.enter_context(ThreadPoolExecutor(config.workers, name))
             for name in ("tokenise", "tokenise-long")
         )
+        long_work = FairExecutor(long_executor, config.workers)
+        if self._upstream is not None:
+            return UpstreamDeps(
+                config=config,
+                threads=executor,
+                long_work=long_work,
+                leases=leases,
+                capture=session_pb2.Capture.Value(f"CAPTURE_{config.capture.upper()}"),
+                upstream=await stack.enter_async_context(self._upstream),
+            )
         engines = EngineClients(config.stall_timeout_ms)
         leases.on_silent = engines.suspect
         stack.push_async_callback(engines.close)
@@ -249,7 +275,7 @@ class GatewayService:
             special_text=SpecialText(self._tokenizer, config.special_text, reserved),
             vllm_parser=self._vllm_parser(stack),
             threads=executor,
-            long_work=FairExecutor(long_executor, config.workers),
+            long_work=long_work,
             leases=leases,
             failover=Failover(
                 leases,
@@ -292,6 +318,9 @@ class GatewayService:
 
     def _log_formats(self) -> None:
         """Logs the answer formats, and warns if tool calls cannot be parsed."""
+        if self._upstream is not None:
+            _log.info("answers come from an upstream", extra=fields(capture=self._config.capture))
+            return
         _log.info(
             "answer formats",
             extra=fields(tools=self._format.tools, reasoning=self._format.reasoning_name),

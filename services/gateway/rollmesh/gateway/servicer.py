@@ -13,6 +13,7 @@ from rollmesh.gateway.responses import write_nodes, write_session, write_stored
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
+from rollmesh.gateway.upstream import UpstreamDeps, check_chat
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.columns import KINDS
 from rollmesh.runtime.codec.sampling_ranges import check_ranges
@@ -171,6 +172,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 request.chat, request_bytes, registry, session, stream=False, samples=False
             )
             session.used_ms = clock.monotonic_ms()
+            if isinstance(registry.deps, UpstreamDeps):
+                raise InvalidFieldError("model", "is served elsewhere, which counts no prompts")
             tokens, is_lower_bound = await count_tokens(registry.deps, session, choice)
         finally:
             self._freed_memory.served(request_bytes)
@@ -231,6 +234,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "max_session_nodes of the gateway",
             )
         spec = session.spec
+        if isinstance(registry.deps, UpstreamDeps):
+            check_chat(request)
         is_adapter = request.model != spec.model and request.model in self.gateway.adapters
         if is_adapter and request.model not in {one.name for one in spec.policies}:
             raise ModelMismatchError(

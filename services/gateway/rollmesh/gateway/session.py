@@ -90,6 +90,8 @@ class SessionSpec:
     """The fields of its `Budget`."""
     message_bytes: int = 0
     """Maximum size of the messages in its record, bytes. 0: the record has none."""
+    capture: int = session_pb2.CAPTURE_TOKENS
+    """The recorded part of its turns: a `Capture`."""
 
     @property
     def limits(self) -> Budget:

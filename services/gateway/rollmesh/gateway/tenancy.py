@@ -18,6 +18,7 @@ from rollmesh.gateway.journal import Journal, closed_session, moved
 from rollmesh.gateway.outbox import Outbox, is_undelivered
 from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
 from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway.upstream import UpstreamDeps
 from rollmesh.mesh.directory import CollectorDirectory, journal_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -52,7 +53,7 @@ class Gateway:
 
     def __init__(
         self,
-        deps: Deps,
+        deps: Deps | UpstreamDeps,
         collectors: CollectorDirectory,
         tasks: asyncio.TaskGroup,
     ) -> None:

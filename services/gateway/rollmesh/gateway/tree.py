@@ -14,7 +14,7 @@ Invariants:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -53,6 +53,15 @@ class Edge(NamedTuple):
     kind: str
 
 
+class Told(NamedTuple):
+    """The facts that a server elsewhere gives about a sample without token ids."""
+
+    completion_tokens: int
+    """Number of its tokens."""
+    logprobs: Sequence[Mapping[str, Any]] = ()
+    """Its tokens with their log-probabilities, as in `logprobs.content` of OpenAI's API."""
+
+
 # The nodes of a conversation tree: one message group each, with the ids that it adds.
 
 
@@ -83,6 +92,13 @@ class Sample:
     """The columns of its prompt and its ids, until nodes have them."""
     request_ids: list[str] = field(default_factory=list)
     """Ids that the agent gave its requests. The turn shares the list, to which retries add."""
+    told: Told | None = None
+    """Of a sample without ids."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids) if self.told is None else self.told.completion_tokens
 
     @property
     def engine_id(self) -> str:
@@ -403,6 +419,7 @@ def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match
 
 _BOOKMARKS = 8  # conversations of a session that are remembered
 
+_TOLD_BYTES = 64  # of a token's text and log-probability, about
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES, _IMAGE_BYTES = 9, 192, 160, 512, 96
 """Record bytes per token, at most per node and per version span, per trajectory, and per image
 shown, without the image's own bytes."""
@@ -641,7 +658,7 @@ class Tree:
         parent.children.append(node)
         self.nodes[node.node_id] = node
         self.turns += node.sample is not None
-        self.sampled_tokens += tokens - node.scaffold_tokens
+        self.sampled_tokens += node.sample.completion_tokens if node.sample else 0
         self.tokens += tokens
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
@@ -667,7 +684,7 @@ class Tree:
             if bookmark.match.node is node:
                 del self._bookmarks[name]
         self.turns -= node.sample is not None
-        self.sampled_tokens -= len(node.token_ids) - node.scaffold_tokens
+        self.sampled_tokens -= node.sample.completion_tokens if node.sample else 0
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _sizes(node)[1]
         if not parent.children:
@@ -757,6 +774,7 @@ def _sizes(node: Node) -> tuple[int, int]:
         own += len(node.sample.spans) * _SPAN_BYTES + text
         tops = node.sample.tops
         text += 0 if tops is None else tops.ids.nbytes + tops.logprobs.nbytes
+        text += _TOLD_BYTES * len(node.sample.told.logprobs) if node.sample.told else 0
     for message in node.messages:
         text += len(message.content) + len(message.reasoning) + len(message.images) * _IMAGE_BYTES
         for call in message.tool_calls:

@@ -15,7 +15,7 @@ from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.limits import book_tokens, check_limits, reserve
-from rollmesh.gateway.prompt import PromptTokens, prepare, sampling_of
+from rollmesh.gateway.prompt import Prompt, PromptTokens, prepare, sampling_of
 from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest
@@ -68,7 +68,8 @@ async def run_turn(
     reasons = draft.reasons(request, prompt, sample)
     if turn.is_limited and sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
         reasons |= {trajectory_pb2.FIDELITY_REASON_BUDGET}
-    return await _commit(store, session, turn, prompt, draft.answer.message(), sample, reasons)
+    message = draft.answer.message()
+    return await commit(store, session, turn, prompt.prompt, message, sample, reasons)
 
 
 async def count_tokens(deps: Deps, session: Session, request: TurnRequest) -> tuple[int, bool]:
@@ -399,17 +400,17 @@ def sample_of(
     )
 
 
-async def _commit(
+async def commit(
     store: Journal,
     session: Session,
     turn: Turn,
-    prompt: PromptTokens,
+    new: Prompt,
     message: Message,
     sample: Sample,
     reasons: frozenset[Fidelity],
 ) -> Node:
     """Attaches the turn, and detaches it again if the journal cannot store it."""
-    tree, new = session.tree, prompt.prompt
+    tree = session.tree
     parent = tree.reattach(new.match.node)
     for group, ids, places in new.new_groups:
         parent = tree.add_messages(parent, group, ids, places, sample.columns)

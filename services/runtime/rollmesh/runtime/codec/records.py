@@ -42,7 +42,10 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
         if trajectory.session_id != record.session_id:
             raise InvalidFieldError(f"{field}.session_id", "is another session's")
         seen.add(trajectory.trajectory_id)
-        _check_trajectory(trajectory, field)
+        if record.capture in {session_pb2.CAPTURE_LOGPROBS, session_pb2.CAPTURE_TEXT}:
+            _check_text(trajectory, field)
+        else:
+            _check_trajectory(trajectory, field)
     known = _check_images(record.images, f"{path}.images")
     for at, trajectory in enumerate(record.trajectories):
         _check_shown(trajectory, known, f"{path}.trajectories[{at}]")
@@ -86,6 +89,16 @@ def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
     for at, segment in enumerate(trajectory.segments):
+        _check_reward(segment, f"{field}.segments[{at}]")
+
+
+def _check_text(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
+    _check_finite(trajectory, field)
+    if _check_tokens(trajectory.tokens, f"{field}.tokens"):
+        raise InvalidFieldError(f"{field}.tokens", "are given, and the session captures none")
+    for at, segment in enumerate(trajectory.segments):
+        if segment.end:
+            raise InvalidFieldError(f"{field}.segments[{at}]", "has tokens")
         _check_reward(segment, f"{field}.segments[{at}]")
 
 
