@@ -16,7 +16,7 @@ CEILINGS = {
     "clients/rollmesh/sidecar": (5_807, 16),
     "clients/rollmesh/client": (6_662, 22),
     "clients/rollmesh/batches": (1_088, 6),
-    "clients/rollmesh/integrations": (4_283, 23),
+    "clients/rollmesh/integrations": (4_370, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (1_694, 10),
     "clients/rollmesh/view": (1_153, 5),

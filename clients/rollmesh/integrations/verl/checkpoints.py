@@ -47,8 +47,12 @@ class Checkpoints(checkpoint_callback.CheckpointCallback):  # type: ignore[misc]
             run = client.open_run(
                 version, state=state, model=settings.model, adapter=settings.adapter
             )
-        name = f"actor_rollout_ref.rollout.engine_kwargs.rollmesh.{RUN}"
-        OmegaConf.update(config, name, state_of_run(run), force_add=True)
+        name = "engine_kwargs.rollmesh"
+        rollout = config.actor_rollout_ref.rollout
+        OmegaConf.update(rollout, f"{name}.{RUN}", state_of_run(run), force_add=True)
+        if OmegaConf.select(rollout, "checkpoint_engine.backend") == "rollmesh":
+            settings_of_weights = OmegaConf.to_container(OmegaConf.select(rollout, name))
+            OmegaConf.update(rollout.checkpoint_engine, name, settings_of_weights, force_add=True)
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Makes a checkpoint of the manager's consumer. Called by verl in its driver.

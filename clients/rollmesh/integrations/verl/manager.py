@@ -318,7 +318,8 @@ class AgentLoopManager:
         score = _reward_loop(workers) if workers else None
         temperature = float(config.actor_rollout_ref.rollout.temperature)
         _, state = _verl("checkpoints").resumed(config)
-        run = run_of(config.actor_rollout_ref.rollout.get("engine_kwargs"))
+        kwargs = config.actor_rollout_ref.rollout.get("engine_kwargs") or {}
+        run = run_of(kwargs.get("rollmesh") or {})
         self._rollouts = PromptRollouts(settings, temperature, rollout, score, state, run)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)

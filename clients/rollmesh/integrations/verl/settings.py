@@ -184,9 +184,9 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
     return sampling
 
 
-def run_of(engine_kwargs: Any) -> PolicyRun | None:
-    """Returns the run of the job, from verl's `engine_kwargs`. None if it opened none."""
-    run = _at(engine_kwargs, f"rollmesh.{RUN}", None)
+def run_of(settings: Mapping[str, Any]) -> PolicyRun | None:
+    """Returns the run of the job, from `engine_kwargs.rollmesh`. None if it opened none."""
+    run = settings.get(RUN)
     return None if run is None else run_of_state({"policy_run": {**run}})
 
 
