@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection
-from rollmesh.view.sessions import REASONS
+from rollmesh.view.sessions import REASONS, closed_session
 
 _RUN = 10**12
 _CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
@@ -127,3 +128,21 @@ def test_an_index_begins_anew_in_its_file(tmp_path: Path) -> None:
 def test_every_reason_has_a_sentence() -> None:
     enum = trajectory_pb2.FidelityReason.DESCRIPTOR
     assert set(REASONS) == {name_of(enum, one.number) for one in enum.values if one.number}
+
+
+def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:
+    said = [{"role": "user", "content": "2 + 2?"}], [{"role": "assistant", "content": "4"}]
+    messages = [
+        session_pb2.NodeMessages(node_id=at + 1, parent_node_id=at, data=json.dumps(one).encode())
+        for at, one in enumerate(said)
+    ]
+    text = session_pb2.SessionRecord(
+        session_id="s", capture=session_pb2.CAPTURE_TEXT, messages=messages
+    )
+    shown = closed_session(text, None)
+    assert [one["messages"] for one in shown["nodes"]] == list(said)
+    assert [one["sampled"] for one in shown["nodes"]] == [False, True]
+    assert [one["nodes"] for one in shown["paths"]] == [[1, 2]]
+    index = Index()
+    index.add([text])
+    assert ids(index.sessions(Selection(words="assistant"))) == ["s"]

@@ -59,6 +59,9 @@ def closed_session(record: session_pb2.SessionRecord, decode: Decode | None) -> 
         paths = _paths_of_tree(nodes)
     else:
         nodes, paths = _of_trajectories(record.trajectories)
+    if record.capture in (session_pb2.CAPTURE_TEXT, session_pb2.CAPTURE_LOGPROBS):
+        nodes = [_of_text(one) for one in record.messages]
+        paths = _paths_of_tree(nodes)
     messages = {one.node_id: one for one in record.messages}
     for node in nodes:
         _add_texts(node, decode)
@@ -84,6 +87,7 @@ def closed_session(record: session_pb2.SessionRecord, decode: Decode | None) -> 
         "abandoned": record.abandoned,
         "opened": record.opened_unix_ms,
         "closed": record.closed_unix_ms,
+        "capture": name_of(session_pb2.Capture.DESCRIPTOR, record.capture),
         "numerics": [plain(one) for one in record.numerics],
         "contexts": [json.loads(one.data) for one in record.contexts],
         "messages_left_out": record.messages_left_out,
@@ -187,6 +191,27 @@ def _of_trajectories(
             }
         )
     return list(nodes.values()), paths
+
+
+def _of_text(node: session_pb2.NodeMessages) -> dict[str, Any]:
+    """Returns a node of a session without token ids."""
+    role = str(json.loads(node.data)[0]["role"]).upper()
+    return {
+        "node_id": node.node_id,
+        "parent": node.parent_node_id or None,
+        "lineage": "",
+        "role": role,
+        "sampled": role == "ASSISTANT",
+        "trained": None,
+        "scaffold": 0,
+        "reasons": [],
+        "finish_reason": "",
+        "ids": [],
+        "logprobs": [],
+        "mask": [],
+        "versions": [],
+        "images": [],
+    }
 
 
 def _of_tree(tree: trajectory_pb2.TrajectoryTree) -> Iterable[dict[str, Any]]:

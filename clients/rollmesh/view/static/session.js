@@ -36,6 +36,7 @@ function summary(found) {
     h("p", {},
       h("strong", { class: found.outcome === "COMPLETED" ? "good" : found.live ? "" : "bad" }, found.outcome),
       ` reward ${number(found.reward)}, ${number(found.turns)} turns, model ${found.model || "–"}`,
+      ["TEXT", "LOGPROBS"].includes(found.capture) && `, recorded as ${found.capture.toLowerCase()}`,
       found.superseded && ", superseded by another attempt", found.in_flight > 0 && `, ${found.in_flight} in flight`,
       found.closed && `, ${seconds(found.closed - found.opened)}, closed ${time(found.closed)}`, ". ",
       found.group_id && h("a", { href: link(["sessions"], { run_id: found.run_id, group_id: found.group_id }) }, `Group ${found.group_id}`)),
