@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_830, 16),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
-    "clients/rollmesh/client": (6_662, 22),
+    "clients/rollmesh/client": (6_664, 22),
     "clients/rollmesh/batches": (1_088, 6),
     "clients/rollmesh/integrations": (4_370, 23),
     "clients/rollmesh/launch": (603, 4),

@@ -25,10 +25,9 @@ async def shared(
 
 async def test_a_reader_goes_from_the_run_to_a_token(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
-        for index in range(2):
-            session = await conversation(
-                shared, client, group_id="g", sample_index=index, group_size=2, run_id="r"
-            )
+        group = {"group_id": "g", "group_size": 2, "run_id": "r"}
+        await conversation(shared, client, sample_index=0, **group)
+        session = await conversation(shared, client, sample_index=1, **group)
         await listed(http, run_id="r")
         async with browser(str(http.base_url)) as page:
             await page.open("#/run", "Share with a reward of at least 1")

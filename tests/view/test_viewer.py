@@ -133,7 +133,7 @@ async def test_groups_series_and_the_mesh_are_shown(shared: Mesh) -> None:
             )
         await listed(http, run_id="groups")
 
-        async def both() -> list[dict[str, Any]] | None:
+        async def both() -> Any:
             rows: list[dict[str, Any]]
             rows = (await http.get("/api/groups", params={"run_id": "groups"})).json()["rows"]
             return rows if rows[0]["sessions"] == 2 else None

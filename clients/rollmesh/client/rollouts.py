@@ -591,7 +591,8 @@ class RolloutState:
         if values.pop("format", None) != _STATE_FORMAT:
             raise InvalidFieldError("resume.format", "is unknown; give what state_dict returned")
         try:
-            return cls(**values | {"running": tuple(values["running"])})
+            values["running"] = tuple(values["running"])
+            return cls(**values)
         except (KeyError, TypeError) as error:
             raise InvalidFieldError("resume", f"{error}; give what state_dict returned") from error
 
@@ -709,6 +710,7 @@ class Attempts:
         sessions, as a group of another run.
         """
         first, seats = group.run_id, [Seat(group, index, stop) for index in range(group.size)]
+        records: list[session_pb2.SessionRecord] = []
         for generation in itertools.count(1):
             await asyncio.gather(*map(self._look_for, seats))
             records = await self._client.stored_group(group.group_id, group.run_id)

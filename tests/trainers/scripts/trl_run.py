@@ -179,6 +179,7 @@ def resumed(given: dict[str, Any], addresses: MeshAddresses, former: Inspected) 
     trainer = trainer_of(given, watch, _STEPS)
     saved = str(Path(given["folder"], "trained", f"checkpoint-{_SAVED}"))
     trainer.train(resume_from_checkpoint=saved)
+    refused = ""
     try:
         former.vllm_generation.sync_weights()
     except RunAbandonedError as error:

@@ -216,6 +216,7 @@ def resumed(config: Any, addresses: dict[str, str], push: Any, trainer: Any) -> 
     with Client(MeshAddresses(**addresses)) as client:
         _, push_again, manager = job(config, 1)
         pushed = [client.policy_version()]
+        refused = ""
         try:
             push(3)
         except RunAbandonedError as error:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 from torch import distributed
-from verl import checkpoint_engine
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout import base, replica
 
 from rollmesh.client import Client, MeshAddresses, WeightDeltas
@@ -136,8 +136,8 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         await self._pushes.push(tensors, global_steps, peft_config)
 
 
-@checkpoint_engine.CheckpointEngineRegistry.register(NAME)
-class MeshCheckpointEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
+@CheckpointEngineRegistry.register(NAME)
+class MeshCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Weights of an actor apart from the rollouts: `trainer.v1.trainer_mode=separate_async`.
 
     The first rank pushes them to the mesh. There is nothing to connect.
