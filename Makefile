@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo harbor-demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay bench-view bench-groups conformance-peers kills soak chaos fuzz lock clean
+.PHONY: help demo harbor-demo test test-ray test-long test-fast test-upgrade mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-adapter bench-weights bench-mesh bench-async bench-relay bench-view bench-groups bench-restart conformance-peers kills soak chaos fuzz lock clean
 
 # The targets of a day's work; CONTRIBUTING.md has the others.
 help:
@@ -216,6 +216,13 @@ bench-groups: .venv/.ready  # Share of sampled tokens that is trained if seats o
 
 bench-view: .venv/.ready  # Lists of 100,000 sessions in the viewer, and a session of 100,000 tokens in Chromium
 	.venv/bin/python -m benchmarks.view
+
+KILLS ?= 100
+ENGINE ?= scripted
+RESTART ?=
+
+bench-restart: .venv/.ready  # KILLS=100 ENGINE=scripted: a killed and restored trainer, step by step beside an undisturbed one
+	.venv/bin/python -m benchmarks.restart --kills $(KILLS) --engine $(ENGINE) $(RESTART)
 
 bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over the relays of Harbor and of rollmesh, and at the sidecar
 	.venv/bin/python -m benchmarks.relay

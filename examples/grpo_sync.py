@@ -37,8 +37,7 @@ from rollmesh.client import (
     Group,
     MeshAddresses,
     SubscribeOptions,
-    Subscription,
-    rollout,
+    rollout_groups,
 )
 from rollmesh.v1 import collector_pb2
 
@@ -65,12 +64,13 @@ async def train(
         own = collector_pb2.DeliveryFilter(adapters=[plan.adapter])
         consumer, adapter = plan.adapter, plan.adapter
         options = SubscribeOptions(filter=own)
+    job = uuid.uuid4().hex
     first_version = int(bool(plan.rank))  # an adapter has no version 0
     async with Client(addresses) as client:
         await client.check_temperature(plan.temperature)
         restored = checkpoints.load(checkpoint, trainer) if checkpoint else None
         if restored is not None:
-            run, version = restored.run, restored.steps + first_version
+            run, job, version = restored.run, restored.job, restored.steps + first_version
             started -= run.seconds
             await client.open_run(version, state=restored.mesh, adapter=adapter)
             await client.load_state_dict(restored.mesh)
@@ -84,29 +84,27 @@ async def train(
             running(plan, run.audit) as agents,
         ):
             if checkpoint is not None and restored is None:
-                checkpoints.save(checkpoint, trainer, run, await client.state_dict(consumer))
-            left = await _left(client, groups, consumer) if restored else []
+                state = await client.state_dict(consumer)
+                checkpoints.save(checkpoint, trainer, run, job, state)
             for step in range(len(run.rewards), plan.steps):
-                wanted = {f"{step}-{at}": task for at, task in enumerate(plan.tasks(step))}
-                deliveries = [
-                    one for one in left if _is_whole(one) and wanted.pop(one.group_id, None)
-                ]
-                await _drop(groups, run, [one for one in left if one not in deliveries])
-                left, run_id = [], uuid.uuid4().hex
-                summary = await rollout(
+                tasks = plan.tasks(step)
+                async with rollout_groups(
                     client,
-                    [Group(sample=task, group_id=name) for name, task in wanted.items()],
+                    [Group(sample=task, group_id=f"{step}-{at}") for at, task in enumerate(tasks)],
                     runner=agents,
                     n=plan.samples,
                     concurrency=plan.concurrency,
                     timeout_s=AGENT_TIMEOUT_S,
                     adapters=[plan.adapter] if plan.rank else [],
                     sampling={"temperature": plan.temperature},
-                    run_id=run_id,
+                    run_id=job,
+                    resume=True,  # sessions that a killed trainer began are found again
                     progress=False,
-                )
-                print_failures(summary)
-                deliveries += await _take(groups, run, run_id, len(wanted))
+                ) as rolling:
+                    ended = [group async for group in rolling]
+                print_failures(rolling.summary)
+                coming = groups.until(ended, timeout_s=DELIVERY_TIMEOUT_S)
+                deliveries = [delivery async for delivery in coming]
                 for delivery in deliveries:
                     run.audit.received(delivery.sessions)
                 run.rewards.append(_mean_reward(deliveries))
@@ -119,7 +117,7 @@ async def train(
                 run.seconds = time.monotonic() - started
                 if checkpoint is not None:
                     state = await client.state_dict(consumer, keep=_KEPT)
-                    await asyncio.to_thread(checkpoints.save, checkpoint, trainer, run, state)
+                    await asyncio.to_thread(checkpoints.save, checkpoint, trainer, run, job, state)
                 on_step(run, report)
     return run
 
@@ -130,48 +128,6 @@ async def _push(client: Client, trainer: Trainer, plan: Plan, version: int) -> N
         await client.push_adapter(weights, plan.adapter, version, config)
     else:
         await client.push_weights(trainer.weights(), version)
-
-
-async def _left(client: Client, groups: Subscription, consumer: str) -> list[Delivery]:
-    """Returns the complete groups that the killed trainer did not train."""
-    stats = {one.name: one for one in (await client.stats()).consumers}[consumer]
-    async with asyncio.timeout(DELIVERY_TIMEOUT_S):
-        return [await anext(groups) for _ in range(stats.ready + stats.leased)]
-
-
-def _is_whole(delivery: Delivery) -> bool:
-    """Returns whether its agents ended, rather than died with the trainer."""
-    return all(session.outcome in {"COMPLETED", "FAILED"} for session in delivery.sessions)
-
-
-async def _take(groups: Subscription, run: Run, run_id: str, count: int) -> list[Delivery]:
-    """Returns the groups of a step. Others were left incomplete by a killed trainer.
-
-    Raises:
-        RuntimeError: Some groups were never completed.
-    """
-    taken: list[Delivery] = []
-    try:
-        async with asyncio.timeout(DELIVERY_TIMEOUT_S):
-            while len(taken) < count:
-                delivery = await anext(groups)
-                if delivery.run_id == run_id:
-                    taken.append(delivery)
-                else:
-                    await _drop(groups, run, [delivery])
-    except TimeoutError:
-        raise RuntimeError(
-            f"{len(taken)} of {count} groups came within {DELIVERY_TIMEOUT_S:.0f} s: "
-            "sessions are missing; see the failures above and the mesh's logs"
-        ) from None
-    return taken
-
-
-async def _drop(groups: Subscription, run: Run, deliveries: Iterable[Delivery]) -> None:
-    """Acknowledges groups whose step was rolled out again."""
-    for delivery in deliveries:
-        run.audit.kept_back.update(session.session_id for session in delivery.sessions)
-        await groups.acknowledge(delivery)
 
 
 def _mean_reward(deliveries: Iterable[Delivery]) -> float:

@@ -66,6 +66,8 @@ class Lane:
     """Number of kills by boundary."""
     outages: list[Interval] = field(default_factory=list)
     """When it was away: from a kill until it was ready again, or while it was stopped."""
+    is_forked: bool = True
+    """Whether a service is forked. vLLM is not to be."""
     _process: Process | Forked | None = None
     _gone: float | None = None
 
@@ -92,7 +94,7 @@ class Lane:
 
     async def _spawn(self, command: Sequence[str]) -> Process | Forked:
         module, *arguments = command
-        if module.startswith("rollmesh."):
+        if self.is_forked and module.startswith("rollmesh."):
             return await Forked.start(module, arguments, self.log)
         with self.log.open("ab") as stderr:
             return await asyncio.create_subprocess_exec(

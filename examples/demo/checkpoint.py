@@ -19,11 +19,13 @@ class Restored:
     run: Run
     steps: int
     """Number of steps that were made."""
+    job: str
+    """Id of its rollouts' run."""
     mesh: dict[str, Any]
     """State of the consumer, as of `Client.state_dict`."""
 
 
-def save(path: Path, trainer: Trainer, run: Run, mesh: dict[str, Any]) -> None:
+def save(path: Path, trainer: Trainer, run: Run, job: str, mesh: dict[str, Any]) -> None:
     """Replaces the checkpoint after a step."""
     audit = run.audit
     record = {
@@ -40,7 +42,8 @@ def save(path: Path, trainer: Trainer, run: Run, mesh: dict[str, Any]) -> None:
         "seconds": run.seconds,
     }
     part = path.with_suffix(".part")
-    torch.save({"trainer": trainer.state(), "run": record, "mesh": mesh}, part)
+    saved = {"trainer": trainer.state(), "run": record, "job": job, "mesh": mesh}
+    torch.save(saved, part)
     part.replace(path)
 
 
@@ -53,4 +56,4 @@ def load(path: Path, trainer: Trainer) -> Restored | None:
     record, audit = saved["run"], saved["run"].pop("audit")
     audit |= {name: set(audit[name]) for name in ("answered", "kept_back")}
     run = Run(audit=Audit(**audit | {"trained": Counter(audit["trained"])}), **record)
-    return Restored(run, len(run.rewards), saved["mesh"])
+    return Restored(run, len(run.rewards), saved["job"], saved["mesh"])

@@ -76,6 +76,7 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
+    RepeatConflictError,
     RollmeshError,
     SessionClosedError,
 )
@@ -487,7 +488,8 @@ class RolloutSettings:
 
     Sessions that have ended keep their outcomes. Others are superseded and run again, unless their
     runner has a method `resume`, which is called in its place. A state's `run_id` and `seed` win.
-    Always give True where the process may be restarted: the first one finds nothing.
+    Always give True where the process may be restarted: the first one finds nothing. If such a
+    rollout is cancelled, running sessions are superseded too, and the other seats stay open.
     """
     seed: int | None = None
     """Gives each session a seed for its sampling, which depends on this, the group's id or its
@@ -694,7 +696,8 @@ class Attempts:
                 except Exception as error:  # a lost session is an outcome
                     self._report("session lost", error, seat, attempt, session.session_id)
                     if not self._again(seat, error, attempt):
-                        await self.abandon(seat, text_of(error))
+                        if not self._is_taken_over(error):
+                            await self.abandon(seat, text_of(error))
                         return _outcome(seat, attempt, self._fate(error), error=error)
                     outcome, seat.taken = None, False
                 if outcome is not None:
@@ -790,12 +793,16 @@ class Attempts:
 
     def _again(self, seat: Seat, error: Exception, attempt: int) -> bool:
         """Returns whether the seat gets another session after an error. Counts refills."""
-        if seat.stop.done():
+        if seat.stop.done() or self._is_taken_over(error):
             return False
         if seat.refilled < self._settings.refill and self._fate(error) == "LOST":
             seat.refilled += 1
             return True
         return self._retries.after(error, attempt - seat.refilled - seat.earlier)
+
+    def _is_taken_over(self, error: Exception) -> bool:
+        """Returns whether a successor of this process has closed a session, and has the seat."""
+        return bool(self._settings.resume) and isinstance(error, RepeatConflictError)
 
     def _fate(self, error: Exception) -> Outcome:
         """Returns the outcome of a session that ended with an error."""
@@ -921,7 +928,9 @@ class Attempts:
             seat.taken = not again
         except RollmeshError as refused:  # its seat may not be free for another attempt
             _log.warning("session left open", extra=fields(error=type(refused).__name__))
-            if not (again and outcome == "LOST"):  # it may be kept, and its answer lost
+            if self._is_taken_over(refused):
+                again = False
+            elif not (again and outcome == "LOST"):  # it may be kept, and its answer lost
                 await self.abandon(seat, f"the close of a failed attempt: {text_of(refused)}")
                 again = False
             seat.taken = not again
@@ -1012,11 +1021,14 @@ class Attempts:
 
     async def _abort(self, session: Session) -> None:
         """Closes a session after a cancellation. On failure, the gateway's idle limit closes it."""
+        frees = bool(self._settings.resume)  # the seat, for a successor
 
         async def closing() -> None:
             try:
                 async with asyncio.timeout(self._limits.close_s):
-                    await self._client.close_session(session, outcome="ABORTED")
+                    await self._client.close_session(
+                        session, outcome="LOST" if frees else "ABORTED", superseded=frees
+                    )
             except (TimeoutError, RollmeshError) as error:
                 _log.warning("session left open", extra=fields(error=type(error).__name__))
 
@@ -1327,7 +1339,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
 
     async def abandon(self, timeout_s: float) -> None:
         """Abandons the seats that a cancellation left without a session, in at most `timeout_s`."""
-        left = [seat for seat in self._seats if not seat.taken]
+        left = [] if self._settings.resume else [one for one in self._seats if not one.taken]
         self._seats.clear()
         reason = "the rollout was cancelled before a session took the seat"
         with suppress(TimeoutError):

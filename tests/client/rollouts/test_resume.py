@@ -1,11 +1,14 @@
 """The settings with which a rollout goes on after a restart: its state and its seeds."""
 
+import asyncio
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
 from rollmesh.client import Client, InfrastructureError, Retries, RolloutSettings, Session, rollout
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
+from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
@@ -56,6 +59,50 @@ async def test_a_seat_that_the_infrastructure_failed_is_sampled_again_and_a_fail
     await rollout(client, ["a"], retries=Retries(tries=2, delay_s=0.01), **settings)
     ((lost, failed, last),) = seeds_of(gateway).values()
     assert lost == failed != last
+
+
+async def test_a_cancelled_rollout_that_can_be_resumed_leaves_its_seats_to_its_successor(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    started = asyncio.Event()
+
+    async def agent(prompt: str, session: Session) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    settings = {"n": 2, "concurrency": 1, "run_id": "run", "resume": True}
+    records = patch.object(client, "stored_group", AsyncMock(return_value=[]))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        with records, patch.object(client, "abandon_seat") as abandoned:
+            running = group.create_task(rollout(client, ["a"], runner=agent, **settings))  # type: ignore[arg-type]
+            await started.wait()
+            running.cancel()
+            await asyncio.wait([running])
+    (closed,) = gateway.closed
+    assert (closed.outcome, closed.superseded) == (session_pb2.SESSION_OUTCOME_LOST, True)
+    assert not abandoned.called
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_process_whose_successor_took_its_seat_neither_fills_nor_abandons_it(
+    gateway: ScriptedGateway, client: Client, *, fails: bool
+) -> None:
+    async def agent(prompt: str, session: Session) -> float:
+        if fails:
+            raise InfrastructureError("the session is closed")
+        return 1.0
+
+    async def close(request: gateway_pb2.CloseSessionRequest) -> None:
+        raise RepeatConflictError("session_id: it was closed otherwise")
+
+    gateway.closing = close
+    settings: dict[str, Any] = {"n": 1, "run_id": "run", "resume": True, "refill": 1}
+    records = patch.object(client, "stored_group", AsyncMock(return_value=[]))
+    with records, patch.object(client, "abandon_seat") as abandoned:
+        summary = await rollout(client, ["a"], runner=agent, **settings)
+    assert not summary.counts["COMPLETED"]
+    assert len(gateway.opened) == 1
+    assert not abandoned.called
 
 
 @pytest.mark.parametrize(

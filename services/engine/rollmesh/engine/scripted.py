@@ -393,6 +393,8 @@ class ScriptedBackend:
         more = "".join(image.sha256 for image in generate.images)
         if request.adapter is not None:
             more += f" {request.adapter.ref.name} {request.adapter.ref.version}"
+        if sampling.HasField("seed"):
+            more += f" {sampling.seed}"
         reply = self._rest(request.token_ids, generate.sampled_tokens, more)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -421,7 +423,7 @@ class ScriptedBackend:
             ):
                 return reply
         # Images are in the prompt as their ids. Their hashes make the reply that of these images,
-        # and the name and version of an adapter make it that of the revision.
+        # the name and version of an adapter that of the revision, and a seed its own.
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
         seed = zlib.crc32(more.encode(), seed)
         # Ids start at 2: 0 is padding and 1 is the end token.
