@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (8_085, 53),
+    "services/runtime/rollmesh/runtime": (8_088, 53),
     "services/runtime/rollmesh/mesh": (4_609, 11),
     "services/gateway/rollmesh/chat": (8_232, 40),
     "services/gateway/rollmesh/gateway": (10_422, 26),

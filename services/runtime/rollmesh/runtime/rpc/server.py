@@ -12,6 +12,7 @@ the grace period, flush and close the store, stop.
 import asyncio
 import ipaddress
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import cache
@@ -162,6 +163,8 @@ def _certificates(files: TlsFiles, *, requires: bool) -> grpc.ServerCertificateC
 
 
 _LAST_WORD_S = 0.2
+_LAST_ERRORS_S = 1.0
+"""Time that the running calls of a failed service get for their errors, seconds."""
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     *SERVER_BOUNDS,
@@ -298,7 +301,7 @@ async def serve(
                 await _drain(service, config.grace_ms / 1000)
                 probe.end_watches()
                 left_ms = max(until_ms - clock.monotonic_ms(), 0)
-                await server.stop(0 if failure else left_ms / 1000)
+                await server.stop(min(left_ms / 1000, _LAST_ERRORS_S if failure else math.inf))
         return failure
     finally:
         await server.stop(0)
