@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/integrations": (4_370, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (1_694, 10),
-    "clients/rollmesh/view": (1_178, 5),
+    "clients/rollmesh/view": (1_189, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

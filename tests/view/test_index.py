@@ -50,7 +50,8 @@ def index() -> Index:
             record("s2", 1.0, group="even", version=1, run_id="a"),
             record("s3", 0.0, group="mixed", version=2, metadata={"task": "sort the shelves"}),
             record("s4-cut", 1.0, group="mixed", version=_RUN + 1, closed_unix_ms=9_000),
-            record("s5", None, run_id="b", closed_unix_ms=5_000),
+            record("s5", None, run_id="b", closed_unix_ms=5_000, reward_timeout_ms=1_000),
+            record("s6", None, run_id="c", closed_unix_ms=5_000),
         ]
     )
     return found
@@ -65,9 +66,9 @@ def test_sessions_are_found_by_field_by_reason_and_by_word(index: Index) -> None
     assert ids(index.sessions(Selection(reason="LENGTH_CUT"))) == ["s4-cut"]
     assert ids(index.sessions(Selection(words="shel sort"))) == ["s3"]
     assert ids(index.sessions(Selection(words='she"l'))) == []
-    assert index.sessions(Selection())["total"] == 5
+    assert index.sessions(Selection())["total"] == 6
     assert ids(index.sessions(Selection(), "lowest reward", 0, 1)) == ["s3"]
-    assert ids(index.sessions(Selection(), "oldest", 4)) == ["s4-cut"]
+    assert ids(index.sessions(Selection(), "oldest", 5)) == ["s4-cut"]
 
 
 def test_a_group_without_variance_comes_before_the_others(index: Index) -> None:
@@ -94,18 +95,18 @@ def test_points_over_time_are_at_most_200(index: Index) -> None:
     index.add(record(f"t{n}", 0.5, closed_unix_ms=10_000 * n) for n in range(500))
     found = index.series(Selection(), "time")
     assert 100 < len(found["points"]) <= 201
-    assert sum(one["sessions"] for one in found["points"]) == 505
+    assert sum(one["sessions"] for one in found["points"]) == 506
     reasons = {one["reason"]: one["sessions"] for one in found["reasons"]}
-    assert reasons == {"EXACT": 504, "LENGTH_CUT": 1}
+    assert reasons == {"EXACT": 505, "LENGTH_CUT": 1}
 
 
 def test_a_reward_that_comes_late_replaces_none(index: Index) -> None:
     assert index.waiting(0) == ["s5"]
-    assert index.waiting(5_000) == []
+    assert index.waiting(6_000) == []
     index.add([record("s5", 0.25, run_id="b")])
     assert index.waiting(0) == []
     assert index.sessions(Selection(run_id="b"))["rows"][0]["reward"] == 0.25
-    assert index.sessions(Selection())["total"] == 5
+    assert index.sessions(Selection())["total"] == 6
 
 
 def test_an_unknown_order_is_refused_with_the_known_ones(index: Index) -> None:

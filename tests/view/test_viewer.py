@@ -108,6 +108,19 @@ async def test_recorded_messages_are_shown_and_searched(shared: Mesh) -> None:
         assert all(len(one) == 1 for one in said)
 
 
+async def test_a_reward_that_comes_late_is_shown(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        async with client.session(run_id="late", reward_timeout_ms=120_000) as session:
+            await turn(shared, session, "first")
+        assert (await listed(http, run_id="late"))["rows"][0]["reward"] is None
+        await client.set_rewards(session.session_id, reward=0.25)
+
+        async def reward() -> bool:
+            return bool((await listed(http, run_id="late"))["rows"][0]["reward"] == 0.25)
+
+        await until(reward)
+
+
 async def test_an_open_session_is_shown_until_it_is_closed(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
         async with client.session() as session:

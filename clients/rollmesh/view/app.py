@@ -37,8 +37,9 @@ from rollmesh.view.sessions import REASONS, Decode, closed_session, listed, runn
 _log = logging.getLogger(__name__)
 _PAGE = 500
 _POLL_S = 1.0
-_REWARDS_MS = 3_600_000
-"""How long a session is read again until it has a reward."""
+_AT_ONCE = 50
+_REWARDS_MS = 10_000
+"""Time between two looks for rewards that came late, so that they cost the collector little."""
 _CALL_S = 20.0
 _CHOICES_MS = 2_000
 _SEARCHED_BYTES = 1 << 20
@@ -87,7 +88,7 @@ class Viewer:
         self._after = self._error = ""
         self._damaged = 0
         self._choices: dict[str, list[str]] = {}
-        self._choices_until = 0
+        self._choices_until = self._rewards_from = 0
         self._logins: OrderedDict[str, None] = OrderedDict()
         static = resources.files("rollmesh.view") / "static"
         self._files = {
@@ -138,21 +139,28 @@ class Viewer:
     async def _read(self) -> bool:
         """Reads a page of sessions. Returns whether it was the last."""
         page = await self._client.stored_sessions(after=self._after, limit=_PAGE)
-        records = [
-            await self._with_messages(one.session) for one in page if not one.damaged_session_id
-        ]
-        is_last = len(page) < _PAGE
-        if is_last:
-            since = clock.unix_ms() - _REWARDS_MS
-            for session_id in await asyncio.to_thread(self._index.waiting, since):
-                with suppress(SessionUnknownError):
-                    found = await self._client.stored_sessions(session_id=session_id)
-                    records += [one.session for one in found if one.session.HasField("reward")]
-        if records:
+        for start in range(0, len(page), _AT_ONCE):  # a slow read goes on where it was cut
+            part = page[start : start + _AT_ONCE]
+            whole = [one.session for one in part if not one.damaged_session_id]
+            records = [await self._with_messages(one) for one in whole]
             await asyncio.to_thread(self._index.add, records)
-        self._damaged += len(page) - len([one for one in page if not one.damaged_session_id])
-        self._after = page[-1].resume_token if page else self._after
-        return is_last
+            self._damaged += len(part) - len(whole)
+            self._after = part[-1].resume_token
+        if len(page) == _PAGE:
+            return False
+        if clock.monotonic_ms() >= self._rewards_from:
+            self._rewards_from = clock.monotonic_ms() + _REWARDS_MS
+            await self._read_rewards()
+        return True
+
+    async def _read_rewards(self) -> None:
+        """Reads sessions again that the collector holds back for a reward."""
+        records = []
+        for session_id in await asyncio.to_thread(self._index.waiting, clock.unix_ms()):
+            with suppress(SessionUnknownError):
+                found = await self._client.stored_sessions(session_id=session_id)
+                records += [one.session for one in found if one.session.HasField("reward")]
+        await asyncio.to_thread(self._index.add, records)
 
     async def _with_messages(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRecord:
         """Reads the messages of a session that recorded some, to be searched."""

@@ -28,7 +28,8 @@ CREATE TABLE sessions (
   n INTEGER PRIMARY KEY, session_id TEXT UNIQUE, run_id TEXT, group_id TEXT, sample_index INTEGER,
   group_size INTEGER, outcome TEXT, purpose TEXT, model TEXT, superseded INTEGER, reward REAL,
   turns INTEGER, tokens INTEGER, sampled INTEGER, trained INTEGER, malformed INTEGER, cut INTEGER,
-  first_version INTEGER, last_version INTEGER, opened INTEGER, closed INTEGER, error TEXT
+  first_version INTEGER, last_version INTEGER, opened INTEGER, closed INTEGER, due INTEGER,
+  error TEXT
 );
 CREATE INDEX by_group ON sessions (
   run_id, group_id, superseded, group_size, reward, turns, tokens, malformed, opened, closed,
@@ -37,6 +38,7 @@ CREATE INDEX by_group ON sessions (
 CREATE INDEX by_version ON sessions (
   last_version, first_version, reward, turns, sampled, trained, outcome, cut, malformed, closed
 );
+CREATE INDEX by_due ON sessions (due) WHERE reward IS NULL;
 CREATE INDEX by_closed ON sessions (closed);
 CREATE INDEX by_reward ON sessions (reward IS NULL, reward, closed DESC);
 CREATE INDEX by_best ON sessions (reward IS NULL, reward DESC, closed DESC);
@@ -51,7 +53,7 @@ CREATE VIRTUAL TABLE words USING fts5 (body);
 _COLUMNS = (
     "session_id, run_id, group_id, sample_index, group_size, outcome, purpose, model, superseded,"
     " reward, turns, tokens, sampled, trained, malformed, cut, first_version, last_version,"
-    " opened, closed, error"
+    " opened, closed, due, error"
 )
 _SESSION_ORDERS = {
     "newest": "closed DESC",
@@ -144,13 +146,13 @@ class Index:
                     "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
                 )
 
-    def waiting(self, closed_after: int) -> list[str]:
-        """Returns ids of completed sessions without a reward, at most 200, the newest first."""
+    def waiting(self, unix_ms: int) -> list[str]:
+        """Returns ids of sessions whose reward may still come at a time, at most 100."""
         sql = (
-            "SELECT session_id FROM sessions WHERE reward IS NULL AND outcome = 'COMPLETED'"
-            " AND closed > ? ORDER BY closed DESC LIMIT 200"
+            "SELECT session_id FROM sessions WHERE reward IS NULL AND due > ? AND due > closed"
+            " ORDER BY due LIMIT 100"
         )
-        return [str(one["session_id"]) for one in self._rows(sql, [closed_after])]
+        return [str(one["session_id"]) for one in self._rows(sql, [unix_ms])]
 
     def choices(self) -> dict[str, list[str]]:
         """Returns the values of the fields of a selection, at most 1,000 of each."""
@@ -309,6 +311,7 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         max(spans, default=None),
         record.opened_unix_ms,
         record.closed_unix_ms,
+        record.closed_unix_ms + record.reward_timeout_ms,
         record.metadata.get("error", record.abandoned)[:500],
     )
 
