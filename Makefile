@@ -104,6 +104,13 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 	  .venv-harbor/bin/python $(PIP) --no-deps --require-hashes -r requirements/harbor.txt; fi
 	@touch $@
 
+# Tests give them the files and the spans that a mesh writes; nothing of ours is installed there.
+.venv-readers/.ready: requirements/readers.txt
+	@echo "setup: .venv-readers from requirements/readers.txt: readers of open formats: atif, duckdb, mlflow, polars (1.1 GB, 1 minute)"
+	$(PYTHON) -m venv .venv-readers
+	.venv-readers/bin/python $(PIP) --no-deps --require-hashes -r requirements/readers.txt
+	@touch $@
+
 .venv-peer/.ready: requirements/bench-peer.txt
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
@@ -131,7 +138,8 @@ demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 harbor-demo: .venv/.ready .venv-harbor/.ready  # The demo with its agents on a Harbor server, whose connections are cut ten times
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo --harbor --folder var/harbor-demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-harbor/.ready .venv-check/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-harbor/.ready .venv-readers/.ready \
+  .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
@@ -367,6 +375,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK:3.11=3.12) --group peers -o requirements/conformance-peers.txt
 	$(LOCK:3.11=3.12) --group harbor -o requirements/harbor.txt
 	$(LOCK) --group agents -o requirements/agents.txt
+	$(LOCK) --group readers -o requirements/readers.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
 	  -o requirements/trainers.txt
@@ -383,4 +392,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu .venv-harbor .venv-readers build dist var .mypy_cache .ruff_cache .pytest_cache
