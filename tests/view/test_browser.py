@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -48,6 +49,31 @@ async def test_a_reader_goes_from_the_run_to_a_token(shared: Mesh) -> None:
             await page.click("log-probability")
             await page.until("document.querySelectorAll('.tokens.logprob b[class*=l]').length")
             await page.until("document.querySelector('.tree').innerText.includes('root')")
+            assert page.events == []
+
+
+async def test_tokens_are_coloured_by_what_the_trainer_wrote_back(
+    shared: Mesh, tmp_path: Path
+) -> None:
+    module = tmp_path / "maze.js"
+    module.write_text("export default (session, box) => box.append(`maze of ${session.turns}`)")
+    async with shared.client() as client, viewer(shared, view_module=f"maze={module}") as http:
+        session = await conversation(shared, client, metadata={"view": "maze"}, run_id="back")
+        await listed(http, run_id="back")
+        for one in (await client.stored_session(session.session_id)).trajectories:
+            values = np.where(one.loss_mask, np.resize([1, -2], len(one.loss_mask)), np.nan)
+            await client.annotate(
+                session.session_id, "advantages", values, trajectory_id=one.trajectory_id
+            )
+        async with browser(str(http.base_url)) as page:
+            await page.open(f"#/session/{session.session_id}", "maze of 3")
+            await page.click("Tokens")
+            await page.click("advantages")
+            for colour, count in (("above2", 8), ("below4", 8)):
+                found = f"document.querySelectorAll('.tokens.by b.{colour}').length"
+                assert await page.until(found) == count
+            title = await page.run("document.querySelector('b[class*=above]').title")
+            assert "advantages" in title
             assert page.events == []
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection
 from rollmesh.view.sessions import REASONS, closed_session
 
@@ -140,7 +140,7 @@ def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:
     text = session_pb2.SessionRecord(
         session_id="s", capture=session_pb2.CAPTURE_TEXT, messages=messages
     )
-    shown = closed_session(text, None)
+    shown = closed_session(collector_pb2.ReadSessionsResponse(session=text), None)
     assert [one["messages"] for one in shown["nodes"]] == list(said)
     assert [one["sampled"] for one in shown["nodes"]] == [False, True]
     assert [one["nodes"] for one in shown["paths"]] == [[1, 2]]

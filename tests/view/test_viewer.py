@@ -1,14 +1,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import Client, Rewards, Session
+from rollmesh.client import Client, Rewards, Session, evaluate
+from rollmesh.runtime.errors import InvalidFieldError
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused, running
@@ -94,6 +97,62 @@ async def test_a_session_has_the_tokens_that_the_trainer_gets(shared: Mesh, expo
         assert sampled == row["sampled"] == row["trained"]
         assert sum(sum(one["mask"]) for one in nodes.values()) == row["trained"]
         assert all(value < 0 for one in nodes.values() for value in one["logprobs"] if value)
+
+
+@pytest.mark.parametrize("export", ["leaves", "tree"])
+async def test_numbers_that_a_trainer_wrote_back_belong_to_their_tokens(
+    shared: Mesh, export: str
+) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        session = await conversation(shared, client, export=export, run_id=f"back-{export}")
+        await listed(http, run_id=f"back-{export}")
+        result = await client.stored_session(session.session_id)
+        for part in result.trajectories or [result.tree]:
+            assert part is not None
+            own = np.where(part.loss_mask, part.logprobs + 0.5, np.nan)
+            of = getattr(part, "trajectory_id", "")
+            await client.annotate(session.session_id, "logprobs", own, trajectory_id=of)
+        with pytest.raises(InvalidFieldError, match="values"):
+            await client.annotate(session.session_id, "logprobs", [[1.0]])
+        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        assert shown["annotations"] == ["logprobs"]
+        for node in shown["nodes"]:
+            for mask, own, sampled in zip(
+                node["mask"], node["annotations"]["logprobs"], node["logprobs"], strict=True
+            ):
+                assert own == (pytest.approx(sampled + 0.5) if mask else None)
+
+
+async def test_an_evaluation_is_shown_with_its_share_of_passed_tasks(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+
+        async def attempt(task: str, session: Session) -> float:
+            await turn(shared, session, task)
+            return float(task == "easy")
+
+        found = await evaluate(client, ["easy", "hard"], runner=attempt, n=2, run_id="judged")
+
+        async def ended() -> Any:
+            rows = (await http.get("/api/evaluations")).json()["rows"]
+            mine = [one for one in rows if one["run_id"] == "judged"]
+            return mine[0] if mine and mine[0]["sessions"] == 4 else None
+
+        row = await until(ended)
+        assert row["pass_at"] == {"1": asdict(found.pass_at(1)), "2": asdict(found.pass_at(2))}
+        assert (row["tasks"], row["reward"], row["without_result"]) == (2, 0.5, 0)
+        assert row["numerics"] == sorted(found.attempts[0].numerics)
+
+
+async def test_sessions_run_only_view_modules_of_the_operator(shared: Mesh, tmp_path: Path) -> None:
+    module = tmp_path / "maze.js"
+    module.write_text("export default (session, box) => box.append(session.session_id)")
+    async with viewer(shared, view_module=f"maze={module}") as http:
+        assert (await http.get("/views/maze.js")).text == module.read_text()
+        assert (await http.get("/views/other.js")).status_code == 404
+        assert (await http.get("/api/choices")).json()["views"] == ["maze"]
+    for wrong in ("maze", "../maze=x.js", f"maze={tmp_path}/none.js"):
+        code, errors = await run_refused("view", view_module=wrong)
+        assert (code, "view-module" in errors) == (2, True)
 
 
 async def test_recorded_messages_are_shown_and_searched(shared: Mesh) -> None:

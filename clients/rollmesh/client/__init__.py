@@ -17,6 +17,7 @@ from rollmesh.client.evaluations import (
     Evaluation,
     PolicyVersionChangedError,
     evaluate,
+    pass_at,
 )
 from rollmesh.client.failures import InfrastructureError, is_infrastructure
 from rollmesh.client.rollouts import (
@@ -88,6 +89,7 @@ __all__ = [
     "WeightsPushError",
     "evaluate",
     "is_infrastructure",
+    "pass_at",
     "register_runner",
     "rollout",
     "rollout_groups",

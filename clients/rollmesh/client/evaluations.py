@@ -8,7 +8,7 @@ import math
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -47,6 +47,7 @@ _PIN_TRIED_S = 60.0
 _RELEASE_S = 5.0
 _RENEWED = 0.1
 """Share of a pin's time after which it is renewed."""
+_TASK_CHARACTERS = 1000
 _log = logging.getLogger(__name__)
 
 
@@ -151,30 +152,41 @@ class Evaluation:
     def pass_at(self, k: int = 1) -> Estimate:
         """Estimates the share of tasks of which at least one of k attempts passes.
 
-        A task with n results, c of them passed, counts 1 - C(n - c, k) / C(n, k), the unbiased
-        estimate of Chen et al. 2021, "Evaluating large language models trained on code". The
-        interval is Wilson's, with each task as one trial, so more attempts at a task do not make
-        it narrower.
+        See `pass_at`.
 
         Raises:
             InvalidFieldError: No task has k results.
         """
-        passed = defaultdict[str, list[bool]](list)
+        results, passed = Counter[str](), Counter[str]()
         for one in self.attempts:
             if one.passed is not None:
-                passed[one.task_id].append(one.passed)
-        shares = [
-            1 - math.comb(len(of_task) - sum(of_task), k) / math.comb(len(of_task), k)
-            for of_task in passed.values()
-            if len(of_task) >= k > 0
-        ]
-        if not shares:
-            raise InvalidFieldError("k", f"is {k}; no task has so many results")
-        count, value = len(shares), sum(shares) / len(shares)
-        middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
-        spread = math.sqrt(value * (1 - value) / count + _Z**2 / (4 * count**2))
-        half = _Z * spread / (1 + _Z**2 / count)
-        return Estimate(value, max(middle - half, 0.0), min(middle + half, 1.0), count)
+                results[one.task_id] += 1
+                passed[one.task_id] += one.passed
+        return pass_at([(count, passed[name]) for name, count in results.items()], k)
+
+
+def pass_at(results: Iterable[tuple[int, int]], k: int = 1) -> Estimate:
+    """Estimates the share of tasks of which at least one of k attempts passes.
+
+    A task with n results, c of them passed, counts 1 - C(n - c, k) / C(n, k), the unbiased estimate
+    of Chen et al. 2021, "Evaluating large language models trained on code". The interval is
+    Wilson's, with each task as one trial, so more attempts at a task do not make it narrower.
+
+    Args:
+        results: By task, the number of attempts with a result, and of those that passed.
+        k: Number of attempts.
+
+    Raises:
+        InvalidFieldError: No task has k results.
+    """
+    shares = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in results if n >= k > 0]
+    if not shares:
+        raise InvalidFieldError("k", f"is {k}; no task has so many results")
+    count, value = len(shares), sum(shares) / len(shares)
+    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    spread = math.sqrt(value * (1 - value) / count + _Z**2 / (4 * count**2))
+    half = _Z * spread / (1 + _Z**2 / count)
+    return Estimate(value, max(middle - half, 0.0), min(middle + half, 1.0), count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +422,9 @@ class _Run:
         open_ = [at for at in range(self.settings.n) if at not in found]
         group_id = uuid.uuid4().hex
         self.seats[group_id] = name, open_
-        self.groups[name] = Group(sample=task, group_id=group_id, n=len(open_))
+        metadata = dict(self.settings.metadata(task) if self.settings.metadata else {})
+        metadata.setdefault("task_id", name[:_TASK_CHARACTERS])
+        self.groups[name] = Group(sample=task, group_id=group_id, n=len(open_), metadata=metadata)
 
     async def finish(self) -> Evaluation:
         """Runs the attempts.

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rollmesh.client.arguments import filled
 from rollmesh.client.runs import RunCalls, run_of_state, state_of_run
 from rollmesh.client.sessions import Delivery
-from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.runtime.runs import version_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2
@@ -162,6 +163,41 @@ class StateCalls(RunCalls):
         for alarm in response.alarms:
             _log.warning(alarm.message, extra=fields(alarm=alarm.name, consumer=consumer))
         return list(response.alarms)
+
+    async def annotate(
+        self, session_id: str, name: str, values: ArrayLike, *, trajectory_id: str = ""
+    ) -> None:
+        """Writes the trainer's own numbers for the tokens of a stored session back, for viewers.
+
+        They are deleted with the session. The viewer colours tokens by them, and compares
+        `logprobs` with those that were sampled.
+
+        Args:
+            session_id: The session.
+            name: Name of the numbers, such as `logprobs` or `advantages`. Numbers of the same name
+                are replaced. A trajectory has at most 16 names.
+            values: float [N]: one for each token of the trajectory or the tree, as in its
+                `token_ids`. NaN is no number.
+            trajectory_id: The trajectory. Empty: the tree of a session that was recorded as one.
+
+        Raises:
+            InvalidFieldError: `values` does not fit the tokens, or a name is invalid.
+            RollmeshError: The session stays unknown, or the collector's store is nearly full.
+        """
+        try:
+            data = np.asarray(values, "<f4")
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("values", f"{error}; give one number for each token") from error
+        if data.ndim != 1:
+            raise InvalidFieldError("values", f"has shape {data.shape}; give one dimension")
+        annotation = filled(
+            collector_pb2.Annotation,
+            name=name,
+            trajectory_id=trajectory_id,
+            values_f32le=data.tobytes(),
+        )
+        request = collector_pb2.AnnotateRequest(session_id=session_id, annotations=[annotation])
+        await self._at_collector(lambda stub: stub.Annotate, request, SessionUnknownError)
 
     async def steps(self, consumer: str, last: int = 100) -> list[collector_pb2.TrainingStep]:
         """Returns the last steps that were reported, oldest first.

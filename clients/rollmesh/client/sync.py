@@ -348,6 +348,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     update_consumer = _waiting(AsyncClient.update_consumer)
     delete_consumer = _waiting(AsyncClient.delete_consumer)
     report_step = _waiting(AsyncClient.report_step)
+    annotate = _waiting(AsyncClient.annotate)
     steps = _waiting(AsyncClient.steps)
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -41,6 +42,13 @@ def main() -> int:
     )
     parser.add_argument("--key-file", type=Path, help="file with the key that browsers must show")
     parser.add_argument("--tokenizer", type=Path, help="folder of the model: shows tokens as text")
+    parser.add_argument(
+        "--view-module",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help='JavaScript module that shows sessions whose metadata["view"] is NAME',
+    )
     parser.add_argument("--supervised", choices=("true",), help="ends with its standard input")
     identity.add_flags(parser)
     options = parser.parse_args()
@@ -54,6 +62,7 @@ async def _serve(options: argparse.Namespace) -> list[str]:
         hosts=frozenset({*_LOOPBACK, options.host, *options.allow_host}),
         key=_key(options.key_file, options.host),
         decode=_decoder(options.tokenizer),
+        modules=dict(map(_module, options.view_module)),
     )
     addresses = MeshAddresses(
         router=options.router, collector=options.collector, **identity.given(options)
@@ -128,6 +137,23 @@ def _key(path: Path | None, host: str) -> str:
     if len(key) < _LEAST_KEY:
         raise ConfigError(f"key-file: {path}: has fewer than {_LEAST_KEY} characters")
     return key
+
+
+def _module(given: str) -> tuple[str, bytes]:
+    """Returns the name of a module and its text.
+
+    Raises:
+        ConfigError: It is not NAME=FILE, or the file cannot be read.
+    """
+    name, _, path = given.partition("=")
+    if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII) or not path:
+        raise ConfigError(
+            f"view-module: {given[:100]!r} is not NAME=FILE; a name has letters, digits, _ and -"
+        )
+    try:
+        return name, Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"view-module: {path}: {error.strerror}") from error
 
 
 def _decoder(model: Path | None) -> Decode | None:

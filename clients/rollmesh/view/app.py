@@ -10,9 +10,9 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -75,6 +75,8 @@ class ViewSettings:
     """The key that a browser must show. Empty lets everybody in who reaches the port."""
     decode: Decode | None = None
     """Returns the text of token ids. None shows ids."""
+    modules: Mapping[str, bytes] = field(default_factory=dict)
+    """JavaScript modules that sessions may name in `metadata["view"]`, by that name."""
 
 
 class Viewer:
@@ -95,12 +97,15 @@ class Viewer:
             one.name: (one.read_bytes(), _TYPES[one.name[one.name.rindex(".") :]])
             for one in static.iterdir()
         }
+        for name, data in settings.modules.items():
+            self._files[f"views/{name}.js"] = data, _TYPES[".js"]
         routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/api/mesh": self._mesh,
             "/api/choices": self._choose,
             "/api/sessions": partial(self._page, index.sessions),
             "/api/groups": partial(self._page, index.groups),
             "/api/series": self._series,
+            "/api/evaluations": self._evaluations,
             "/api/open": self._open,
             "/api/session/{id}": self._session,
             "/api/session/{id}/images/{sha256}": self._image,
@@ -166,7 +171,7 @@ class Viewer:
         """Reads the messages of a session that recorded some, to be searched."""
         if 0 < sum(one.data_bytes for one in record.messages) <= _SEARCHED_BYTES:
             with suppress(SessionUnknownError):
-                return await self._record(record.session_id)
+                return (await self._stored(record.session_id)).session
         return record
 
     # Pages.
@@ -236,7 +241,9 @@ class Viewer:
         if clock.monotonic_ms() >= self._choices_until:
             self._choices_until = clock.monotonic_ms() + _CHOICES_MS
             self._choices = await asyncio.to_thread(self._index.choices)
-        return JSONResponse(self._choices | {"sentences": REASONS, "error": self._error})
+        views = sorted(self._settings.modules)
+        more = {"sentences": REASONS, "views": views, "error": self._error}
+        return JSONResponse(self._choices | more)
 
     async def _page(self, read: Callable[..., dict[str, Any]], request: Request) -> Response:
         query = request.query_params
@@ -253,6 +260,9 @@ class Viewer:
         by = query.get("by", "version")
         return JSONResponse(await asyncio.to_thread(self._index.series, Selection.read(query), by))
 
+    async def _evaluations(self, request: Request) -> Response:
+        return JSONResponse({"rows": await asyncio.to_thread(self._index.evaluations)})
+
     async def _open(self, request: Request) -> Response:
         async with asyncio.timeout(_CALL_S):
             found = await self._client.open_sessions()
@@ -262,7 +272,7 @@ class Viewer:
         session_id = request.path_params["id"]
         async with asyncio.timeout(_CALL_S):
             try:
-                record = await self._record(session_id)
+                stored = await self._stored(session_id)
             except SessionUnknownError:
                 found = await self._client.open_sessions()
                 if session_id not in {one.session_id for one in found}:
@@ -270,20 +280,20 @@ class Viewer:
                 tree = await self._client.open_session_tree(session_id)
                 shown = partial(running_session, tree, self._settings.decode)
             else:
-                shown = partial(closed_session, record, self._settings.decode)
+                shown = partial(closed_session, stored, self._settings.decode)
         return JSONResponse(await asyncio.to_thread(shown))
 
     async def _image(self, request: Request) -> Response:
         async with asyncio.timeout(_CALL_S):
-            record = await self._record(request.path_params["id"])
-        for one in record.images:
+            stored = await self._stored(request.path_params["id"])
+        for one in stored.session.images:
             if one.sha256 == request.path_params["sha256"] and one.media_type in _IMAGES:
                 return Response(one.data, media_type=one.media_type)
         return JSONResponse({"error": "the session has no such image"}, 404)
 
-    async def _record(self, session_id: str) -> session_pb2.SessionRecord:
+    async def _stored(self, session_id: str) -> collector_pb2.ReadSessionsResponse:
         found = await self._client.stored_sessions(session_id=session_id, arrays=True)
-        return found[0].session
+        return found[0]
 
 
 class _Guard:

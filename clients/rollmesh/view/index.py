@@ -5,16 +5,19 @@ It is a copy without tokens, which a viewer makes anew whenever it starts.
 
 import json
 import math
+import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rollmesh.client import pass_at
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.runtime.runs import run_of, told, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _BUCKETS = 200
@@ -29,7 +32,7 @@ CREATE TABLE sessions (
   group_size INTEGER, outcome TEXT, purpose TEXT, model TEXT, superseded INTEGER, reward REAL,
   turns INTEGER, tokens INTEGER, sampled INTEGER, trained INTEGER, malformed INTEGER, cut INTEGER,
   first_version INTEGER, last_version INTEGER, opened INTEGER, closed INTEGER, due INTEGER,
-  error TEXT
+  error TEXT, task TEXT, numerics TEXT
 );
 CREATE INDEX by_group ON sessions (
   run_id, group_id, superseded, group_size, reward, turns, tokens, malformed, opened, closed,
@@ -38,6 +41,7 @@ CREATE INDEX by_group ON sessions (
 CREATE INDEX by_version ON sessions (
   last_version, first_version, reward, turns, sampled, trained, outcome, cut, malformed, closed
 );
+CREATE INDEX evaluated ON sessions (run_id, model, last_version, task) WHERE purpose = 'EVAL';
 CREATE INDEX by_due ON sessions (due) WHERE reward IS NULL;
 CREATE INDEX by_closed ON sessions (closed);
 CREATE INDEX by_reward ON sessions (reward IS NULL, reward, closed DESC);
@@ -53,7 +57,7 @@ CREATE VIRTUAL TABLE words USING fts5 (body);
 _COLUMNS = (
     "session_id, run_id, group_id, sample_index, group_size, outcome, purpose, model, superseded,"
     " reward, turns, tokens, sampled, trained, malformed, cut, first_version, last_version,"
-    " opened, closed, due, error"
+    " opened, closed, due, error, task, numerics"
 )
 _SESSION_ORDERS = {
     "newest": "closed DESC",
@@ -212,6 +216,25 @@ class Index:
         total = found[0]["total"] if found else 0
         return {"total": total, "rows": found}
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Returns the last 100 evaluations, newest first: pass@k, errors and numerics of each.
+
+        An evaluation is the sessions of a run for "eval" that one policy version sampled.
+        """
+        tasks = self._rows(
+            "SELECT run_id, model, last_version, task, count(reward) results,"
+            " coalesce(sum(reward >= 1), 0) passed, avg(reward) reward, count(*) sessions,"
+            " group_concat(DISTINCT numerics) numerics, max(closed) closed FROM sessions"
+            " WHERE purpose = 'EVAL' AND NOT superseded AND last_version IS NOT NULL"
+            " GROUP BY run_id, model, last_version, task",
+            [],
+        )
+        found = defaultdict[tuple[str, str, int], list[dict[str, Any]]](list)
+        for one in tasks:
+            found[one["run_id"], one["model"], one["last_version"]].append(one)
+        rows = [_evaluation(*key, tasks=of_tasks) for key, of_tasks in found.items()]
+        return sorted(rows, key=lambda one: one["closed"], reverse=True)[:100]
+
     def series(self, chosen: Selection, by: str = "version") -> dict[str, Any]:
         """Returns sums over policy versions or over time, and how often each reason occurs.
 
@@ -269,6 +292,27 @@ class Index:
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
+def _evaluation(
+    run_id: str, model: str, number: int, *, tasks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    results = [(one["results"], one["passed"]) for one in tasks if one["results"]]
+    rewards = [one["reward"] for one in tasks if one["results"]]
+    attempts = min((count for count, _ in results), default=0)
+    numerics = {name for one in tasks for name in re.split("[ ,]+", one["numerics"]) if name}
+    return {
+        "run_id": run_id,
+        "model": model,
+        "version": told(number),
+        "tasks": len(tasks),
+        "sessions": sum(one["sessions"] for one in tasks),
+        "without_result": sum(one["sessions"] - one["results"] for one in tasks),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "pass_at": {k: asdict(pass_at(results, k)) for k in sorted({1, attempts}) if k},
+        "numerics": sorted(numerics),
+        "closed": max(one["closed"] for one in tasks),
+    }
+
+
 def _chosen(name: str, value: str, choices: Mapping[str, str]) -> str:
     if value not in choices:
         raise InvalidFieldError(name, f"is {value!r}; give one of {', '.join(choices)}")
@@ -313,6 +357,8 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         record.closed_unix_ms,
         record.closed_unix_ms + record.reward_timeout_ms,
         record.metadata.get("error", record.abandoned)[:500],
+        record.metadata.get("task_id", record.group_id)[:500],
+        " ".join(sorted(one.id for one in record.numerics)),
     )
 
 

@@ -1,9 +1,11 @@
 """A session as the viewer shows it: its tree, the paths through it, and the tokens of each node."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from rollmesh.client.transcripts import message_of
 from rollmesh.runtime.codec.arrays import unpack_tokens
@@ -11,6 +13,7 @@ from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import (
     chat_pb2,
+    collector_pb2,
     gateway_pb2,
     sampling_pb2,
     session_pb2,
@@ -52,13 +55,19 @@ REASONS = {
 """Each reason in a sentence."""
 
 
-def closed_session(record: session_pb2.SessionRecord, decode: Decode | None) -> dict[str, Any]:
-    """Returns a closed session with its nodes, their tokens, and the paths to its leaves."""
+def closed_session(
+    found: collector_pb2.ReadSessionsResponse, decode: Decode | None
+) -> dict[str, Any]:
+    """Returns a closed session with its nodes, their tokens, and the paths to its leaves.
+
+    A node has what trainers wrote back for its tokens, by name. None stands for no number.
+    """
+    record, annotations = found.session, _annotations(found.annotations)
     if record.HasField("tree"):
-        nodes = list(_of_tree(record.tree))
+        nodes = list(_of_tree(record.tree, annotations.get("", {})))
         paths = _paths_of_tree(nodes)
     else:
-        nodes, paths = _of_trajectories(record.trajectories)
+        nodes, paths = _of_trajectories(record.trajectories, annotations)
     if record.capture in (session_pb2.CAPTURE_TEXT, session_pb2.CAPTURE_LOGPROBS):
         nodes = [_of_text(one) for one in record.messages]
         paths = _paths_of_tree(nodes)
@@ -97,6 +106,7 @@ def closed_session(record: session_pb2.SessionRecord, decode: Decode | None) -> 
         ],
         "nodes": nodes,
         "paths": paths,
+        "annotations": sorted({name for of in annotations.values() for name in of}),
         "live": False,
     }
 
@@ -151,8 +161,26 @@ def listed(one: gateway_pb2.OpenSession) -> dict[str, Any]:
     return {name: getattr(one, name) for name in (*names, "idle_ms", "opened_unix_ms")}
 
 
+_Annotations: TypeAlias = Mapping[str, list[float | None]]
+"""Numbers for the tokens of a trajectory or a tree, by name."""
+
+
+def _annotations(found: Iterable[collector_pb2.Annotation]) -> dict[str, _Annotations]:
+    """Returns annotations by the id of their trajectory."""
+    by_trajectory: dict[str, dict[str, list[float | None]]] = {}
+    for one in found:
+        values = np.frombuffer(one.values_f32le, "<f4")
+        shown = [float(value) if np.isfinite(value) else None for value in values]
+        by_trajectory.setdefault(one.trajectory_id, {})[one.name] = shown
+    return dict(by_trajectory)
+
+
+def _cut(annotations: _Annotations, at: slice) -> dict[str, list[float | None]]:
+    return {name: values[at] for name, values in annotations.items()}
+
+
 def _of_trajectories(
-    trajectories: Iterable[trajectory_pb2.Trajectory],
+    trajectories: Iterable[trajectory_pb2.Trajectory], annotations: Mapping[str, _Annotations]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     nodes: dict[int, dict[str, Any]] = {}
     paths = []
@@ -177,6 +205,7 @@ def _of_trajectories(
                     "mask": mask[at],
                     "trained": trained,
                     "reasons": _names(node.reasons),
+                    "annotations": _cut(annotations.get(one.trajectory_id, {}), at),
                     **_node(node, start, one),
                 }
             path.append(node_id)
@@ -214,7 +243,9 @@ def _of_text(node: session_pb2.NodeMessages) -> dict[str, Any]:
     }
 
 
-def _of_tree(tree: trajectory_pb2.TrajectoryTree) -> Iterable[dict[str, Any]]:
+def _of_tree(
+    tree: trajectory_pb2.TrajectoryTree, annotations: _Annotations
+) -> Iterable[dict[str, Any]]:
     ids, logprobs, mask = (array.tolist() for array in unpack_tokens(tree.tokens, "tokens"))
     for node in tree.nodes:
         at = slice(node.start, node.end)
@@ -231,6 +262,7 @@ def _of_tree(tree: trajectory_pb2.TrajectoryTree) -> Iterable[dict[str, Any]]:
             "mask": mask[at],
             "trained": node.trained,
             "reasons": _names(node.reasons),
+            "annotations": _cut(annotations, at),
             **_node(node, node.start, tree),
         }
 

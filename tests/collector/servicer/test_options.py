@@ -259,6 +259,15 @@ async def test_the_sdk_shows_withheld_units_and_their_sessions(tmp_path: Path) -
             "rewards",
             id="no rewards",
         ),
+        pytest.param(
+            "Annotate", pb.AnnotateRequest(session_id="s"), "annotations", id="no annotations"
+        ),
+        pytest.param(
+            "Annotate",
+            pb.AnnotateRequest(annotations=[pb.Annotation(name="a b")]),
+            "annotations[0].name",
+            id="annotation without a name",
+        ),
         pytest.param("ListFiltered", pb.ListFilteredRequest(page_size=0), "page_size", id="page 0"),
         pytest.param(
             "ListGroups", pb.ListGroupsRequest(page_size=1001), "page_size", id="large page"

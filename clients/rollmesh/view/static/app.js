@@ -4,7 +4,7 @@ import { chart } from "./chart.js";
 import { ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
 import { comparePage, sessionPage } from "./session.js";
 
-const PAGES = [["run", "Run"], ["groups", "Groups"], ["sessions", "Sessions"], ["open", "Open"], ["mesh", "Mesh"]];
+const PAGES = [["run", "Run"], ["groups", "Groups"], ["sessions", "Sessions"], ["evaluations", "Evaluations"], ["open", "Open"], ["mesh", "Mesh"]];
 const main = document.getElementById("main"), state = document.getElementById("state");
 const LIVE_MS = 2000, ROWS = 100;
 let choices = {}, turn = 0, timer = 0;
@@ -195,6 +195,30 @@ function average(values) {
   return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : null;
 }
 
+const share = (one) => one && `${number(100 * one.value, 1)} % (${number(100 * one.low, 1)} to ${number(100 * one.high, 1)})`;
+
+async function evaluationsPage() {
+  const { rows } = await ask("evaluations");
+  const most = (row) => Math.max(0, ...Object.keys(row.pass_at).map(Number));
+  return [
+    h("h1", {}, "Evaluations"),
+    h("p", { class: "quiet" }, "Sessions of the purpose eval, by run and policy version. An attempt passes with a reward of at least 1. Intervals are of 95 %."),
+    table([
+      ["run", (row) => h("a", { href: link(["sessions"], { run_id: row.run_id, purpose: "EVAL", order: "lowest reward" }) }, row.run_id)],
+      ["model", (row) => row.model],
+      ["policy", (row) => row.version],
+      ["tasks", (row) => number(row.tasks), "number"],
+      ["sessions", (row) => number(row.sessions), "number"],
+      ["without result", (row) => number(row.without_result), "number"],
+      ["mean reward", (row) => number(row.reward), "number"],
+      ["pass@1", (row) => share(row.pass_at[1]), "number"],
+      ["pass@k", (row) => most(row) > 1 && `pass@${most(row)}: ${share(row.pass_at[most(row)])}`],
+      ["numerics", (row) => row.numerics.map((one) => badge(one.slice(0, 12), one))],
+      ["ended", (row) => time(row.closed)],
+    ], rows),
+  ];
+}
+
 async function openPage() {
   const { rows } = await ask("open");
   return [
@@ -262,7 +286,7 @@ function loginPage() {
 }
 
 const SHOWN = {
-  run: [runPage, 5000], groups: [groupsPage, 5000], sessions: [sessionsPage, 0], open: [openPage, LIVE_MS], mesh: [meshPage, LIVE_MS],
+  run: [runPage, 5000], groups: [groupsPage, 5000], sessions: [sessionsPage, 0], evaluations: [evaluationsPage, 5000], open: [openPage, LIVE_MS], mesh: [meshPage, LIVE_MS],
 };
 
 // Whether the reader types, chooses or reads a point, so that the page should not change now.

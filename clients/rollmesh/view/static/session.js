@@ -3,6 +3,7 @@
 import { ask, badge, h, link, number, seconds, time } from "./dom.js";
 
 const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
+const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
 const kept = { path: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
 
 export async function sessionPage(id, choices) {
@@ -19,7 +20,8 @@ export async function sessionPage(id, choices) {
   const content = [
     h("h1", {}, `Session ${found.session_id}`),
     summary(found),
-    controls(draw),
+    environmentView(found, choices),
+    controls(found, draw),
     h("div", { class: "session" }, h("aside", { "aria-label": "Conversation tree" }, tree), body),
   ];
   return { content, live: found.live };
@@ -49,11 +51,46 @@ function summary(found) {
   ];
 }
 
-function controls(draw) {
-  const bar = h("div", { class: "bar" });
+// The module that the session names, if the operator allows it. It gets the session and an element.
+function environmentView(found, choices) {
+  const name = found.metadata.view;
+  if (!name || !choices.views.includes(name)) return null;
+  const box = h("div", {});
+  import(`/views/${name}.js`).then((module) => module.default(found, box)).catch((error) => {
+    box.replaceChildren(h("p", { class: "error" }, `The view ${name} failed: ${error.message}`));
+  });
+  return h("section", { class: "node", "aria-label": `View ${name}` }, box);
+}
+
+function coloursOf(found) {
+  const title = (name) => (name === DIFFERENCE ? "difference to the trainer's log-probability" : name);
+  return [...COLOURS, ...(found.annotations || []).map((name) => [`by ${name}`, title(name)])];
+}
+
+// What a colour shows of a token, or nothing.
+function valueOf(node, at, name) {
+  const value = node.annotations?.[name]?.[at];
+  if (value === undefined || value === null) return null;
+  return name === DIFFERENCE ? (node.mask[at] ? value - node.logprobs[at] : null) : value;
+}
+
+// The largest absolute value of the session.
+function largest(found, name) {
+  found.largest ||= new Map();
+  let most = found.largest.get(name);
+  if (most !== undefined) return most;
+  most = 0;
+  for (const node of found.nodes) for (let at = 0; at < node.ids.length; at += 1) most = Math.max(most, Math.abs(valueOf(node, at, name) ?? 0));
+  found.largest.set(name, most);
+  return most;
+}
+
+function controls(found, draw) {
+  const colours = coloursOf(found), bar = h("div", { class: "bar" });
+  if (!colours.some(([name]) => name === kept.colour)) kept.colour = "mask";
   const fill = () => bar.replaceChildren(
     h("button", { type: "button", "aria-pressed": String(kept.tokens), onclick: () => { kept.tokens = !kept.tokens; fill(); draw(); } }, "Tokens"),
-    ...(kept.tokens ? ["Colour by", ...COLOURS.map(([name, title]) => h("button", {
+    ...(kept.tokens ? ["Colour by", ...colours.map(([name, title]) => h("button", {
       type: "button", "aria-pressed": String(kept.colour === name), onclick: () => { kept.colour = name; fill(); draw(); },
     }, title)), legend()] : []));
   fill();
@@ -71,7 +108,7 @@ function legend() {
     logprob: ["darker: less likely"],
     version: ["a line under the token, a colour for each version"],
     none: [],
-  }[kept.colour];
+  }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session"];
   return h("span", { class: "key" }, text);
 }
 
@@ -123,7 +160,7 @@ function nodeView(node, found, choices) {
       node.request_ids?.length > 0 && h("p", {}, `Requests: ${node.request_ids.join(", ")}`),
       node.sampling && h("pre", {}, JSON.stringify(node.sampling, null, 1))),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
-  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(tokensView(node));
+  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(tokensView(node, found));
   else if (node.messages?.length) box.append(...node.messages.map((one) => messageView(one, found)));
   else box.append(h("pre", {}, node.text));
   return box;
@@ -150,14 +187,14 @@ const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) drawers.get(entry.target)?.(entry.isIntersecting);
 }, { rootMargin: "1500px" });
 
-function tokensView(node) {
-  const box = h("div", { class: `tokens ${kept.colour}${node.texts ? "" : " plain"}`, tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}` });
+function tokensView(node, found) {
+  const box = h("div", { class: `tokens ${kept.colour.split(" ")[0]}${node.texts ? "" : " plain"}`, tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}` });
   drawers.set(box, (near) => {
     if (!near) {
       if (box.childElementCount) box.style.setProperty("min-height", `${box.offsetHeight}px`);
       box.replaceChildren();
     } else if (!box.childElementCount) {
-      box.replaceChildren(...tokens(node));
+      box.replaceChildren(...tokens(node, found));
       box.style.removeProperty("min-height");
     }
   });
@@ -166,7 +203,8 @@ function tokensView(node) {
   return box;
 }
 
-function tokens(node) {
+function tokens(node, found) {
+  const by = kept.colour.startsWith("by ") ? kept.colour.slice(3) : null, most = by && largest(found, by);
   const versionOf = new Int8Array(node.ids.length).fill(-1);
   const known = [];
   for (const span of node.versions) {
@@ -178,8 +216,11 @@ function tokens(node) {
     const logprob = node.logprobs?.[at], trained = node.mask?.[at], sampled = versionOf[at] >= 0;
     const classes = [trained ? "train" : sampled ? "sampled" : "", sampled ? `v${versionOf[at]}` : ""];
     if (sampled && logprob !== undefined) classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
+    const value = by && valueOf(node, at, by);
+    if (value) classes.push(`${value > 0 ? "above" : "below"}${Math.ceil(4 * Math.abs(value) / most)}`);
     const span = node.versions.find((one) => one.start <= at && at < one.end);
     const title = [`id ${id}`, sampled && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`, trained ? "trained" : "not trained",
+      ...Object.keys(node.annotations || {}).map((name) => typeof node.annotations[name][at] === "number" && `${name} ${node.annotations[name][at].toFixed(4)}`),
       span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
     return h("b", { class: classes.filter(Boolean).join(" "), title }, node.texts ? node.texts[at] : String(id));
   });

@@ -953,6 +953,81 @@ class ReportStepResponse(_message.Message):
 Global___ReportStepResponse: _TypeAlias = ReportStepResponse  # noqa: Y015
 
 @_typing.final
+class Annotation(_message.Message):
+    """A trainer's own numbers for the tokens of a trajectory, such as its log-probabilities or advantages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    VALUES_F32LE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: 1 to 64 letters, digits, _, ., - or /."""
+    trajectory_id: _builtins.str
+    """Id of the trajectory. Empty for the tree of a session that has one."""
+    values_f32le: _builtins.bytes
+    """float32, little-endian: a number for each token of the trajectory or the tree. NaN is no number."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+        values_f32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "trajectory_id", b"trajectory_id", "values_f32le", b"values_f32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Annotation: _TypeAlias = Annotation  # noqa: Y015
+
+@_typing.final
+class AnnotateRequest(_message.Message):
+    """Annotates a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    @_builtins.property
+    def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
+        """The arrays, at least one. A trajectory has at most 16 names."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        annotations: _abc.Iterable[Global___Annotation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnotateRequest: _TypeAlias = AnnotateRequest  # noqa: Y015
+
+@_typing.final
+class AnnotateResponse(_message.Message):
+    """The arrays are stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnotateResponse: _TypeAlias = AnnotateResponse  # noqa: Y015
+
+@_typing.final
 class ListStepsRequest(_message.Message):
     """Asks for steps."""
 
@@ -2222,6 +2297,7 @@ class ReadSessionsResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    ANNOTATIONS_FIELD_NUMBER: _builtins.int
     damaged_session_id: _builtins.str
     """Id of a stored session that cannot be read, empty if it can."""
     resume_token: _builtins.str
@@ -2230,16 +2306,21 @@ class ReadSessionsResponse(_message.Message):
     def session(self) -> _session_pb2.SessionRecord:
         """The session, absent if it is damaged."""
 
+    @_builtins.property
+    def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
+        """What trainers wrote back for its tokens, by trajectory and name. Empty without arrays."""
+
     def __init__(
         self,
         *,
         session: _session_pb2.SessionRecord | None = ...,
         damaged_session_id: _builtins.str = ...,
         resume_token: _builtins.str = ...,
+        annotations: _abc.Iterable[Global___Annotation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_session_id", b"damaged_session_id", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "damaged_session_id", b"damaged_session_id", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

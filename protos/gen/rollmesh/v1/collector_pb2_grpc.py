@@ -111,6 +111,11 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.FromString,
                 _registered_method=True)
+        self.Annotate = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/Annotate',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.AnnotateRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.AnnotateResponse.FromString,
+                _registered_method=True)
         self.ListSteps = channel.unary_unary(
                 '/rollmesh.v1.CollectorService/ListSteps',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListStepsRequest.SerializeToString,
@@ -285,6 +290,15 @@ class CollectorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Annotate(self, request, context):
+        """Stores a trainer's own numbers for the tokens of a stored session. An array replaces the one of the
+        same name. ReadSessions returns them with the arrays, and no consumer receives them.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). RESOURCE_EXHAUSTED (STORE_FULL). INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSteps(self, request, context):
         """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
@@ -394,6 +408,11 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.ReportStep,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.SerializeToString,
+            ),
+            'Annotate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Annotate,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.AnnotateRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.AnnotateResponse.SerializeToString,
             ),
             'ListSteps': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSteps,
@@ -823,6 +842,33 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/ReportStep',
             rollmesh_dot_v1_dot_collector__pb2.ReportStepRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.ReportStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Annotate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/Annotate',
+            rollmesh_dot_v1_dot_collector__pb2.AnnotateRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.AnnotateResponse.FromString,
             options,
             channel_credentials,
             insecure,

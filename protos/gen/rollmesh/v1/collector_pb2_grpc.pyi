@@ -119,6 +119,11 @@ class CollectorServiceStub:
     Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
     field.
     """
+    Annotate: _grpc.UnaryUnaryMultiCallable[_collector_pb2.AnnotateRequest, _collector_pb2.AnnotateResponse]
+    """Stores a trainer's own numbers for the tokens of a stored session. An array replaces the one of the
+    same name. ReadSessions returns them with the arrays, and no consumer receives them.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). RESOURCE_EXHAUSTED (STORE_FULL). INVALID_ARGUMENT names the field.
+    """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]
     """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
@@ -225,6 +230,11 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
     field.
+    """
+    Annotate: _aio.UnaryUnaryMultiCallable[_collector_pb2.AnnotateRequest, _collector_pb2.AnnotateResponse]  # type: ignore[assignment]
+    """Stores a trainer's own numbers for the tokens of a stored session. An array replaces the one of the
+    same name. ReadSessions returns them with the arrays, and no consumer receives them.
+    Errors: NOT_FOUND (SESSION_UNKNOWN). RESOURCE_EXHAUSTED (STORE_FULL). INVALID_ARGUMENT names the field.
     """
     ListSteps: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListStepsRequest, _collector_pb2.ListStepsResponse]  # type: ignore[assignment]
     """Lists the last steps that the trainer of a consumer reported. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
@@ -419,6 +429,17 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         step and of later ones, so that a trainer reports them anew after it went back to a checkpoint.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN). FAILED_PRECONDITION (RUN_ABANDONED). INVALID_ARGUMENT names the
         field.
+        """
+
+    @_abc_1.abstractmethod
+    def Annotate(
+        self,
+        request: _collector_pb2.AnnotateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.AnnotateResponse, _abc.Awaitable[_collector_pb2.AnnotateResponse]]:
+        """Stores a trainer's own numbers for the tokens of a stored session. An array replaces the one of the
+        same name. ReadSessions returns them with the arrays, and no consumer receives them.
+        Errors: NOT_FOUND (SESSION_UNKNOWN). RESOURCE_EXHAUSTED (STORE_FULL). INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod

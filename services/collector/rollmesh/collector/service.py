@@ -64,6 +64,7 @@ _MAX_SESSIONS = 4096
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 _MAX_STEP, _MAX_METRICS = 2**63 - 1, 64
 _METRIC_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
+_NO_METRIC_NAME = "{0!r:.80} is not 1 to 64 letters, digits, _, ., - or /"
 
 
 def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
@@ -322,6 +323,16 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         steps = await self.store.steps(request.consumer, WINDOW)
         return pb.ReportStepResponse(alarms=alarms_of(steps))
 
+    async def Annotate(self, request: pb.AnnotateRequest, context: Context) -> pb.AnnotateResponse:
+        if not request.annotations:
+            raise InvalidFieldError("annotations", "is empty; give at least one")
+        for at, one in enumerate(request.annotations):
+            if not _METRIC_NAME.fullmatch(one.name):
+                raise InvalidFieldError(f"annotations[{at}].name", _NO_METRIC_NAME.format(one.name))
+        work = self.store.annotate(request.session_id, request.annotations)
+        await self.subscriptions.finish(work)
+        return pb.AnnotateResponse()
+
     async def ListSteps(
         self, request: pb.ListStepsRequest, context: Context
     ) -> pb.ListStepsResponse:
@@ -347,7 +358,8 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         arrays, since = not request.without_arrays, request.closed_from_unix_ms
         if request.session_id:
             session = await self.store.session(request.session_id, arrays=arrays)
-            yield pb.ReadSessionsResponse(session=session)
+            annotations = await self.store.annotations(request.session_id) if arrays else ()
+            yield pb.ReadSessionsResponse(session=session, annotations=annotations)
             return
         group, token = _group(request), request.resume_token
         while page := await self.store.sessions_after(token, _READ_PAGE, group):
@@ -363,7 +375,10 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 except SessionDamagedError:
                     yield pb.ReadSessionsResponse(damaged_session_id=session_id, resume_token=token)
                     continue
-                yield pb.ReadSessionsResponse(session=session, resume_token=token)
+                annotations = await self.store.annotations(session_id) if arrays else ()
+                yield pb.ReadSessionsResponse(
+                    session=session, resume_token=token, annotations=annotations
+                )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         stats = await self.store.counts()
@@ -447,9 +462,7 @@ def _check_step(step: pb.TrainingStep) -> None:
         raise InvalidFieldError("step.metrics", f"has {count} names; give at most {_MAX_METRICS}")
     for name in step.metrics:
         if not _METRIC_NAME.fullmatch(name):
-            raise InvalidFieldError(
-                "step.metrics", f"{name[:80]!r} is not 1 to 64 letters, digits, _, ., - or /"
-            )
+            raise InvalidFieldError("step.metrics", _NO_METRIC_NAME.format(name))
 
 
 def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:

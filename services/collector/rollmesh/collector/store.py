@@ -1319,6 +1319,75 @@ def add_scores(tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: by
         tx.store.resized(tx, len(scores))
 
 
+MOST_ANNOTATIONS = 16
+"""Largest number of annotations of a trajectory."""
+
+
+def annotate(tx: Transaction, session_id: str, annotations: Sequence[pb.Annotation]) -> None:
+    """Stores a trainer's numbers for the tokens of a session. They replace those of equal names.
+
+    Raises:
+        SessionUnknownError: There is no such session.
+        InvalidFieldError: An annotation does not fit the session, or it has too many of them.
+        StoreFullError: A tenth of the room is left, which is for sessions.
+    """
+    head = read_session(tx, session_id, arrays=False)
+    counts = {one.trajectory_id: log.tokens_of(one) for one in head.trajectories}
+    if head.HasField("tree"):
+        counts[""] = log.tokens_of(head.tree)
+    for at, one in enumerate(annotations):
+        if one.trajectory_id not in counts:
+            raise InvalidFieldError(
+                f"annotations[{at}].trajectory_id",
+                f"{one.trajectory_id!r} is not of this session; give one of {sorted(counts)[:8]}",
+            )
+        if len(one.values_f32le) != 4 * (count := counts[one.trajectory_id]):
+            raise InvalidFieldError(
+                f"annotations[{at}].values_f32le",
+                f"has {len(one.values_f32le)} bytes; give 4 for each of the {count} tokens",
+            )
+    reserved = tx.store.retention.max_bytes // 10
+    _check_room(tx, reserved + sum(len(one.values_f32le) for one in annotations))
+    size = _annotations_size(tx, [session_id])
+    tx.db.run_many(
+        "INSERT INTO annotations VALUES (?1, ?2, ?3, ?4)"
+        " ON CONFLICT (session_id, trajectory_id, name) DO UPDATE SET data = excluded.data",
+        [(session_id, one.trajectory_id, one.name, one.values_f32le) for one in annotations],
+    )
+    most = tx.db.value(
+        "SELECT max(names) FROM (SELECT count(*) AS names FROM annotations WHERE session_id = ?1"
+        " GROUP BY trajectory_id) AS counted",
+        session_id,
+    )
+    if most > MOST_ANNOTATIONS:
+        raise InvalidFieldError(
+            "annotations", f"makes {most} names of a trajectory; give at most {MOST_ANNOTATIONS}"
+        )
+    tx.store.resized(tx, _annotations_size(tx, [session_id]) - size)
+
+
+def _annotations_size(tx: Transaction, session_ids: Sequence[str]) -> int:
+    size: int = tx.db.value(
+        "SELECT CAST(coalesce(sum(length(data)), 0) AS BIGINT) FROM annotations"
+        f" WHERE session_id {tx.db.within(1)}",
+        tx.db.listed(session_ids),
+    )
+    return size
+
+
+def find_annotations(tx: Transaction, session_id: str) -> list[pb.Annotation]:
+    """Returns the annotations of a session, by trajectory and name."""
+    rows = tx.db.rows(
+        "SELECT trajectory_id, name, data FROM annotations WHERE session_id = ?1"
+        " ORDER BY trajectory_id, name",
+        session_id,
+    )
+    return [
+        pb.Annotation(name=name, trajectory_id=of, values_f32le=bytes(data))
+        for of, name, data in rows
+    ]
+
+
 # Removal of the groups of sessions that every consumer has settled.
 
 _NEEDED = """
@@ -1364,12 +1433,14 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     db.run_many("DELETE FROM units WHERE log = ?1 AND unit_id = ?2", in_logs)
     db.run_many("DELETE FROM reward_requests WHERE session_id = ?1", ids)
     of_ids = f"FROM scores WHERE session_id {db.within(1)}"
-    listed_ids = db.listed([session_id for (session_id,) in ids])
+    session_ids = [session_id for (session_id,) in ids]
+    listed_ids = db.listed(session_ids)
     size: int = db.value(
         f"SELECT CAST(coalesce(sum(length(scores)), 0) AS BIGINT) {of_ids}", listed_ids
     )
-    tx.store.resized(tx, -size)
+    tx.store.resized(tx, -size - _annotations_size(tx, session_ids))
     db.run(f"DELETE {of_ids}", listed_ids)
+    db.run_many("DELETE FROM annotations WHERE session_id = ?1", ids)
     db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)
     db.run_many("DELETE FROM sessions WHERE group_key = ?1", groups)
     db.run_many("DELETE FROM groups WHERE group_key = ?1", groups)
@@ -1640,6 +1711,8 @@ class Store:
     checkpoints = _method(find_checkpoints, reads=True)
     report_step = _method(report_step)
     steps = _method(find_steps, reads=True)
+    annotate = _method(annotate)
+    annotations = _method(find_annotations, reads=True)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
     delete_consumer = _method(delete_consumer)
@@ -1744,6 +1817,9 @@ CREATE TABLE IF NOT EXISTS reward_requests (
 CREATE TABLE IF NOT EXISTS scores (
   session_id {text} NOT NULL, teacher {text} NOT NULL, row_index BIGINT NOT NULL,
   scores {blob} NOT NULL, PRIMARY KEY (session_id, teacher, row_index));
+CREATE TABLE IF NOT EXISTS annotations (
+  session_id {text} NOT NULL, trajectory_id {text} NOT NULL, name {text} NOT NULL,
+  data {blob} NOT NULL, PRIMARY KEY (session_id, trajectory_id, name)){by_key};
 CREATE TABLE IF NOT EXISTS removed (
   id {text} PRIMARY KEY, removed_ms BIGINT NOT NULL){by_key};
 CREATE INDEX IF NOT EXISTS removed_by_time ON removed (removed_ms);

@@ -114,6 +114,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "RestoreCheckpoint": _TRAINS,
         "ReleaseCheckpoint": _TRAINS,
         "ReportStep": _TRAINS,
+        "Annotate": _TRAINS,
         "ListSteps": _OPERATES,
         "ListFiltered": _OPERATES,
         "ListGroups": _OPERATES,
