@@ -60,7 +60,7 @@ def closed_session(
 ) -> dict[str, Any]:
     """Returns a closed session with its nodes, their tokens, and the paths to its leaves.
 
-    A node has what trainers wrote back for its tokens, by name. None stands for no number.
+    A node has the numbers of trainers for its tokens, by name. None stands for no number.
     """
     record, annotations = found.session, _annotations(found.annotations)
     if record.HasField("tree"):
