@@ -133,6 +133,19 @@ async def messages(block: Block, mesh: Mesh) -> None:
         assert [one["role"] for one in names["found"].messages] == ["user", "assistant"]
 
 
+async def siblings(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session(record_messages=True) as session:
+            await agent("a", session)
+        await delivered(client, session)
+        names: dict[str, Any] = {"client": client, "session_id": session.session_id, "node_id": 1}
+        exec("from openai import AsyncOpenAI\nfrom rollmesh.client import Group, rollout", names)  # noqa: S102
+        await run(block, names)
+        result = await delivered(client, names["session"])
+        assert result.origin is not None
+        assert result.origin.continued
+
+
 async def saved_checkpoint(block: Block, mesh: Mesh) -> None:
     async with mesh.client() as client:
         async with client.session() as session:
@@ -348,6 +361,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/delivery.md python 3": messages,
     "docs/evaluation.md python 1": evaluation,
     "docs/getting-started.md python 1": first_session,
+    "docs/import.md python 1": siblings,
     "docs/resume.md python 1": saved_checkpoint,
     "docs/resume.md python 2": resumed,
     "docs/resume.md python 3": resumed_rollout,

@@ -44,6 +44,7 @@ from rollmesh.client.sessions import (
     Trajectory,
     TrajectoryTree,
 )
+from rollmesh.client.starts import Start
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
 from rollmesh.v1.sampling_pb2 import AdapterChoice, PolicyRun
@@ -77,6 +78,7 @@ __all__ = [
     "Scores",
     "Session",
     "SessionResult",
+    "Start",
     "SubscribeOptions",
     "Subscription",
     "TimeLimits",

@@ -6,6 +6,7 @@ import grpc
 
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.sessions import Session, SessionResult
+from rollmesh.client.starts import Start, start_at
 from rollmesh.client.transcripts import Transcript
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
@@ -75,6 +76,22 @@ class ReadCalls(Connections):
         """
         (found,) = await self._stored(collector_pb2.ReadSessionsRequest(session_id=session_id))
         return SessionResult.from_proto(found.session)
+
+    async def start_at(self, session_id: str, node_id: int, *, as_text: bool = False) -> Start:
+        """Returns the context of a recorded node, for sessions that go on from there.
+
+        Args:
+            session_id: A closed session that recorded its messages.
+            node_id: Id of the node that the context ends with.
+            as_text: Whether the template makes the ids anew, for a model with another tokenizer or
+                template. Otherwise the ids are the recorded ones.
+
+        Raises:
+            SessionUnknownError: The collector does not have the session, or has removed it.
+            InvalidFieldError: It has no such node, or no messages or ids.
+        """
+        (found,) = await self._stored(collector_pb2.ReadSessionsRequest(session_id=session_id))
+        return start_at(found.session, node_id, as_text=as_text)
 
     async def stored_group(
         self, group_id: str, run_id: str = ""

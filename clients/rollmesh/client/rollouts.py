@@ -70,6 +70,7 @@ from rollmesh.client.sessions import (
     read_rewards,
 )
 from rollmesh.client.shielding import shielded
+from rollmesh.client.starts import Start
 from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
@@ -106,6 +107,8 @@ class Group:
     """Sampling parameters of all turns, by the names of `SamplingParams`."""
     metadata: Mapping[str, str] | None = None
     """Carried to the trainer with the group's sessions."""
+    start: Start | None = None
+    """The context that the group's sessions start with. The runner finds it as `session.start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,7 @@ class GroupState:
     """Number of samples that the rollout took before it."""
     name: str = ""
     """Part of its sessions' seeds: the id that the caller chose, or the position."""
+    start: Start | None = None
     _ended: dict[int, SampleOutcome] = field(default_factory=dict)
 
     @property
@@ -988,6 +992,7 @@ class Attempts:
             purpose=self._settings.purpose,
             budget=self._settings.budget,
             record_messages=self._settings.record_messages,
+            start=seat.group.start,
         )
 
     async def _open(
@@ -997,7 +1002,9 @@ class Attempts:
         opened: list[Session] = []
 
         async def opening() -> None:
-            opened.append(await self._client.open_session(request, is_new=is_new))
+            session = await self._client.open_session(request, is_new=is_new)
+            session.start = seat.group.start
+            opened.append(session)
             seat.taken = True
 
         try:
@@ -1378,6 +1385,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
             run_id,
             position,
             name,
+            group.start,
         )
 
     async def _run(self, seat: Seat) -> None:

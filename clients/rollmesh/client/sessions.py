@@ -31,6 +31,7 @@ from rollmesh.client.failures import is_infrastructure
 from rollmesh.client.runs import RunCalls, of_spans
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
+from rollmesh.client.starts import Start
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
@@ -181,6 +182,8 @@ class Session:
     closed: bool = False
     request_id: str = field(default="", repr=False)
     """Request id under which it was opened. A trainer's token and this return its key."""
+    start: Start | None = field(default=None, repr=False)
+    """The context that it started with. The agent goes on from `start.messages`."""
 
     @property
     def keyless_url(self) -> str:
@@ -226,6 +229,7 @@ class SessionCalls(RunCalls):
         run_id: str = "",
         budget: Budget | None = None,
         record_messages: bool | None = None,
+        start: Start | None = None,
     ) -> AsyncIterator[Session]:
         """Holds a session open. Leaving closes it with `session.rewards`.
 
@@ -257,6 +261,7 @@ class SessionCalls(RunCalls):
             run_id: The run of the group: with another one, the `group_id` names another group.
             budget: The calls, sampled tokens and seconds that the agent may use.
             record_messages: Whether the record has messages, too. None: the gateway's setting.
+            start: The context that the session starts with. See `start_at`.
 
         Raises:
             RollmeshError: The gateway refuses.
@@ -277,8 +282,10 @@ class SessionCalls(RunCalls):
             run_id=run_id,
             budget=budget,
             record_messages=record_messages,
+            start=start,
         )
         session = await self.open_session(request)
+        session.start = start
         try:
             yield session
         except BaseException as error:
@@ -310,6 +317,7 @@ class SessionCalls(RunCalls):
         run_id: str = "",
         budget: Budget | None = None,
         record_messages: bool | None = None,
+        start: Start | None = None,
     ) -> gateway_pb2.CreateSessionRequest:
         """Returns the request for a session. The arguments are those of `session`.
 
@@ -318,7 +326,7 @@ class SessionCalls(RunCalls):
         """
         return filled(
             gateway_pb2.CreateSessionRequest,
-            model=model,
+            model=model or (start.model if start else ""),
             adapters=choices_of(adapters),
             columns=kinds_of(columns),
             request_id=request_id,
@@ -333,6 +341,7 @@ class SessionCalls(RunCalls):
             run_id=run_id,
             budget=budget_of(budget),
             record_messages=record_messages,
+            start=start.request if start else None,
         )
 
     async def open_session(
@@ -799,6 +808,8 @@ class SessionResult:
     """A message that holds only the messages and contexts."""
     capture: str = "TOKENS"
     """TOKENS, or LOGPROBS or TEXT, without tokens."""
+    origin: session_pb2.SessionOrigin | None = field(default=None, repr=False)
+    """The place that it started from. None if it began empty."""
 
     def conversation(self, trajectory: Trajectory) -> Conversation | None:
         """Returns the messages of a trajectory. None unless the session recorded them.
@@ -837,6 +848,7 @@ class SessionResult:
             tuple(name_of(session_pb2.BudgetKind.DESCRIPTOR, one) for one in proto.budgets_spent),
             session_pb2.SessionRecord(messages=proto.messages, contexts=proto.contexts),
             name_of(session_pb2.Capture.DESCRIPTOR, proto.capture or session_pb2.CAPTURE_TOKENS),
+            proto.origin if proto.HasField("origin") else None,
         )
 
 

@@ -352,6 +352,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     steps = _waiting(AsyncClient.steps)
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)
+    start_at = _waiting(AsyncClient.start_at)
     stored_group = _waiting(AsyncClient.stored_group)
     stored_sessions = _waiting(AsyncClient.stored_sessions)
     open_sessions = _waiting(AsyncClient.open_sessions)

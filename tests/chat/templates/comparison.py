@@ -119,7 +119,7 @@ class Held:
 
     messages: MessageGroup
     token_ids: TokenIds
-    sample: TokenIds | None = None
+    was_sampled: bool = False
     ends_turn: bool = True
     end: int = 0
     as_printed: bool | None = None
@@ -228,7 +228,7 @@ class Model:
             path += fresh
             ids = np.concatenate([opening, sample])
             ends = bool(len(sample)) and int(sample[-1]) in self.continuation.closing_ids
-            path.append(Held(group, ids, sample, ends))
+            path.append(Held(group, ids, was_sampled=True, ends_turn=ends))
             path[-1].end = sum(len(one.token_ids) for one in path)
         if path and groups[-1][0].role != "assistant":
             yield self._turn(path, messages, tools, sampled=True)[0]

@@ -54,7 +54,7 @@ class Held:
     messages: MessageGroup
     token_ids: TokenIds
     end: int
-    sample: object | None = None
+    was_sampled: bool = False
     ends_turn: bool = True
     as_printed: bool | None = None
     seen: Seen | None = None
@@ -162,7 +162,7 @@ def test_a_conversation_with_images_is_printed_as_it_is_held(name: str) -> None:
     parts = continuation.token_ids(groups, 0, BARE)
     ends = np.cumsum([len(one) for one in parts])
     path = [Held(groups[at], parts[at], int(ends[at])) for at in range(2)]
-    path[1].sample = object()
+    path[1].was_sampled = True
     added = [parts[2], continuation.generation_prompt(groups, BARE)]
     assert continuation.compare(path, groups[2:], BARE, added, list).at is None
     other = replace(messages[2], images=(image(4), image(4, 2)))

@@ -304,6 +304,7 @@ class CreateSessionRequest(_message.Message):
     COLUMNS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     RECORD_MESSAGES_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, also after a restart: the journal has it. At most 128 characters. Empty
     means that each call opens a session.
@@ -364,6 +365,12 @@ class CreateSessionRequest(_message.Message):
     def budget(self) -> Global___SessionBudget:
         """Limits on the use of the session. Default: none."""
 
+    @_builtins.property
+    def start(self) -> Global___SessionStart:
+        """The context that the session starts with. Default: none. If INVALID_ARGUMENT (MODEL_MISMATCH, ...) names
+        a field of it, no session is opened.
+        """
+
     def __init__(
         self,
         *,
@@ -383,16 +390,123 @@ class CreateSessionRequest(_message.Message):
         columns: _abc.Iterable[_sampling_pb2.ColumnKind.ValueType] | None = ...,
         budget: Global___SessionBudget | None = ...,
         record_messages: _builtins.bool | None = ...,
+        start: Global___SessionStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "budget", b"budget", "record_messages", b"record_messages", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "budget", b"budget", "record_messages", b"record_messages", "sampling", b"sampling", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "adapters", b"adapters", "budget", b"budget", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "record_messages", b"record_messages", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages", "adapters", b"adapters", "budget", b"budget", "columns", b"columns", "disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "purpose", b"purpose", "record_messages", b"record_messages", "request_id", b"request_id", "run_id", b"run_id", "sample_index", b"sample_index", "sampling", b"sampling", "sampling_policy", b"sampling_policy", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__record_messages: _TypeAlias = _typing.Literal["record_messages"]  # noqa: Y015
     _WhichOneofArgType__record_messages: _TypeAlias = _typing.Literal["_record_messages", b"_record_messages"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__record_messages) -> _WhichOneofReturnType__record_messages | None: ...
 
 Global___CreateSessionRequest: _TypeAlias = CreateSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionStart(_message.Message):
+    """A context that a session starts with. Its nodes are in the tree before the first turn, are durable with the
+    session, and are matched by requests as sampled nodes are. They are not trained, and count as no turns.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the tokenizer of the ids, hexadecimal. INVALID_ARGUMENT (MODEL_MISMATCH) if the gateway has
+    another one.
+    """
+    template_sha256: _builtins.str
+    """SHA-256 of the chat template, hexadecimal. INVALID_ARGUMENT (MODEL_MISMATCH) if the gateway has another
+    one.
+    """
+    @_builtins.property
+    def origin(self) -> _session_pb2.SessionOrigin:
+        """Where it comes from. `continued` is ignored."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartNode]:
+        """The nodes of a path, from the first message on, with TOKENS. Their ids, joined, are the context."""
+
+    @_builtins.property
+    def context(self) -> _session_pb2.ConversationContext:
+        """The tools and template options of the conversation, as in a record. Requests with others begin a new
+        root.
+        """
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.SessionImage]:
+        """The images of the messages, each once."""
+
+    def __init__(
+        self,
+        *,
+        origin: _session_pb2.SessionOrigin | None = ...,
+        nodes: _abc.Iterable[Global___StartNode] | None = ...,
+        context: _session_pb2.ConversationContext | None = ...,
+        images: _abc.Iterable[_session_pb2.SessionImage] | None = ...,
+        tokenizer_sha256: _builtins.str = ...,
+        template_sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "origin", b"origin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "images", b"images", "nodes", b"nodes", "origin", b"origin", "template_sha256", b"template_sha256", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionStart: _TypeAlias = SessionStart  # noqa: Y015
+
+@_typing.final
+class StartNode(_message.Message):
+    """A node of a context: one message, a run of tool results, or the system messages at the beginning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    SCAFFOLD_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_CRC32_FIELD_NUMBER: _builtins.int
+    SPECIAL_TEXT_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    """Id, which the node keeps: 1 to 2^31 - 1, each once."""
+    data: _builtins.bytes
+    """A JSON array of messages, as in NodeMessages."""
+    token_ids_u32le: _builtins.bytes
+    """Ids that the node adds, unsigned 32-bit little-endian."""
+    sampled: _builtins.bool
+    """Whether a model sampled the node."""
+    scaffold_tokens: _builtins.int
+    """Number of leading ids that were not sampled. Only on sampled nodes."""
+    prompt_crc32: _builtins.int
+    """CRC-32 of the ids before the sampled ones, from the root on, as in the record. Only on sampled nodes."""
+    special_text: _builtins.bool
+    """Whether text in it spells a special token: see SPECIAL_TEXT."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        token_ids_u32le: _builtins.bytes = ...,
+        sampled: _builtins.bool = ...,
+        scaffold_tokens: _builtins.int = ...,
+        prompt_crc32: _builtins.int | None = ...,
+        special_text: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32", "data", b"data", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "sampled", b"sampled", "scaffold_tokens", b"scaffold_tokens", "special_text", b"special_text", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
+    _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
+
+Global___StartNode: _TypeAlias = StartNode  # noqa: Y015
 
 @_typing.final
 class SessionBudget(_message.Message):
@@ -1565,6 +1679,7 @@ class OpenSession(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     run_id: _builtins.str
@@ -1597,6 +1712,10 @@ class OpenSession(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.AdapterRef]:
         """Its policies. A version of 0 means the newest revision at each turn. Empty means the base model."""
 
+    @_builtins.property
+    def origin(self) -> _session_pb2.SessionOrigin:
+        """The place that it started from. Not set if it began empty."""
+
     def __init__(
         self,
         *,
@@ -1614,10 +1733,11 @@ class OpenSession(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         adapters: _abc.Iterable[_sampling_pb2.AdapterRef] | None = ...,
         capture: _session_pb2.Capture.ValueType = ...,
+        origin: _session_pb2.SessionOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "capture", b"capture", "group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "capture", b"capture", "group_id", b"group_id", "group_size", b"group_size", "idle_ms", b"idle_ms", "in_flight", b"in_flight", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "origin", b"origin", "purpose", b"purpose", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,6 +145,30 @@ BUDGET_KIND_TIME: BudgetKind.ValueType  # 3
 """The time."""
 Global___BudgetKind: _TypeAlias = BudgetKind  # noqa: Y015
 
+class _OriginKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OriginKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OriginKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ORIGIN_KIND_UNSPECIFIED: _OriginKind.ValueType  # 0
+    """The field is not set."""
+    ORIGIN_KIND_TOKENS: _OriginKind.ValueType  # 1
+    """The ids of a recorded path. A turn that continues the path has a prompt that begins with exactly these."""
+    ORIGIN_KIND_TEXT: _OriginKind.ValueType  # 2
+    """A conversation. The chat template makes its ids, as of any prompt."""
+
+class OriginKind(_OriginKind, metaclass=_OriginKindEnumTypeWrapper):
+    """The form of the context that a session starts with."""
+
+ORIGIN_KIND_UNSPECIFIED: OriginKind.ValueType  # 0
+"""The field is not set."""
+ORIGIN_KIND_TOKENS: OriginKind.ValueType  # 1
+"""The ids of a recorded path. A turn that continues the path has a prompt that begins with exactly these."""
+ORIGIN_KIND_TEXT: OriginKind.ValueType  # 2
+"""A conversation. The chat template makes its ids, as of any prompt."""
+Global___OriginKind: _TypeAlias = OriginKind  # noqa: Y015
+
 @_typing.final
 class SessionRewards(_message.Message):
     """Rewards of one session. Rewards that are not set keep their values."""
@@ -331,6 +355,83 @@ class ConversationContext(_message.Message):
 Global___ConversationContext: _TypeAlias = ConversationContext  # noqa: Y015
 
 @_typing.final
+class RecordedNode(_message.Message):
+    """A node of a recorded session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    node_id: _builtins.int
+    """Id of the node."""
+    tokens: _builtins.int
+    """Number of ids in its context, up to and including the node."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        node_id: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "session_id", b"session_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedNode: _TypeAlias = RecordedNode  # noqa: Y015
+
+@_typing.final
+class SessionOrigin(_message.Message):
+    """The place that a session starts from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    DOCUMENT_ID_FIELD_NUMBER: _builtins.int
+    TEMPLATE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    kind: Global___OriginKind.ValueType
+    """The form of the context."""
+    document_id: _builtins.str
+    """Names the document that a conversation was read from, at most 256 characters. May be empty."""
+    template_unix_ms: _builtins.int
+    """The time that the chat template prints, milliseconds since 1970 UTC: the opening of the first session.
+    0 is the opening of this one.
+    """
+    continued: _builtins.bool
+    """Whether a turn has continued the context's last node. Only in records, and false with TEXT. If it is
+    false, the agent sent another conversation or other tools.
+    """
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedNode]:
+        """The node whose path is the context, then the node that its session had started from, and so on, at most
+        64. A token of the context is of the last session here whose `tokens` exceed its index. Nodes keep their
+        ids. Empty if no recorded session is known, which is possible with TEXT alone.
+        """
+
+    def __init__(
+        self,
+        *,
+        kind: Global___OriginKind.ValueType = ...,
+        nodes: _abc.Iterable[Global___RecordedNode] | None = ...,
+        document_id: _builtins.str = ...,
+        template_unix_ms: _builtins.int = ...,
+        continued: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "document_id", b"document_id", "kind", b"kind", "nodes", b"nodes", "template_unix_ms", b"template_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionOrigin: _TypeAlias = SessionOrigin  # noqa: Y015
+
+@_typing.final
 class SessionRecord(_message.Message):
     """A closed session with its trajectories or its tree. Collectors store it once, by its id."""
 
@@ -382,6 +483,9 @@ class SessionRecord(_message.Message):
     CONTEXTS_FIELD_NUMBER: _builtins.int
     MESSAGES_LEFT_OUT_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -427,6 +531,10 @@ class SessionRecord(_message.Message):
     no version spans, and their segments are empty, one for each sampled turn. LOGPROBS only if every turn
     has them, and otherwise TEXT.
     """
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the tokenizer of its token ids, hexadecimal. Empty without tokens."""
+    template_sha256: _builtins.str
+    """SHA-256 of the chat template, hexadecimal. Empty without tokens."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata from CreateSession and CloseSession, for the trainer. The services do not read it."""
@@ -469,6 +577,10 @@ class SessionRecord(_message.Message):
     def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConversationContext]:
         """The tools and template options to which `messages` refer, each once."""
 
+    @_builtins.property
+    def origin(self) -> Global___SessionOrigin:
+        """The place that it started from. Not set if it began empty."""
+
     def __init__(
         self,
         *,
@@ -498,10 +610,13 @@ class SessionRecord(_message.Message):
         contexts: _abc.Iterable[Global___ConversationContext] | None = ...,
         messages_left_out: _builtins.int = ...,
         capture: Global___Capture.ValueType = ...,
+        tokenizer_sha256: _builtins.str = ...,
+        template_sha256: _builtins.str = ...,
+        origin: Global___SessionOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "origin", b"origin", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "capture", b"capture", "closed_unix_ms", b"closed_unix_ms", "contexts", b"contexts", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "messages", b"messages", "messages_left_out", b"messages_left_out", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "abandoned", b"abandoned", "budgets_spent", b"budgets_spent", "capture", b"capture", "closed_unix_ms", b"closed_unix_ms", "contexts", b"contexts", "edges", b"edges", "group_id", b"group_id", "group_size", b"group_size", "images", b"images", "messages", b"messages", "messages_left_out", b"messages_left_out", "metadata", b"metadata", "model", b"model", "numerics", b"numerics", "opened_unix_ms", b"opened_unix_ms", "origin", b"origin", "outcome", b"outcome", "purpose", b"purpose", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "template_sha256", b"template_sha256", "tokenizer_sha256", b"tokenizer_sha256", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -127,6 +127,10 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     `budgets_spent` of the record says which. On an answer without sampled tokens: it is the final answer
     of such a request.
     """
+    FIDELITY_REASON_IMPORTED: _FidelityReason.ValueType  # 24
+    """Another session sampled the tokens, and this one starts from them: see `origin` of the record. They are
+    context, which is not trained here and has no log-probabilities.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """A fact about a trajectory or a part of it that a trainer must know. A trajectory that is the plain output
@@ -232,6 +236,10 @@ FIDELITY_REASON_BUDGET: FidelityReason.ValueType  # 23
 """A budget of the session ended the turn, as LENGTH_CUT does, or stopped a later request of the session.
 `budgets_spent` of the record says which. On an answer without sampled tokens: it is the final answer
 of such a request.
+"""
+FIDELITY_REASON_IMPORTED: FidelityReason.ValueType  # 24
+"""Another session sampled the tokens, and this one starts from them: see `origin` of the record. They are
+context, which is not trained here and has no log-probabilities.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 

@@ -47,7 +47,7 @@ from rollmesh.chat.messages import (
     images_of,
     new_call_id,
 )
-from rollmesh.chat.openai import write_message
+from rollmesh.chat.openai import read_messages, write_message
 from rollmesh.chat.parsing.parser import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.tokenizer import (
     ModelFilesError,
@@ -101,6 +101,7 @@ __all__ = [
     "locate",
     "make_context",
     "new_call_id",
+    "read_messages",
     "reserved_texts",
     "spelling_key",
     "write_message",

@@ -224,7 +224,10 @@ class Conversation:
         sampled = np.array(turn.sampled[: turn.answer.stopped_at], np.uint32)
         ended = bool(len(sampled)) and int(sampled[-1]) in self._model.continuation.closing_ids
         ids = np.concatenate([turn.opening, sampled])
-        self._held += [*turn.held, _HeldGroup((self._answer,), ids, sampled, ended)]
+        self._held += [
+            *turn.held,
+            _HeldGroup((self._answer,), ids, was_sampled=True, ends_turn=ended),
+        ]
         end = 0
         for one in self._held:
             end = one.end = end + len(one.token_ids)
@@ -255,7 +258,7 @@ class Conversation:
 class _HeldGroup:
     messages: MessageGroup
     token_ids: TokenIds
-    sample: TokenIds | None = None
+    was_sampled: bool = False
     ends_turn: bool = True
     end: int = 0
     as_printed: bool | None = None

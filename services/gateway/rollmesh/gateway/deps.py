@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -11,6 +11,7 @@ from rollmesh.chat import ModelTokenizer
 from rollmesh.chat.parsing import AnswerFormat
 from rollmesh.chat.templates import Continuation, SpecialText
 from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.journal import ModelFiles
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh.failover import Failover
@@ -60,6 +61,8 @@ class BaseDeps:
     long_work: FairExecutor
     """Tokenises long texts in threads of its own, so that short texts never wait for them."""
     leases: LeaseClient
+    model_files: ModelFiles = field(default=ModelFiles("", ""))
+    """The files that determine token ids. Their digests are empty if a server elsewhere answers."""
     capture: session_pb2.Capture.ValueType = session_pb2.CAPTURE_TOKENS
     """The recorded part of turns."""
 

@@ -104,7 +104,7 @@ def export_tree(
     ends with a request for its summary is still the main one. A rejected compaction is not trained,
     carries COMPACTION_REJECTED, and trains of its path only turns that are on no other.
     """
-    leaves = list(tree.leaves())
+    leaves = list(_exported(tree))
     found = lineages(tree, tree.nodes.values())
     owners = _owners(leaves, found)
     for leaf in leaves:
@@ -113,6 +113,11 @@ def export_tree(
         own = [n for n in path if n.sample is not None and n.node_id not in elsewhere]
         label = found[own[0].node_id if own else leaf.node_id]
         yield _export(new(), session_id, leaf, label, elsewhere, found)
+
+
+def _exported(tree: Tree) -> Iterator[Node]:
+    """Yields the leaves of paths that have a turn: all but a context that no turn continues."""
+    return (leaf for leaf in tree.leaves() if any(node.sample is not None for node in leaf.up()))
 
 
 def _owners(leaves: Iterable[Node], found: Mapping[int, Label]) -> dict[int, int]:
@@ -550,7 +555,12 @@ def write_head(
         purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
         run_id=spec.run_id,
         capture=_capture(spec, tree),
+        tokenizer_sha256=spec.tokenizer_sha256,
+        template_sha256=spec.template_sha256,
+        origin=spec.started_from,
     )
+    if record.origin.kind == session_pb2.ORIGIN_KIND_TOKENS:
+        record.origin.continued = bool(tree.nodes[record.origin.nodes[0].node_id].children)
     used = {
         one.id: one for node in tree.nodes.values() if node.sample for one in node.sample.numerics
     }
@@ -672,7 +682,7 @@ def trajectory_ends(session: Session) -> list[int]:
         case gateway_pb2.EXPORT_MODE_TURNS:
             ends = (node for node in tree.nodes.values() if node.sample is not None)
         case _:
-            ends = tree.leaves()
+            ends = _exported(tree)
     return [node.node_id for node in ends]
 
 

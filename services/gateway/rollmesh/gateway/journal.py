@@ -214,16 +214,16 @@ def insert_turn(
     tx: Transaction,
     session_id: str,
     nodes: list[Node],
-    answer: AnswerReceipt,
+    answer: AnswerReceipt | None,
     images: Sequence[CheckedImage] = (),
 ) -> None:
-    """Stores the parts of a turn that are not stored yet.
+    """Stores the parts of a turn that are not stored yet, or the context of a session's start.
 
     Args:
         tx: The transaction.
         session_id: Id of the session.
-        nodes: Its nodes that are not stored yet. The last one is the sampled node.
-        answer: The receipt of the answer.
+        nodes: Its nodes that are not stored yet. The last one of a turn is the sampled node.
+        answer: The receipt of the answer. None for a context.
         images: The images that these nodes show, as far as the journal may not have them.
     """
     if images:
@@ -251,7 +251,7 @@ def insert_turn(
         context.key,
         tx.journal_id,
     )
-    receipt, last = _receipt_json(answer), nodes[-1]
+    receipt, last = None if answer is None else _receipt_json(answer), nodes[-1]
     rows = [_node_row(session_id, one, receipt if one is last else None) for one in nodes]
     tx.db.run_many(
         "INSERT INTO nodes (session_id, node_id, parent_id, context_key, messages, token_ids,"

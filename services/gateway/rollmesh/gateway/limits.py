@@ -34,6 +34,28 @@ def check_limits(config: GatewayConfig, session: Session) -> None:
             )
 
 
+def check_start(config: GatewayConfig, session: Session) -> None:
+    """Checks the context with which a session starts.
+
+    Raises:
+        SessionLimitError: It is larger than a session may be.
+    """
+    tree = session.tree
+    for name, held, most in (
+        ("nodes", len(tree.nodes), config.max_session_nodes),
+        ("tokens", tree.tokens, config.max_session_tokens),
+        ("bytes", tree.text_bytes, config.max_session_bytes),
+        ("images", len(session.images), config.max_session_images),
+        ("image_bytes", session.image_bytes, config.max_session_image_bytes),
+        ("record_bytes", session.record_bytes, config.max_session_record_bytes),
+    ):
+        if held > most:
+            raise SessionLimitError(
+                f"start: the context holds {held} {name.replace('_', ' ')} and a session may hold "
+                f"{most}; start from an earlier node, or raise max_session_{name} of the gateway"
+            )
+
+
 def check_edges(config: GatewayConfig, session: Session, new: Sequence[Edge]) -> None:
     """Checks that a session may have more edges.
 

@@ -5,6 +5,7 @@ keeps the conversations that satisfy it, if any do. The first rule that leaves e
 
 | the main conversation |
 |---|
+| has a turn: a context with which the session started has none until one continues it |
 | has a turn whose request says MAIN |
 | does not begin with a turn whose request says another lineage |
 | has tools, other than one for a title |
@@ -13,11 +14,11 @@ keeps the conversations that satisfy it, if any do. The first rule that leaves e
 title calls do |
 | is the oldest |
 
-Where the main conversation forks, its children are compared in the same way: says MAIN, does not
-begin with another lineage, answers the calls of the previous turn, continues, is the oldest. So a
-title or memory call is not mistaken for the main work because it came first. Branches that leave
-the main conversation, and other conversations, are classified by these rules. The first match
-decides:
+Where the main conversation forks, its children are compared in the same way: has a turn, says MAIN,
+does not begin with another lineage, answers the calls of the previous turn, continues, is the
+oldest. So a title or memory call is not mistaken for the main work because it came first. Branches
+that leave the main conversation, and other conversations, are classified by these rules. The first
+match decides:
 
 | rule | lineage |
 |---|---|
@@ -344,7 +345,9 @@ class _Ways:
         def rank(start: Node) -> tuple[int, ...]:
             continues = self._turns[start.node_id] > 1
             has_tools = bool(start.render_context.tools_json) and not _is_titled(start)
-            return (*self._says(start), self._continued(start) == 0, has_tools, continues)
+            has_turns = self._turns[start.node_id] > 0
+            sayings = self._says(start)
+            return (has_turns, *sayings, self._continued(start) == 0, has_tools, continues)
 
         best = max(map(rank, starts))
         ranked = [start for start in starts if rank(start) == best]
@@ -369,7 +372,8 @@ class _Ways:
             def rank(child: Node) -> tuple[int, ...]:
                 answers = child.messages[0].role == "tool"
                 continues = self._turns[child.node_id] > 1
-                return (*self._says(child), self._continued(child), answers, continues)
+                has_turns = self._turns[child.node_id] > 0
+                return (has_turns, *self._says(child), self._continued(child), answers, continues)
 
             chosen = self._chosen[id(node)] = max(node.children, key=rank)
         return chosen

@@ -190,7 +190,7 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptT
         RollmeshError: The request has no prompt.
     """
     tree, conversation = session.tree, request.conversation
-    context = replace(request.settings.render_context, now=session.spec.opened_unix_ms // 1000)
+    context = replace(request.settings.render_context, now=session.spec.template_unix_ms // 1000)
     groups, earlier = conversation.groups, conversation.earlier
     start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
     changes, owner = tree.changes, session.spec.session_id

@@ -15,6 +15,7 @@ from functools import partial
 from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics, outbox
+from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
 from rollmesh.gateway.journal import (
@@ -24,7 +25,7 @@ from rollmesh.gateway.journal import (
     read_revisions,
     store_revision,
 )
-from rollmesh.gateway.limits import check_budget, check_edges
+from rollmesh.gateway.limits import check_budget, check_edges, check_start
 from rollmesh.gateway.outbox import Outbox, damaged_error, dead_letter
 from rollmesh.gateway.requests import edges_of_close
 from rollmesh.gateway.responses import (
@@ -44,10 +45,12 @@ from rollmesh.gateway.session import (
     Turn,
     TurnRequest,
 )
+from rollmesh.gateway.starts import Start
 from rollmesh.gateway.tree import Edge, Node, Spent
 from rollmesh.gateway.turn import run_turn, tokens_of
 from rollmesh.gateway.upstream import UpstreamDeps, run_text_turn
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.errors import (
     BudgetSpentError,
     GroupSizeError,
@@ -505,13 +508,17 @@ class Registry:
         return self._by_request_id.get(request_id)
 
     async def create(
-        self, request: gateway_pb2.CreateSessionRequest, adapters: Sequence[tuple[str, int]] = ()
+        self,
+        request: gateway_pb2.CreateSessionRequest,
+        adapters: Sequence[tuple[str, int]] = (),
+        start: Start | None = None,
     ) -> SessionSpec:
-        """Opens a session, with the policies that its request means.
+        """Opens a session, with the policies that its request means, and the context of its start.
 
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
             InvalidFieldError: The group has another size.
+            SessionLimitError: The context is too large.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -545,10 +552,19 @@ class Registry:
             ),
             message_bytes=config.max_session_message_bytes if records_messages else 0,
             capture=self.deps.capture,
+            tokenizer_sha256=self.deps.model_files.tokenizer_sha256,
+            template_sha256=self.deps.model_files.template_sha256,
+            origin=json_format.MessageToJson(start.origin, indent=None) if start else "",
         )
+        session = Session(spec, self._new_tree())
+        if start is not None:
+            session.images = {one.sha256: facts_of(one) for one in start.images}
+            for node in start.nodes:
+                session.tree.attach(node)
+            check_start(config, session)
         self._groups.check(spec)
         self._groups.add(spec)
-        opening = begun(self.tasks, self._open(spec))
+        opening = begun(self.tasks, self._open(session, start.images if start else ()))
         if spec.request_id:
             self._by_request_id[spec.request_id] = opening
         self._opens += 1
@@ -561,9 +577,18 @@ class Registry:
             self._groups.remove(spec)
             self._by_request_id.pop(spec.request_id, None)
 
-    async def _open(self, spec: SessionSpec) -> SessionSpec:
-        await self.journal.run(lambda tx: journal.insert_session(tx, spec))
-        self._serve(Session(spec, self._new_tree()))
+    async def _open(self, session: Session, images: Sequence[CheckedImage]) -> SessionSpec:
+        spec, nodes = session.spec, [*session.tree.nodes.values()]
+
+        def work(tx: Transaction) -> None:
+            journal.insert_session(tx, spec)
+            if nodes:
+                journal.insert_turn(tx, spec.session_id, nodes, None, images)
+
+        await self.journal.run(work)
+        for node in nodes:
+            node.stored = True
+        self._serve(session)
         await faults.reach("gateway-after-open")
         return spec
 

@@ -214,6 +214,7 @@ def write_session(session: Session) -> gateway_pb2.OpenSession:
         in_flight=len(session.in_flight),
         adapters=spec.policies,
         capture=session_pb2.Capture.ValueType(spec.capture),
+        origin=spec.started_from,
     )
 
 

@@ -277,6 +277,7 @@ class GatewayService:
             threads=executor,
             long_work=long_work,
             leases=leases,
+            model_files=self._model_files,
             failover=Failover(
                 leases,
                 engines,

@@ -11,6 +11,7 @@ from rollmesh.gateway.registry import ChatCall, Registry, end_session
 from rollmesh.gateway.requests import read_choices, read_edges
 from rollmesh.gateway.responses import write_nodes, write_session, write_stored
 from rollmesh.gateway.session import Session, TurnRequest
+from rollmesh.gateway.starts import read_start
 from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
 from rollmesh.gateway.upstream import UpstreamDeps, check_chat
@@ -110,7 +111,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         _check_policies(request.adapters)
         if len(request.columns) > len(set(request.columns) & set(KINDS.values())):
             raise InvalidFieldError("columns", "give kinds of ColumnKind, each once")
-        spec, key = await self.gateway.create(request)
+        start = None
+        if request.HasField("start"):
+            start = await read_start(self.gateway.deps, self._images, request.start)
+            request.ClearField("start")
+        spec, key = await self.gateway.create(request, start=start)
         return gateway_pb2.CreateSessionResponse(
             session_id=spec.session_id,
             session_key=key,

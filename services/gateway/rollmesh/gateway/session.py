@@ -30,6 +30,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from google.protobuf import json_format
+
 from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
@@ -92,6 +94,25 @@ class SessionSpec:
     """Maximum size of the messages in its record, bytes. 0: the record has none."""
     capture: int = session_pb2.CAPTURE_TOKENS
     """The recorded part of its turns: a `Capture`."""
+    tokenizer_sha256: str = ""
+    """SHA-256 of the tokenizer of its ids, hexadecimal. Empty without ids."""
+    template_sha256: str = ""
+    """SHA-256 of the chat template, hexadecimal. Empty without ids."""
+    origin: str = ""
+    """The place that it started from: the JSON form of `SessionOrigin`. Empty if it began empty."""
+
+    @property
+    def started_from(self) -> session_pb2.SessionOrigin | None:
+        """The place that it started from. None if it began empty."""
+        if not self.origin:
+            return None
+        return json_format.Parse(self.origin, session_pb2.SessionOrigin())
+
+    @property
+    def template_unix_ms(self) -> int:
+        """The time that the chat template prints."""
+        origin = self.started_from
+        return (origin.template_unix_ms if origin else 0) or self.opened_unix_ms
 
     @property
     def limits(self) -> Budget:

@@ -18,6 +18,7 @@ from rollmesh.gateway.journal import Journal, closed_session, moved
 from rollmesh.gateway.outbox import Outbox, is_undelivered
 from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
 from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway.starts import Start
 from rollmesh.gateway.upstream import UpstreamDeps
 from rollmesh.mesh.directory import CollectorDirectory, journal_of
 from rollmesh.runtime import clock
@@ -101,6 +102,11 @@ class Gateway:
         return {name for name, _ in self._deps.leases.offered.adapters(self._config.model)}
 
     @property
+    def deps(self) -> Deps | UpstreamDeps:
+        """What turns are run with."""
+        return self._deps
+
+    @property
     def live_sessions(self) -> int:
         """Number of open sessions."""
         return sum(one.live_sessions for one in self._registries.values())
@@ -162,18 +168,21 @@ class Gateway:
         self,
         request: gateway_pb2.CreateSessionRequest,
         adapters: Sequence[tuple[str, int]] | None = None,
+        start: Start | None = None,
     ) -> tuple[SessionSpec, str]:
         """Opens a session, or finds the session of the same request id. Returns its key too.
 
         Args:
             request: The request.
             adapters: Its policies, once they are known.
+            start: The context that it starts with, if any.
 
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
             TooManySessionsError: The gateway is full.
             StoreFullError: Too many closed sessions wait for the collector.
             InvalidFieldError: The group has another size.
+            SessionLimitError: The context is too large.
             AdapterUnknownError: No router retains an adapter of its policies.
             JournalMovedError: The gateway has no journal now.
         """
@@ -184,7 +193,7 @@ class Gateway:
                 return spec, registry.keys.key(spec.session_id)
         if request.adapters and adapters is None:
             async with self._claimed(request.adapters) as found:
-                return await self.create(request, found)  # it may have been opened meanwhile
+                return await self.create(request, found, start)  # it may have been opened meanwhile
         if self._refusal is not None:
             raise self._refusal
         if (
@@ -202,7 +211,7 @@ class Gateway:
         home = self.home
         if home is None:
             raise moved("for new sessions")
-        spec = await home.create(request, adapters or ())
+        spec = await home.create(request, adapters or (), start)
         return spec, home.keys.key(spec.session_id)
 
     @asynccontextmanager

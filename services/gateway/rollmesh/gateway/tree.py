@@ -45,6 +45,9 @@ Spent: TypeAlias = session_pb2.BudgetKind.ValueType
 Finish: TypeAlias = sampling_pb2.FinishReason.ValueType
 
 
+_IMPORTED = trajectory_pb2.FIDELITY_REASON_IMPORTED
+
+
 class Edge(NamedTuple):
     """How two model requests belong together, as the agent declares it: see `LineageEdge`."""
 
@@ -147,6 +150,11 @@ class Node:
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
 
     @property
+    def was_sampled(self) -> bool:
+        """Whether a model sampled it: in a turn, or in the session that this one starts from."""
+        return self.sample is not None or _IMPORTED in self.reasons
+
+    @property
     def request_ids(self) -> Sequence[str]:
         """Ids that the agent gave the requests that it answers."""
         return () if self.sample is None else self.sample.request_ids
@@ -238,7 +246,7 @@ class Match(NamedTuple):
     @property
     def told(self) -> "Match":
         """The match without doubts if it is a sample: only its own path leads to it."""
-        return self if self.node.sample is None else self._replace(instead=None)
+        return self._replace(instead=None) if self.node.was_sampled else self
 
     def followed(self, child: Node, reasons: frozenset[Fidelity]) -> "Match":
         """Returns the match one group on, with the same doubts."""
@@ -317,7 +325,7 @@ class _Group:
             return None
         if exact_key(node.messages, call_ids=self._call_ids) == self.exact_key:
             return _EXACT
-        if node.sample is None or self.messages[0].role != "assistant":
+        if not node.was_sampled or self.messages[0].role != "assistant":
             return None
         if lenient_key(node.messages, call_ids=self._call_ids) == self.lenient_key:
             return _LENIENT
@@ -369,7 +377,7 @@ def _unbranched(match: Match, groups: Sequence[MessageGroup]) -> Match:
             break
         (node,) = children
         depth += 1
-        if node.sample is not None:  # only its own path leads to it
+        if node.was_sampled:  # only its own path leads to it
             instead = None
     return Match(node, depth, reasons, instead)
 
@@ -396,7 +404,7 @@ def _children_like(parent: Node, group: _Group) -> Iterator[tuple[Node, int]]:
         return
     for node in tuple(parent.children):
         sampled = node.messages[0]
-        if node.sample is None or node in found or contradicts_reasoning(sampled, message):
+        if not node.was_sampled or node in found or contradicts_reasoning(sampled, message):
             continue
         changes = group.changed.changes(sampled)
         if changes is not None:
@@ -647,7 +655,7 @@ class Tree:
                 del self._bookmarks[name]
         last = int(node.token_ids[-1]) if tokens else None
         node.column_bytes = node.column_bytes or len(node.columns)
-        node.ends_turn = node.sample is None or last in self._end_ids
+        node.ends_turn = not node.was_sampled or last in self._end_ids
         node.own_bytes, text_bytes = _sizes(node)
         node.record_bytes = parent.record_bytes + node.own_bytes
         if not parent.children and parent.parent is not None:
@@ -662,7 +670,7 @@ class Tree:
         self.tokens += tokens
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
-        if node.sample is not None:
+        if node.was_sampled:
             parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
         self.text_bytes += text_bytes
         self._next_id = max(self._next_id, node.node_id + 1)
@@ -676,7 +684,7 @@ class Tree:
         parent = node.parent
         parent.children.remove(node)
         parent.by_key[self._key(node.messages)].remove(node)
-        if node.sample is not None:
+        if node.was_sampled:
             parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
         del self.nodes[node.node_id]
         self.changes += 1

@@ -87,8 +87,8 @@ class HeldGroup(Protocol):
     """False for a truncated answer. The next group closes it."""
 
     @property
-    def sample(self) -> object | None:
-        """The sampled ids. None for a group that the template printed."""
+    def was_sampled(self) -> bool:
+        """Whether a model sampled it. False for a group that the template printed."""
         ...
 
 
@@ -337,7 +337,7 @@ class Continuation:
         """
         if not self._headers:
             return np.concatenate([self._closing(node), ids])
-        sampled = node.sample is not None and len(node.token_ids) > 0
+        sampled = node.was_sampled and len(node.token_ids) > 0
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
     def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> TokenIds:
@@ -395,7 +395,7 @@ class Continuation:
             render = self._render(show(groups), context)
             generation_prompt = probed.cutter.generation_prompt(groups, context)
         except TemplateRenderError:  # each message renders alone, but not all of them together
-            sampled = (at for at, node in enumerate(path) if node.sample is not None)
+            sampled = (at for at, node in enumerate(path) if node.was_sampled)
             return Comparison(next(sampled, len(path)))
         begun, chars, digest = _known(render, path)
         held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
@@ -459,7 +459,7 @@ class Continuation:
         show: Show,
     ) -> int | None:
         for at, node in enumerate(path):
-            if node.sample is None:
+            if not node.was_sampled:
                 continue
             if node.as_printed is None:
                 node.as_printed = self._is_as_printed(
@@ -510,7 +510,7 @@ class Continuation:
 
         Where calls have their own end token, only that token closes them.
         """
-        if node.sample is None:
+        if not node.was_sampled:
             return np.empty(0, np.uint32)
         end, call_end = self.profile.end_text, self.profile.call_end_text
         if node.messages[0].tool_calls and call_end != end:

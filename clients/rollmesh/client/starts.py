@@ -1,0 +1,181 @@
+"""Contexts that sessions start with: recorded nodes, and conversations from elsewhere."""
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
+from rollmesh.runtime.codec.conversations import conversation_of
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
+
+_IMPORTED = trajectory_pb2.FIDELITY_REASON_IMPORTED
+_SPECIAL = trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT
+_MOST_ORIGINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A context that sessions start with. Sessions of one group that share it are siblings."""
+
+    messages: list[dict[str, Any]] = field(repr=False)
+    """The conversation in OpenAI's form, oldest message first. The agent sends it, and goes on."""
+    tools: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """The tools of the conversation in OpenAI's form. The agent sends the same ones."""
+    template_options: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The template options (`chat_template_kwargs`), which the agent sends, too."""
+    model: str = ""
+    """Name of the model that a session needs which starts so. Empty for text."""
+    request: gateway_pb2.SessionStart = field(default_factory=gateway_pb2.SessionStart, repr=False)
+    """The gateway's form of it, which never changes."""
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """The ids of the context, uint32 [N]. Empty for text."""
+        data = b"".join(one.token_ids_u32le for one in self.request.nodes)
+        return unpack_ids(data, "token_ids")
+
+
+def start_at(record: session_pb2.SessionRecord, node_id: int, *, as_text: bool = False) -> Start:
+    """Returns the context of a recorded node.
+
+    Args:
+        record: A closed session, with its arrays and messages.
+        node_id: Id of the node that the context ends with.
+        as_text: Whether the template makes the ids, for a model with another tokenizer or template.
+
+    Raises:
+        InvalidFieldError: The record has no such node, no messages, or no ids, or it is damaged.
+    """
+    if not record.messages:
+        raise InvalidFieldError(
+            "session_id",
+            f"session {record.session_id} recorded no messages, by which requests that go on are "
+            "recognised; open sessions with record_messages=True to start from them",
+        )
+    parents = {one.node_id: one for one in record.messages}
+    path = _path(parents, node_id)
+    conversation = conversation_of(record, node_id) if path else None
+    if conversation is None:
+        left = record.messages_left_out
+        problem = f"is none of session {record.session_id} with messages ({left} were left out)"
+        raise InvalidFieldError("node_id", f"{node_id} {problem}; give one that has them")
+    origin = session_pb2.SessionOrigin(
+        kind=session_pb2.ORIGIN_KIND_TEXT if as_text else session_pb2.ORIGIN_KIND_TOKENS,
+        template_unix_ms=record.origin.template_unix_ms or record.opened_unix_ms,
+    )
+    start = Start(
+        [_shown(message, record) for message in conversation.messages],
+        conversation.tools,
+        conversation.template_options,
+        "" if as_text else record.model,
+        gateway_pb2.SessionStart(origin=origin),
+    )
+    start.request.origin.nodes.add(session_id=record.session_id, node_id=node_id)
+    if as_text:
+        start.request.origin.template_unix_ms = 0
+        return start
+    if record.capture not in {session_pb2.CAPTURE_UNSPECIFIED, session_pb2.CAPTURE_TOKENS}:
+        problem = f"session {record.session_id} recorded text without ids"
+        raise InvalidFieldError("session_id", f"{problem}; start from it as text")
+    _add_ids(start.request, record, [parents[one] for one in path])
+    return start
+
+
+def _path(parents: Mapping[int, session_pb2.NodeMessages], node_id: int) -> list[int]:
+    """Returns the ids of the nodes from the first message to a node. Empty if one is missing."""
+    path: list[int] = []
+    while node_id:
+        if node_id not in parents or len(path) > len(parents):
+            return []
+        path.append(node_id)
+        node_id = parents[node_id].parent_node_id
+    return path[::-1]
+
+
+def _shown(message: dict[str, Any], record: session_pb2.SessionRecord) -> dict[str, Any]:
+    """Returns a message with its images as data URLs, as agents send them."""
+    if not isinstance(message["content"], list):
+        return message
+    images = {f"sha256:{one.sha256}": one for one in record.images}
+    parts = []
+    for part in message["content"]:
+        image = images.get(part["image_url"]["url"]) if part["type"] == "image_url" else None
+        if image is not None:
+            data = base64.b64encode(image.data).decode()
+            part = {  # noqa: PLW2901 - the same part, shown
+                "type": "image_url",
+                "image_url": {"url": f"data:{image.media_type};base64,{data}"},
+            }
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _add_ids(
+    request: gateway_pb2.SessionStart,
+    record: session_pb2.SessionRecord,
+    path: list[session_pb2.NodeMessages],
+) -> None:
+    """Adds the nodes of a path, with their ids and images, and where these come from."""
+    known = _known(record)
+    if path[-1].node_id not in known:
+        raise InvalidFieldError(
+            "node_id", f"{path[-1].node_id} is on no trajectory that is recorded; give another one"
+        )
+    ends = list[int]()
+    for one in path:
+        node = request.nodes.add(node_id=one.node_id, data=one.data)
+        node.MergeFrom(known.get(one.node_id, gateway_pb2.StartNode()))
+        ends.append((ends[-1] if ends else 0) + len(node.token_ids_u32le) // 4)
+    if path[0].HasField("context_index"):
+        request.context.CopyFrom(record.contexts[path[0].context_index])
+    data = b"".join(one.data for one in path)
+    request.images.extend(one for one in record.images if one.sha256.encode() in data)
+    request.tokenizer_sha256 = record.tokenizer_sha256
+    request.template_sha256 = record.template_sha256
+    (own,) = request.origin.nodes
+    own.tokens = ends[-1]
+    before = record.origin.nodes
+    if not before or not before[0].tokens:  # it began empty, or with text
+        return
+    parents = {one.node_id: one for one in record.messages}
+    context = set(_path(parents, before[0].node_id))
+    shared = [*takewhile(lambda at: path[at].node_id in context, range(len(path)))]
+    for origin in before[: _MOST_ORIGINS - 1] if shared else ():
+        last = path[shared[-1]].node_id, ends[shared[-1]]
+        node_id, tokens = min((origin.node_id, origin.tokens), last, key=lambda found: found[1])
+        request.origin.nodes.add(session_id=origin.session_id, node_id=node_id, tokens=tokens)
+
+
+def _known(record: session_pb2.SessionRecord) -> dict[int, gateway_pb2.StartNode]:
+    """Returns the ids and facts of the nodes by the rows of a record. Nodes without ids lack."""
+    found: dict[int, gateway_pb2.StartNode] = {}
+    rows: list[trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree]
+    rows = [*record.trajectories, *([record.tree] if record.HasField("tree") else [])]
+    for row in rows:
+        ids, own = row.tokens.token_ids_u32le, dict[int, gateway_pb2.StartNode]()
+        for part in _parts(row):
+            data = ids[4 * part.start : 4 * part.end]
+            if len(data) != 4 * (part.end - part.start):
+                raise InvalidFieldError(
+                    "session_id", f"the ids of session {record.session_id} are damaged"
+                )
+            node = own.setdefault(part.node_id, gateway_pb2.StartNode())
+            if part.sampled:
+                scaffold = getattr(part, "scaffold_tokens", len(node.token_ids_u32le) // 4)
+                node.scaffold_tokens = scaffold
+                if part.HasField("prompt_crc32"):
+                    node.prompt_crc32 = part.prompt_crc32
+            node.token_ids_u32le += data
+            node.sampled |= part.sampled or _IMPORTED in part.reasons
+            node.special_text |= _SPECIAL in part.reasons
+        found = own | found
+    return found
+
+
+def _parts(
+    row: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+) -> Iterator[trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode]:
+    yield from row.segments if isinstance(row, trajectory_pb2.Trajectory) else row.nodes
