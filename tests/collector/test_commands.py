@@ -1,7 +1,6 @@
 """The collector's command line, as people run it."""
 
 import asyncio
-import hashlib
 import json
 import subprocess
 import sys
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 
 from rollmesh.collector.commands import read_position
-from rollmesh.collector.export import export, rows_of
-from rollmesh.collector.log import join, read_head, split
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
 from tests.collector.postgres_server import postgres_database
-from tests.collector.records import add_columns, record, with_images
+from tests.collector.records import record
 from tests.processes import ServiceProcess, reserved_port, running
 
 
@@ -57,51 +54,6 @@ def tool(collector: ServiceProcess, *words: str) -> subprocess.CompletedProcess[
 def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-async def test_columns_are_stored_and_exported(tmp_path: Path, suffix: str) -> None:
-    one = record("columns")
-    add_columns(one.trajectories[0])
-    head, arrays = split(session_pb2.SessionRecord.FromString(one.SerializeToString()))
-    assert join(read_head("columns", head), b"".join(arrays)) == one
-
-    async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
-        yield one
-
-    path = tmp_path / f"out.{suffix}"
-    await export(sessions(), path)
-    if suffix == "jsonl":
-        (row,) = [json.loads(line) for line in path.read_text().splitlines()]
-    else:
-        (row,) = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
-    assert row["sampling_support"] == [[], [], [2, 9], [], [], []]
-    experts = [list(range(6 * at, 6 * at + 6)) for at in range(4)]
-    assert row["routed_experts"] == [*experts[:3], None, experts[3], None]
-    assert row["routed_experts_shape"] == [3, 2]
-
-
-async def test_export_writes_a_row_for_each_trajectory(
-    collector: ServiceProcess, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.jsonl"
-    done = tool(collector, "export", "--to", str(path))
-    assert done.stdout.startswith("4 sessions, 4 trajectories"), done.stderr
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["session_id"] for row in rows] == ["a", "b", "c", "late"]
-    (expected,) = rows_of(record("a"))
-    assert rows[0] == expected
-    assert rows[0]["token_ids"] == [0, 1, 2, 3, 4, 5]
-    assert rows[0]["policy_versions"] == [-1, -1, 0, 0, 0, 0]
-    assert rows[0]["loss_mask"] == [False, False, True, True, True, True]
-    one = tool(collector, "export", "--to", str(path), "--session", "b")
-    assert one.stdout.startswith("1 sessions")
-    missing = tool(collector, "export", "--to", str(path), "--session", "x")
-    assert (missing.returncode, "no session 'x'" in missing.stderr) == (1, True)
-    assert [json.loads(line)["session_id"] for line in path.read_text().splitlines()] == ["b"]
-    assert not list(tmp_path.glob("*.part"))  # nor is there half a file
-    wrong = tool(collector, "export", "--to", str(tmp_path / "out.csv"))
-    assert (wrong.returncode, ".jsonl or .parquet" in wrong.stderr) == (2, True)
 
 
 async def test_a_read_continues_at_another_collector_when_its_own_dies(tmp_path: Path) -> None:
@@ -160,9 +112,7 @@ async def test_a_tool_whose_reader_leaves_ends_without_a_traceback(
     assert (ended.returncode, stdout, stderr) == (1, b"", b"")
 
 
-async def test_inspect_lists_sessions_by_the_names_of_an_export(
-    collector: ServiceProcess, tmp_path: Path, tokenizer_dir: Path
-) -> None:
+async def test_inspect_lists_sessions(collector: ServiceProcess) -> None:
     listed = lines(tool(collector, "inspect", "--sessions"))
     assert [one["session_id"] for one in listed] == ["a", "b", "c", "late"]
     (one,) = lines(tool(collector, "inspect", "--sessions", "--group-id", "g"))
@@ -172,20 +122,8 @@ async def test_inspect_lists_sessions_by_the_names_of_an_export(
         ignored = tool(collector, "inspect", *flags)
         assert (ignored.returncode, ignored.stdout) == (2, "")
         assert f"{flags[-2]} selects sessions; give --sessions" in ignored.stderr
-    path = tmp_path / "chosen.jsonl"
-    done = tool(
-        collector,
-        *("export", "--to", str(path), "--group-id", "g", "--tokenizer", str(tokenizer_dir)),
-    )
-    assert done.stdout.startswith("1 sessions, 1 trajectories"), done.stderr
-    row = json.loads(path.read_text())
-    assert one.keys() - row.keys() == {"trajectories", "abandoned", "reward"}
-    assert row["session_reward"] == one["reward"]
     (whole,) = lines(tool(collector, "inspect", "--session", "c"))
     assert whole.keys() - one.keys() == {"turns"}
-    assert row["text"].endswith(row["sampled_texts"][-1])
-    wrong = tool(collector, "export", "--to", str(path), "--tokenizer", str(tmp_path / "none"))
-    assert (wrong.returncode, "tokenizer.json" in wrong.stderr) == (2, True)
 
 
 async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) -> None:
@@ -246,46 +184,3 @@ def test_positions_are_read(text: str, position: pb.Position) -> None:
 def test_a_position_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="from"):
         read_position(text)
-
-
-async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
-    rewarded = record("a")
-    rewarded.trajectories[0].segments[1].reward = 0.5
-    rewarded.trajectories[0].segments[1].sampling.temperature = 0.5
-    rewarded.metadata["task"] = "7"
-    yield rewarded
-    yield record("b")
-
-
-async def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    assert await export(sessions(), tmp_path / "out.parquet") == (2, 2, 0)
-    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    expected = [row async for session in sessions() for row in rows_of(session)]
-    assert rows == expected
-    assert rows[0]["turn_rewards"] == [{"node_id": 2, "end": 6, "reward": 0.5}]
-    (sampled,) = rows[0]["turn_sampling"]
-    assert (sampled["node_id"], sampled["end"]) == (2, 6)
-    assert json.loads(sampled["sampling"]) == {"temperature": 0.5}
-
-
-async def test_images_are_exported_once_beside_the_rows_that_name_them(tmp_path: Path) -> None:
-    async def shown() -> AsyncIterator[session_pb2.SessionRecord]:
-        yield with_images(record("a"), b"cat", b"dog")
-        yield with_images(record("b"), b"cat")
-
-    names = [hashlib.sha256(data).hexdigest() for data in (b"cat", b"dog")]
-    await export(shown(), tmp_path / "out.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [one["sha256"] for row in rows for one in row["images"]] == [*names, names[0]]
-    assert rows[0]["images"][1] == {"sha256": names[1], "start": 1, "tokens": 1}
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out.jsonl.images").iterdir()}
-    assert found == {f"{names[0]}.png": b"cat", f"{names[1]}.png": b"dog"}
-
-
-async def test_parquet_without_pyarrow_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match="pyarrow"):
-        await export(sessions(), tmp_path / "out.parquet")

@@ -34,6 +34,7 @@ _MODULES = {
     "status": "rollmesh.cli.status",
     "tail": "rollmesh.cli.tail",
     "view": "rollmesh.view",
+    "export": "rollmesh.record.export",
     "up": "rollmesh.cli.up",
     "conformance": "rollmesh.conformance",
     "tokens": "rollmesh.runtime.access",

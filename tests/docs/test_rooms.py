@@ -5,20 +5,21 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (8_089, 53),
-    "services/runtime/rollmesh/mesh": (4_609, 11),
+    "services/runtime/rollmesh/runtime": (8_114, 53),
+    "services/runtime/rollmesh/mesh": (4_677, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_781, 27),
     "services/engine/rollmesh/engine": (7_896, 32),
     "services/router/rollmesh/router": (4_741, 17),
-    "services/collector/rollmesh/collector": (5_919, 16),
+    "services/collector/rollmesh/collector": (5_446, 15),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_807, 16),
     "clients/rollmesh/client": (6_950, 23),
+    "clients/rollmesh/record": (1_668, 7),
     "clients/rollmesh/batches": (1_088, 6),
     "clients/rollmesh/integrations": (4_370, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (1_694, 10),
+    "clients/rollmesh/cli": (1_696, 10),
     "clients/rollmesh/view": (1_303, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }

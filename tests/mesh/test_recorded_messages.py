@@ -26,9 +26,9 @@ TOOLS: Any = [
 
 
 async def tool(mesh: Mesh, *words: str) -> tuple[int, str, str]:
-    """Runs `rollmesh collector` and returns its exit code and its output."""
+    """Runs `rollmesh` and returns its exit code and its output."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.cli", "collector", *words),
+        *(sys.executable, "-m", "rollmesh.cli", *words),
         *("--collector", mesh.address("collector")),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -86,7 +86,7 @@ async def test_the_messages_of_a_conversation_reach_a_reader_that_asks(
         {"role": "tool", "content": "3", "tool_call_id": calls[0]["id"]},
         {"role": "assistant", "content": last.choices[0].message.content},
     ]
-    code, shown, told = await tool(shared, "inspect", "--session", session.session_id)
+    code, shown, told = await tool(shared, "collector", "inspect", "--session", session.session_id)
     assert (code, told) == (0, "")
     assert [one for node in json.loads(shown)["messages"] for one in node["messages"]] == (
         found.messages

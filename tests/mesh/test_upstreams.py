@@ -309,7 +309,7 @@ async def test_an_export_for_sft_has_the_text_of_a_consumer_with_captures(
     for name, expected in (("text", 1), ("tokens-only", 0)):
         path = tmp_path / f"{name}.jsonl"
         exporting = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollmesh.cli", "collector", "export", "--format", "sft"),
+            *(sys.executable, "-m", "rollmesh.cli", "export", "--format", "sft"),
             *("--collector", mesh.address("collector"), "--to", str(path), "--consumer", name),
         )
         assert await exporting.wait() == 0

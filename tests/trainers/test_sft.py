@@ -26,7 +26,7 @@ TOOLS: Any = [
         },
     }
 ]
-EXPORT = ("-m", "rollmesh.cli", "collector", "export", "--format", "sft")
+EXPORT = ("-m", "rollmesh.cli", "export", "--format", "sft")
 
 
 @pytest.mark.long

@@ -2256,6 +2256,7 @@ class ReadSessionsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     CLOSED_FROM_UNIX_MS_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Only this session. Empty reads all."""
     without_arrays: _builtins.bool
@@ -2270,6 +2271,10 @@ class ReadSessionsRequest(_message.Message):
     """Continues a read that broke off: `resume_token` of its last response. Any collector of the store
     takes it. Empty begins.
     """
+    consumer: _builtins.str
+    """The filter of this consumer is applied to each session alone, so rules about groups have no effect.
+    Messages are kept. Not with `without_arrays`. NOT_FOUND if there is no such consumer.
+    """
     def __init__(
         self,
         *,
@@ -2279,10 +2284,11 @@ class ReadSessionsRequest(_message.Message):
         run_id: _builtins.str = ...,
         closed_from_unix_ms: _builtins.int = ...,
         resume_token: _builtins.str = ...,
+        consumer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_from_unix_ms", b"closed_from_unix_ms", "group_id", b"group_id", "resume_token", b"resume_token", "run_id", b"run_id", "session_id", b"session_id", "without_arrays", b"without_arrays"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_from_unix_ms", b"closed_from_unix_ms", "consumer", b"consumer", "group_id", b"group_id", "resume_token", b"resume_token", "run_id", b"run_id", "session_id", b"session_id", "without_arrays", b"without_arrays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

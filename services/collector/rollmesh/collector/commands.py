@@ -1,44 +1,28 @@
-"""`rollmesh collector delete|export|inspect|replay`: reads a collector, moves its consumers."""
+"""`rollmesh collector delete|inspect|replay`: reads a collector, moves its consumers."""
 
 import argparse
-import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import grpc
 from google.protobuf import message as protobuf_message
 
-from rollmesh.collector.export import (
-    NO_MESSAGES,
-    decoder,
-    export,
-    kept_of,
-    shown,
-    summary_of,
-)
+from rollmesh.collector import log
 from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.codec.enums import plain
+from rollmesh.runtime.codec.enums import plain, summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
-from rollmesh.runtime.errors import NoCollectorError, RollmeshError
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,
-    server_pb2,
-    server_pb2_grpc,
     session_pb2,
 )
 
 _TIMEOUT_S = 60.0
-_PROBE_S = 5.0
-_AWAY_MS, _PAUSE_S = 60_000, 0.5  # the longest absence of collectors that a read survives
 _LAST_MS = 2**63 - 1
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
 """The flags that select sessions, by the names of `summary_of`."""
@@ -65,7 +49,7 @@ async def _connected(work: Callable[..., Awaitable[None]], options: argparse.Nam
     """Runs a tool at a collector that answers. Any does, as they have one store."""
     collectors = CollectorDirectory(options.router, options.collector)
     try:
-        await _find(collectors)
+        await collectors.find()
         await work(collectors, options)
     finally:
         await collectors.aclose()
@@ -76,42 +60,6 @@ async def _ask(collectors: CollectorDirectory, method: str, request: Any) -> Any
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         with typed_errors():
             return await getattr(stub, method)(request, timeout=_TIMEOUT_S)
-
-
-async def _find(collectors: CollectorDirectory, wait_ms: int = 0) -> None:
-    """Makes the first collector that answers the one in use."""
-    end_ms = clock.monotonic_ms() + wait_ms
-    while True:
-        try:
-            return await collectors.call(_probe)
-        except RollmeshError as error:
-            if clock.monotonic_ms() >= end_ms:
-                raise NoCollectorError(
-                    f"no collector answers: {error.message}; give another --router or --collector"
-                ) from error
-        await asyncio.sleep(_PAUSE_S)
-
-
-async def _probe(channel: grpc.aio.Channel) -> None:
-    stub: server_pb2_grpc.ServerServiceAsyncStub = server_pb2_grpc.ServerServiceStub(channel)
-    with typed_errors():
-        await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_PROBE_S)
-
-
-async def _export(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
-    request = pb.ReadSessionsRequest(session_id=options.session)
-    consumer, sft = None, options.format == "sft"
-    if sft and options.tokenizer:
-        raise ConfigError("tokenizer: adds text to rows; leave it out with --format sft")
-    if options.consumer:
-        wanted = pb.GetConsumerRequest(consumer=options.consumer)
-        consumer = (await _ask(collectors, "GetConsumer", wanted)).consumer
-        consumer.ClearField("teacher")  # whose scores are not exported
-    chosen = _chosen(_sessions(collectors, request), options, consumer)
-    done = await export(chosen, options.to, decoder(options.tokenizer), sft=sft)
-    _say(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
-    if done.left_out:
-        _say(f"left out: {done.left_out} {NO_MESSAGES}", error=True)
 
 
 async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
@@ -126,12 +74,13 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
             request.without_arrays = False
             found = [session async for session in _sessions(collectors, request)]
         for session in found:
-            _say(json.dumps(shown(session), ensure_ascii=False))
+            _say(json.dumps(_shown(session), ensure_ascii=False))
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
-        async for session in _chosen(_sessions(collectors, request), options):
-            _say(json.dumps(summary_of(session), ensure_ascii=False))
+        async with aclosing(_chosen(_sessions(collectors, request), options)) as chosen:
+            async for session in chosen:
+                _say(json.dumps(summary_of(session), ensure_ascii=False))
         return
     _show(await _ask(collectors, "GetStats", pb.GetStatsRequest()))
     if options.consumers:
@@ -141,6 +90,19 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
     if options.filtered:
         wanted = pb.ListFilteredRequest(consumer=options.filtered)
         await _show_pages(collectors, "ListFiltered", wanted)
+
+
+def _shown(session: session_pb2.SessionRecord) -> dict[str, Any]:
+    """Returns a session as plain values, with its messages and without its arrays. Changes it."""
+    texts = {
+        name: [json.loads(one.data) for one in found if one.data]
+        for name, found in (("messages", session.messages), ("contexts", session.contexts))
+    }
+    log.split(session)
+    values = plain(session)
+    for node, messages in zip(values.get("messages", ()), texts["messages"], strict=True):
+        node["messages"] = messages
+    return values | {name: found for name, found in texts.items() if name == "contexts" and found}
 
 
 async def _show_pages(collectors: CollectorDirectory, method: str, request: Any) -> None:
@@ -184,39 +146,24 @@ def read_position(text: str) -> pb.Position:
 
 async def _sessions(
     collectors: CollectorDirectory, request: pb.ReadSessionsRequest
-) -> AsyncIterator[session_pb2.SessionRecord]:
-    """Yields stored sessions. A read that a collector's loss ends continues at another one."""
-    while True:
-        begun = request.resume_token
-        try:
-            async with collectors.one() as channel:
-                stub = collector_pb2_grpc.CollectorServiceStub(channel)
-                async with aclosing(read_stream(stub.ReadSessions(request))) as responses:
-                    async for response in responses:
-                        request.resume_token = response.resume_token
-                        if response.damaged_session_id:
-                            text = f"session {response.damaged_session_id} is damaged; left out"
-                            _say(text, error=True)
-                        else:
-                            yield response.session
-                return
-        except RollmeshError as error:
-            if error.code != "UNAVAILABLE" or request.resume_token == begun:
-                raise
-            await _find(collectors, _AWAY_MS)
+) -> AsyncGenerator[session_pb2.SessionRecord]:
+    async with aclosing(collectors.stored_sessions(request)) as responses:
+        async for response in responses:
+            if response.damaged_session_id:
+                _say(f"session {response.damaged_session_id} is damaged; left out", error=True)
+            else:
+                yield response.session
 
 
 async def _chosen(
-    sessions: AsyncIterator[session_pb2.SessionRecord],
+    sessions: AsyncGenerator[session_pb2.SessionRecord],
     options: argparse.Namespace,
-    consumer: pb.Consumer | None = None,
-) -> AsyncIterator[session_pb2.SessionRecord]:
-    async for session in sessions:
-        summary = summary_of(session)
-        if all(summary[name] == value for name, value in _selection(options).items()):
-            kept = kept_of(consumer, session) if consumer else session
-            if kept is not None:
-                yield kept
+) -> AsyncGenerator[session_pb2.SessionRecord]:
+    async with aclosing(sessions):
+        async for session in sessions:
+            summary = summary_of(session)
+            if all(summary[name] == value for name, value in _selection(options).items()):
+                yield session
 
 
 def _selection(options: argparse.Namespace) -> dict[str, str]:
@@ -230,25 +177,6 @@ def _show(message: protobuf_message.Message) -> None:
 
 def _say(text: str, *, error: bool = False) -> None:
     print(text, file=sys.stderr if error else sys.stdout)
-
-
-def _export_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes stored sessions to a file, one row for each trajectory."
-    parser.add_argument("--to", type=Path, required=True, help="FILE.jsonl or FILE.parquet")
-    parser.add_argument(
-        "--format",
-        choices=("rows", "sft"),
-        default="rows",
-        help="rows (tokens), or sft (messages, tools and masks, for supervised fine-tuning)",
-    )
-    parser.add_argument("--session", default="", help="only the session of this id")
-    parser.add_argument(
-        "--consumer", default="", help="only what the filter of this consumer leaves of sessions"
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, help="folder of the model; adds `text` and `sampled_texts`"
-    )
-    _selection_flags(parser)
 
 
 def _selection_flags(parser: argparse.ArgumentParser) -> None:
@@ -288,7 +216,6 @@ def _delete_flags(parser: argparse.ArgumentParser) -> None:
 
 TOOLS = {
     "delete": (_delete_flags, _delete),
-    "export": (_export_flags, _export),
     "inspect": (_inspect_flags, _inspect),
     "replay": (_replay_flags, _replay),
 }

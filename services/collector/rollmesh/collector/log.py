@@ -674,6 +674,23 @@ def judge_unit(
     return loaded
 
 
+def kept_of(
+    consumer: pb.Consumer | None, session: session_pb2.SessionRecord
+) -> session_pb2.SessionRecord | None:
+    """Returns a session as a consumer's filter leaves it. None if it is removed.
+
+    The session is judged alone, so rules about groups have no effect. Scores of a teacher are left
+    out. Without a consumer all is kept.
+    """
+    if consumer is None:
+        return session
+    head, arrays = split(session)
+    loaded = judge_unit(Unit(0, session.session_id), [head], consumer)
+    if loaded is None or loaded.verdict.reason:
+        return None
+    return join(loaded.heads[0], b"".join(arrays), loaded.verdict.kept[0])
+
+
 # Entries and counts of what consumers do not receive.
 
 

@@ -18,7 +18,7 @@ import grpc
 from rollmesh.collector import metrics
 from rollmesh.collector.alarms import WINDOW, alarms_of
 from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.log import Arrival, abandoned_seat, key_of
+from rollmesh.collector.log import Arrival, abandoned_seat, kept_of, key_of
 from rollmesh.collector.retention import Retention
 from rollmesh.collector.scoring import Scoring, Teachers, wants_score
 from rollmesh.collector.settings import created
@@ -356,10 +356,16 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.ReadSessionsRequest, context: Context
     ) -> AsyncIterator[pb.ReadSessionsResponse]:
         arrays, since = not request.without_arrays, request.closed_from_unix_ms
+        consumer = None
+        if request.consumer:
+            if not arrays:
+                raise InvalidFieldError("without_arrays", "is set; leave it out with consumer")
+            consumer = await self.store.consumer(request.consumer)
         if request.session_id:
             session = await self.store.session(request.session_id, arrays=arrays)
             annotations = await self.store.annotations(request.session_id) if arrays else ()
-            yield pb.ReadSessionsResponse(session=session, annotations=annotations)
+            if (kept := kept_of(consumer, session)) is not None:
+                yield pb.ReadSessionsResponse(session=kept, annotations=annotations)
             return
         group, token = _group(request), request.resume_token
         while page := await self.store.sessions_after(token, _READ_PAGE, group):
@@ -376,9 +382,10 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                     yield pb.ReadSessionsResponse(damaged_session_id=session_id, resume_token=token)
                     continue
                 annotations = await self.store.annotations(session_id) if arrays else ()
-                yield pb.ReadSessionsResponse(
-                    session=session, resume_token=token, annotations=annotations
-                )
+                if (kept := kept_of(consumer, session)) is not None:
+                    yield pb.ReadSessionsResponse(
+                        session=kept, resume_token=token, annotations=annotations
+                    )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         stats = await self.store.counts()

@@ -98,7 +98,7 @@ class GatewayConfig(ServerConfig):
     A turn that would exceed the limit is refused. The session can still be closed."""
     record_messages: bool = False
     """Whether the records of sessions that do not say so themselves have the messages beside the
-    tokens, as `rollmesh collector export --format sft` needs them."""
+    tokens, as `rollmesh export --format sft` needs them."""
     max_session_message_bytes: Annotated[int, Bounds(1)] = 64 * 1024 * 1024
     """Maximum size of the messages and tools in one session's record, bytes, in addition to
     max_session_record_bytes. The record lacks the messages after that, and `messages_left_out`

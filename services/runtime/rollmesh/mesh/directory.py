@@ -9,6 +9,7 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -17,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -43,10 +44,19 @@ from rollmesh.runtime.rpc.channels import (
     SHORT_KEEPALIVE_MS,
     ended_with,
     open_channel,
+    read_stream,
     stub_of,
     typed_errors,
 )
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
+from rollmesh.v1 import (
+    collector_pb2,
+    collector_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    router_pb2,
+    server_pb2,
+    server_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from rollmesh.v1.router_pb2_grpc import RouterServiceAsyncStub as Stub
@@ -577,6 +587,11 @@ _TRANSPORT_CODES = {"UNKNOWN", "INTERNAL"}
 _Result = TypeVar("_Result")
 
 
+_PROBE_S = 5.0
+_AWAY_MS, _PAUSE_S = 60_000, 0.5
+"""The longest absence of collectors that a read survives, and the time between two looks."""
+
+
 class CollectorDirectory(Directory):
     """The collectors of a mesh. They have one store, so any of them serves any request.
 
@@ -642,6 +657,53 @@ class CollectorDirectory(Directory):
                 tried[address] = error
         raise tried[address]
 
+    async def find(self, wait_ms: int = 0) -> None:
+        """Makes the first collector that answers the one in use.
+
+        Args:
+            wait_ms: How long one is waited for, milliseconds.
+
+        Raises:
+            NoCollectorError: None answers.
+        """
+        end_ms = clock.monotonic_ms() + wait_ms
+        while True:
+            try:
+                return await self.call(_probe)
+            except RollmeshError as error:
+                if clock.monotonic_ms() >= end_ms:
+                    raise NoCollectorError(
+                        f"no collector answers: {error.message}; give another --router or "
+                        "--collector"
+                    ) from error
+            await asyncio.sleep(_PAUSE_S)
+
+    async def stored_sessions(
+        self, request: collector_pb2.ReadSessionsRequest
+    ) -> AsyncGenerator[collector_pb2.ReadSessionsResponse]:
+        """Yields stored sessions. A read that a collector's loss ends continues at another one.
+
+        Args:
+            request: Which sessions. Its `resume_token` follows the read.
+
+        Raises:
+            RollmeshError: The collector refuses, or all have been away for a minute.
+        """
+        while True:
+            begun = request.resume_token
+            try:
+                async with self.one() as channel:
+                    stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
+                    async with aclosing(read_stream(stub.ReadSessions(request))) as responses:
+                        async for response in responses:
+                            request.resume_token = response.resume_token
+                            yield response
+                    return
+            except RollmeshError as error:
+                if error.code != "UNAVAILABLE" or request.resume_token == begun:
+                    raise
+                await self.find(_AWAY_MS)
+
     async def _address(self) -> str:
         if not self._current and not self._fixed:
             try:
@@ -670,6 +732,12 @@ class CollectorDirectory(Directory):
         self._known = await self._members(router_pb2.REPLICA_KIND_COLLECTOR, none)
         self._lost = [one for one in self._lost if one in self._known]
         await self._close_unused(clock.monotonic_ms() - KEPT_MS, self._known)
+
+
+async def _probe(channel: grpc.aio.Channel) -> None:
+    stub: server_pb2_grpc.ServerServiceAsyncStub = server_pb2_grpc.ServerServiceStub(channel)
+    with typed_errors():
+        await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_PROBE_S)
 
 
 class SidecarDirectory(Directory):

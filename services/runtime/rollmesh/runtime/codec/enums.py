@@ -9,7 +9,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import chat_pb2
+from rollmesh.v1 import chat_pb2, session_pb2
 
 _UNSPECIFIED = "UNSPECIFIED"
 
@@ -134,3 +134,28 @@ def _plain_value(field: FieldDescriptor, value: Any) -> Any:
 def text_of(message: chat_pb2.ChatMessage) -> str:
     """Returns the text of a message, joined from its text parts."""
     return "".join(part.text for part in message.content)
+
+
+def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
+    """Returns the identity of a session and its outcome, by the names of `SessionRecord`."""
+    purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
+    return {
+        "session_id": session.session_id,
+        "run_id": session.run_id,
+        "group_id": session.group_id,
+        "sample_index": session.sample_index,
+        "group_size": session.group_size,
+        "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
+        "purpose": name_of(session_pb2.SessionPurpose.DESCRIPTOR, purpose),
+        "model": session.model,
+        "capture": name_of(
+            session_pb2.Capture.DESCRIPTOR, session.capture or session_pb2.CAPTURE_TOKENS
+        ),
+        "superseded": session.superseded,
+        "abandoned": session.abandoned,
+        "reward": session.reward if session.HasField("reward") else None,
+        "trajectories": len(session.trajectories),
+        "metadata": dict(sorted(session.metadata.items())),
+        "opened_unix_ms": session.opened_unix_ms,
+        "closed_unix_ms": session.closed_unix_ms,
+    }

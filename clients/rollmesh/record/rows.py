@@ -1,10 +1,10 @@
-"""Exports stored sessions to a file, one row per trajectory or tree, or as SFT data.
+"""Sessions as rows of one file: one per trajectory or tree, or data for supervised fine-tuning.
 
 Rows name images by hash. Their files are in a directory beside it, each once.
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import util
 from pathlib import Path
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from google.protobuf.message import Message
 
-from rollmesh.collector import log
+from rollmesh.record import images
+from rollmesh.record.tables import leaves_of
 from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
 from rollmesh.runtime.codec.conversations import conversation_of
-from rollmesh.runtime.codec.enums import name_of, plain
+from rollmesh.runtime.codec.enums import name_of, plain, summary_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.runs import run_of, version_of
-from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
 _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
@@ -30,11 +31,10 @@ _OF_A_TRAJECTORY = (
     *("trajectory_id", "lineage", "lineage_source"),
     *("prompt_tokens", "trajectory_reward"),
 )
-_SUFFIXES = {
-    "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
-}  # fmt: skip
 _Write: TypeAlias = Callable[[dict[str, Any]], object]
 """Writes a row to the file."""
+_Sequence: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
+_Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
 
 
 def rows_of(
@@ -65,44 +65,6 @@ def _node(node: trajectory_pb2.TrajectoryNode) -> dict[str, Any]:
     return row if node.HasField("parent_index") else row | {"parent_index": None}
 
 
-def summary_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
-    """Returns the identity of a session and its outcome, by the names of `SessionRecord`."""
-    purpose = session.purpose or session_pb2.SESSION_PURPOSE_TRAIN
-    return {
-        "session_id": session.session_id,
-        "run_id": session.run_id,
-        "group_id": session.group_id,
-        "sample_index": session.sample_index,
-        "group_size": session.group_size,
-        "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
-        "purpose": name_of(session_pb2.SessionPurpose.DESCRIPTOR, purpose),
-        "model": session.model,
-        "capture": name_of(
-            session_pb2.Capture.DESCRIPTOR, session.capture or session_pb2.CAPTURE_TOKENS
-        ),
-        "superseded": session.superseded,
-        "abandoned": session.abandoned,
-        "reward": session.reward if session.HasField("reward") else None,
-        "trajectories": len(session.trajectories),
-        "metadata": dict(sorted(session.metadata.items())),
-        "opened_unix_ms": session.opened_unix_ms,
-        "closed_unix_ms": session.closed_unix_ms,
-    }
-
-
-def shown(session: session_pb2.SessionRecord) -> dict[str, Any]:
-    """Returns a session as plain values, with its messages and without its arrays. Changes it."""
-    texts = {
-        name: [json.loads(one.data) for one in found if one.data]
-        for name, found in (("messages", session.messages), ("contexts", session.contexts))
-    }
-    log.split(session)
-    values = plain(session)
-    for node, messages in zip(values.get("messages", ()), texts["messages"], strict=True):
-        node["messages"] = messages
-    return values | {name: found for name, found in texts.items() if name == "contexts" and found}
-
-
 Decoder: TypeAlias = Callable[[list[int]], str]
 
 
@@ -125,9 +87,13 @@ def decoder(model: Path | None) -> Decoder | None:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _texts(one: log.Row, row: dict[str, Any], decode: Decoder) -> dict[str, Any]:
+def _runs(one: _Sequence) -> Sequence[_Run]:
+    return one.nodes if isinstance(one, trajectory_pb2.TrajectoryTree) else one.segments
+
+
+def _texts(one: _Sequence, row: dict[str, Any], decode: Decoder) -> dict[str, Any]:
     ids = row["token_ids"]
-    runs = [run for run in log.runs_of(one) if run.sampled]
+    runs = [run for run in _runs(one) if run.sampled]
     return {
         "text": decode(ids),
         "sampled_texts": [decode(ids[run.start : run.end]) for run in runs],
@@ -135,7 +101,7 @@ def _texts(one: log.Row, row: dict[str, Any], decode: Decoder) -> dict[str, Any]
 
 
 def _row(
-    session: session_pb2.SessionRecord, one: log.Row, decode: Decoder | None
+    session: session_pb2.SessionRecord, one: _Sequence, decode: Decoder | None
 ) -> dict[str, Any]:
     token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
     summary = summary_of(session)
@@ -147,7 +113,7 @@ def _row(
         "reasons": [
             name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
         ],
-        "turns": log.turns_of(one),
+        "turns": sum(run.sampled for run in _runs(one)),
         "token_ids": token_ids.tolist(),
         "logprobs": logprobs.tolist(),
         "loss_mask": loss_mask.tolist(),
@@ -160,12 +126,12 @@ def _row(
         "adapters": [{"end": span.end, "adapter": span.adapter} for span in one.version_spans],
         "turn_rewards": [
             {"node_id": run.node_id, "end": run.end, "reward": run.reward}
-            for run in log.runs_of(one)
+            for run in _runs(one)
             if run.HasField("reward")
         ],
         "turn_sampling": [
             {"node_id": run.node_id, "end": run.end, "sampling": _json(run.sampling)}
-            for run in log.runs_of(one)
+            for run in _runs(one)
             if run.HasField("sampling")
         ],
         "images": [
@@ -177,7 +143,7 @@ def _row(
     return row | (_texts(one, row, decode) if decode else {"text": None, "sampled_texts": None})
 
 
-def _columns(one: log.Row, count: int) -> dict[str, Any]:
+def _columns(one: _Sequence, count: int) -> dict[str, Any]:
     columns = Columns.read(one)
     support, experts = columns.sampling_support(), columns.routed_experts()
     row: dict[str, Any] = dict.fromkeys(
@@ -204,9 +170,9 @@ def _json(message: Message) -> str:
 
 
 def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
-    """Yields a row for each trajectory of which the session has the messages."""
+    """Yields a row for each trajectory, or each leaf of a tree, whose messages it has."""
     summary = summary_of(session)
-    for one in session.trajectories:
+    for one in leaves_of(session):
         found = conversation_of(session, one.leaf_node_id)
         if found is None:
             continue
@@ -214,7 +180,7 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
         masks = loss_mask.astype(int).tolist()
         tokens = {"input_ids": token_ids.tolist(), "assistant_masks": masks} if masks else {}
         trained = {segment.node_id for segment in one.segments if segment.trained}
-        versions = {version_of(span.policy_version) for span in log.trained_spans(one)}
+        versions = np.array(_of_spans(one, len(masks), version_of), np.int64)[loss_mask]
         yield {
             "messages": [_with_arguments(message) for message in found.messages],
             "tools": found.tools,
@@ -222,7 +188,7 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
             "trained_messages": [node_id in trained for node_id in found.node_ids],
             **tokens,
             "reward": one.reward if one.HasField("reward") else summary["reward"],
-            "policy_versions": sorted(versions),
+            "policy_versions": np.unique(versions).tolist(),
             "trajectory_id": one.trajectory_id,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
             "reasons": [
@@ -247,37 +213,22 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def kept_of(
-    consumer: collector_pb2.Consumer, session: session_pb2.SessionRecord
-) -> session_pb2.SessionRecord | None:
-    """Returns a session as a consumer's filter leaves it. None if it is removed.
-
-    The session is judged alone, so rules about groups have no effect.
-    """
-    head, arrays = log.split(session)
-    loaded = log.judge_unit(log.Unit(0, session.session_id), [head], consumer)
-    if loaded is None or loaded.verdict.reason:
-        return None
-    return log.join(loaded.heads[0], b"".join(arrays), loaded.verdict.kept[0])
-
-
 class Exported(NamedTuple):
-    """What an export wrote, and did not write."""
+    """The numbers of an export."""
 
     sessions: int
     rows: int
     left_out: int = 0
-    """Number of trajectories and trees that have no row because they have no messages."""
+    """Number of trajectories that have no row because they have no messages."""
 
 
 NO_MESSAGES = (
     "trajectories have no messages: open sessions with record_messages=True, or start the gateways "
-    "with --record-messages, and raise their max_session_message_bytes if sessions have more; "
-    'trees have no rows of messages: open their sessions with export="leaves"'
+    "with --record-messages, and raise their max_session_message_bytes if sessions have more"
 )
 
 
-async def export(
+async def write_rows(
     sessions: AsyncIterator[session_pb2.SessionRecord],
     path: Path,
     decode: Decoder | None = None,
@@ -308,12 +259,12 @@ async def export(
         with _writer(path, part) as write:
             async for session in sessions:
                 count += 1
-                _write_images(session, path.with_name(path.name + ".images"))
+                images.write(session.images, path.with_name(path.name + ".images"))
                 written = rows
                 for row in sft_rows_of(session) if sft else rows_of(session, decode):
                     rows += 1
                     write(row)
-                left_out += len(log.rows_of(session)) - (rows - written)
+                left_out += (len(leaves_of(session)) - (rows - written)) if sft else 0
         if left_out and not rows:
             raise ConfigError(f"format: {left_out} {NO_MESSAGES}")
         part.replace(path)
@@ -325,18 +276,7 @@ async def export(
     return Exported(count, rows, left_out)
 
 
-def _write_images(session: session_pb2.SessionRecord, folder: Path) -> None:
-    for image in session.images:
-        path = folder / f"{image.sha256}{_SUFFIXES.get(image.media_type, '')}"
-        if path.exists():
-            continue
-        folder.mkdir(exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(image.data)
-        part.replace(path)
-
-
-def _of_spans(one: log.Row, count: int, part: Callable[[int], int]) -> list[int]:
+def _of_spans(one: _Sequence, count: int, part: Callable[[int], int]) -> list[int]:
     """Returns a part of the policy version that sampled each token. -1 if it was not sampled."""
     values = [-1] * count
     for span in one.version_spans:

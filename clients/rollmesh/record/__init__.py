@@ -1,0 +1,38 @@
+"""The open record of a run: sessions, their trees and tokens as Parquet, and converters of it.
+
+`rollmesh export` and `rollmesh archive` write a folder, `read_sessions` reads its sessions, and
+`rollmesh.batches.rows_of` makes rows of them. docs/record.md has the schema.
+"""
+
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+from rollmesh.batches import PackageMissingError
+from rollmesh.client import SessionResult
+
+__all__ = ["read_sessions"]
+
+
+def read_sessions(
+    folder: str | Path, *, since: date | None = None, until: date | None = None
+) -> Iterator[SessionResult]:
+    """Yields the sessions of a record with their last rewards, by day and in order of writing.
+
+    The sessions equal delivered ones. One file's sessions are in memory at a time.
+
+    Args:
+        folder: The record's.
+        since: The first day on which sessions were closed, in UTC. None: the oldest.
+        until: The last day. None: the newest.
+
+    Raises:
+        PackageMissingError: The package pyarrow is missing.
+        InvalidFieldError: A newer release has written a file.
+        OSError: A file is missing or damaged.
+    """
+    try:
+        from rollmesh.record.files import read_records
+    except ImportError as error:
+        raise PackageMissingError("pyarrow", "the record") from error
+    return map(SessionResult.from_proto, read_records(folder, since=since, until=until))

@@ -1,0 +1,136 @@
+"""`rollmesh export`: writes stored sessions as the record, as rows, or for fine-tuning."""
+
+import argparse
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.record.rows import NO_MESSAGES, decoder, write_rows
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.codec.enums import summary_of
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.v1 import collector_pb2, session_pb2
+
+_SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
+"""The flags that select sessions, by the names of `summary_of`."""
+ROLL_SESSIONS, ROLL_BYTES = 10_000, 128 * 2**20
+"""The size at which files of a record are finished."""
+
+
+def main() -> int:
+    """Returns the exit code: 0, 1 for a collector's error, 2 for an invalid flag."""
+    parser = argparse.ArgumentParser(prog="rollmesh export", description=__doc__)
+    parser.add_argument(
+        "--to", type=Path, required=True, help="folder of the record, FILE.jsonl or FILE.parquet"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("record", "rows", "sft"),
+        default="record",
+        help="record (sessions, trees and tokens as Parquet), rows (one file, a row for each "
+        "trajectory), or sft (messages, tools and masks, for supervised fine-tuning)",
+    )
+    parser.add_argument("--record", type=Path, help="reads the record in this folder, no collector")
+    parser.add_argument("--session", default="", help="only the session of this id")
+    parser.add_argument(
+        "--consumer", default="", help="only what the filter of this consumer leaves of sessions"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of the model; adds `text` and `sampled_texts` to rows",
+    )
+    parser.add_argument("--run-id", default="", help="only sessions of this run")
+    parser.add_argument("--group-id", default="", help="only sessions of this group")
+    parser.add_argument("--model", default="", help="only sessions of this model")
+    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED", "LOST"), ("TRAIN", "EVAL", "OTHER")
+    parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
+    parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    identity.add_flags(parser)
+    options = parser.parse_args()
+    return identity.run_tool(parser.prog, options, os.environ, partial(_export, options))
+
+
+async def _export(options: argparse.Namespace) -> list[str]:
+    """Writes the chosen sessions. Returns the errors that did not end it."""
+    if options.tokenizer and options.format != "rows":
+        raise ConfigError("tokenizer: adds text to rows; leave it out, or give --format rows")
+    if options.record and options.consumer:
+        raise ConfigError("consumer: a record has none; leave it out, or --record")
+    damaged: list[str] = []
+    found = _recorded(options) if options.record else _stored(options, damaged)
+    async with aclosing(_chosen(found, options)) as sessions:
+        if options.format == "record":
+            await _write_record(sessions, options.to)
+            return damaged
+        sft = options.format == "sft"
+        done = await write_rows(sessions, options.to, decoder(options.tokenizer), sft=sft)
+    print(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
+    if done.left_out:
+        print(f"left out: {done.left_out} {NO_MESSAGES}", file=sys.stderr)
+    return damaged
+
+
+async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> None:
+    if to.suffix in {".jsonl", ".parquet"}:
+        raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
+    from rollmesh.record.files import Writer  # needs pyarrow
+
+    count = files = 0
+    with Writer(to) as writer:
+        async for session in sessions:
+            writer.add(session)
+            count += 1
+            if writer.sessions >= ROLL_SESSIONS or writer.bytes >= ROLL_BYTES:
+                files += len(writer.commit())
+        files += len(writer.commit())
+    print(f"{count} sessions, {files} files: {to}")
+
+
+async def _stored(
+    options: argparse.Namespace, damaged: list[str]
+) -> AsyncGenerator[session_pb2.SessionRecord]:
+    """Yields the sessions of a collector's store. Any collector does, as they have one."""
+    request = collector_pb2.ReadSessionsRequest(
+        session_id=options.session, consumer=options.consumer
+    )
+    collectors = CollectorDirectory(options.router, options.collector)
+    try:
+        await collectors.find()
+        async with aclosing(collectors.stored_sessions(request)) as responses:
+            async for response in responses:
+                if response.damaged_session_id:
+                    damaged.append(f"session {response.damaged_session_id} is damaged; left out")
+                else:
+                    yield response.session
+    finally:
+        await collectors.aclose()
+
+
+async def _recorded(options: argparse.Namespace) -> AsyncGenerator[session_pb2.SessionRecord]:
+    from rollmesh.record.files import read_records
+
+    for session in read_records(options.record):
+        if options.session in ("", session.session_id):
+            yield session
+
+
+async def _chosen(
+    sessions: AsyncGenerator[session_pb2.SessionRecord], options: argparse.Namespace
+) -> AsyncGenerator[session_pb2.SessionRecord]:
+    wanted = {name: value for name in _SELECTED if (value := getattr(options, name))}
+    async with aclosing(sessions):
+        async for session in sessions:
+            summary = summary_of(session)
+            if all(summary[name] == value for name, value in wanted.items()):
+                yield session
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""The record as files: Parquet by table and day, images by hash, each session once.
+
+A batch of sessions becomes durable in this order: its images, its nodes and trajectories, then its
+sessions. A session is in the record from the moment at which the file with its row has its name.
+Files of a batch that did not come so far are removed by the next writer.
+"""
+
+import fcntl
+import os
+import shutil
+import sqlite3
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, date, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from rollmesh.record import images
+from rollmesh.record.schema import TABLES, VERSION, VERSION_KEY, schema_of
+from rollmesh.record.tables import Tables, record_of, tables_of
+from rollmesh.runtime import clock, owner_only
+from rollmesh.runtime.codec.records import apply_rewards
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import session_pb2
+
+_Row: TypeAlias = dict[str, Any]
+_LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
+_PARTS = ("nodes", "trajectories")
+"""The files of these tables are renamed before the files of `sessions`."""
+_ARRAYS = ("token_ids", "logprobs", "loss_mask", "policy_versions", "policy_runs")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+
+
+class Writer:
+    """The only writer of a record's folder. Not for several threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the folder, and removes the unfinished files of a killed writer.
+
+        Raises:
+            ConfigError: Another process writes the record, or the folder cannot be written.
+        """
+        self.folder = folder
+        self.sessions = self.bytes = 0
+        """Number of sessions given to the batch, known ones included, and the size of all."""
+        self._rows: dict[tuple[str, str], list[_Row]] = {}  # by table and day
+        self._images: dict[str, session_pb2.SessionImage] = {}
+        self._ids: set[str] = set()
+        self._name = ""
+        try:
+            owner_only.make_folder(folder)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"to: {folder}: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._index = sqlite3.connect(folder / _INDEX, check_same_thread=False)
+            self._index.executescript(_SCHEMA)
+            self._clean()
+            self._catch_up()
+        except BaseException as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(f"to: another process writes {folder}; stop it") from error
+            if isinstance(error, (OSError, sqlite3.Error)):
+                raise ConfigError(f"to: {folder}: {error}") from error
+            raise
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the folder back. A batch that was not published is dropped."""
+        self._index.close()
+        os.close(self._lock)
+
+    def add(self, record: session_pb2.SessionRecord) -> None:
+        """Adds a session to the batch. A known session adds only its rewards.
+
+        Raises:
+            InvalidFieldError: Its trajectories do not agree about a node.
+        """
+        day = _day(record.closed_unix_ms)
+        self.sessions += 1
+        self.bytes += record.ByteSize()
+        if record.session_id in self._ids or self._has(record.session_id):
+            if (row := _rewards(record)) is not None:
+                self._rows.setdefault(("rewards", day), []).append(row)
+            return
+        tables = tables_of(record)
+        self._ids.add(record.session_id)
+        self._images |= {image.sha256: image for image in record.images}
+        self._rows.setdefault(("sessions", day), []).append(tables.session)
+        self._rows.setdefault(("trajectories", day), []).extend(tables.trajectories)
+        self._rows.setdefault(("nodes", day), []).extend(tables.nodes)
+
+    def write(self) -> None:
+        """Writes the files of the batch beside the record, and the images into it. Durable."""
+        self._name = f"{clock.unix_ms():013d}-{uuid.uuid4().hex[:8]}.parquet"
+        images.write(self._images.values(), self.folder / _IMAGES)
+        (self.folder / _WRITING).mkdir(mode=0o700, exist_ok=True)
+        for (table, day), rows in self._rows.items():
+            path = self._unnamed(table, day)
+            with path.open("wb") as file:
+                written = arrow.Table.from_pylist(rows, schema_of(table))
+                parquet.write_table(written, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def publish(self, tables: Collection[str]) -> None:
+        """Gives the written files of some tables their names. Durable."""
+        for table, day in self._rows:
+            if table in tables:
+                path = self.folder / table / f"date={day}" / self._name
+                owner_only.make_folder(path.parent)
+                self._unnamed(table, day).replace(path)
+                for folder in (path.parent, path.parent.parent, self.folder):
+                    images.sync(folder)
+
+    def finish(self) -> list[str]:
+        """Begins the next batch. Returns the files of the last one, as paths in the folder."""
+        days = [day for table, day in self._rows if table == "sessions"]
+        names = [f"sessions/date={day}/{self._name}" for day in days]
+        self._remember(names, self._ids)
+        self.sessions = self.bytes = 0
+        found = [f"{table}/date={day}/{self._name}" for table, day in self._rows]
+        for kept in (self._rows, self._images, self._ids):
+            kept.clear()
+        return found
+
+    def commit(self) -> list[str]:
+        """Writes the batch, publishes it, and begins the next one. Returns its files.
+
+        Raises:
+            ConfigError: A file cannot be written.
+        """
+        try:
+            self.write()
+            self.publish(_PARTS)
+            self.publish(TABLES.keys() - _PARTS)
+        except OSError as error:
+            raise ConfigError(f"to: {self.folder}: {error}") from error
+        return self.finish()
+
+    def _unnamed(self, table: str, day: str) -> Path:
+        return self.folder / _WRITING / f"{table}-{day}-{self._name}"
+
+    def _has(self, session_id: str) -> bool:
+        found = self._index.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,))
+        return found.fetchone() is not None
+
+    def _remember(self, files: Iterable[str], session_ids: Iterable[str]) -> None:
+        with self._index:
+            rows = [(one,) for one in session_ids]
+            self._index.executemany("INSERT OR IGNORE INTO sessions VALUES (?)", rows)
+            self._index.executemany("INSERT OR IGNORE INTO files VALUES (?)", [(f,) for f in files])
+
+    def _clean(self) -> None:
+        """Removes files of a batch whose sessions have no file."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / _WRITING)
+        for table in _PARTS:
+            for path in (self.folder / table).glob("date=*/*.parquet"):
+                if not (self.folder / "sessions" / path.parent.name / path.name).exists():
+                    path.unlink()
+
+    def _catch_up(self) -> None:
+        """Reads the ids of sessions whose files the index does not know: of a killed writer."""
+        known = {name for (name,) in self._index.execute("SELECT name FROM files")}
+        for path in (self.folder / "sessions").glob("date=*/*.parquet"):
+            name = path.relative_to(self.folder).as_posix()
+            if name not in known:
+                found = parquet.ParquetFile(path).read(["session_id"])
+                self._remember([name], found.column("session_id").to_pylist())
+
+
+def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
+    """Returns the row of a session's rewards. None if it has none."""
+    found = {
+        run.node_id: run.reward
+        for one in record.trajectories
+        for run in one.segments
+        if run.HasField("reward")
+    }
+    found |= {node.node_id: node.reward for node in record.tree.nodes if node.HasField("reward")}
+    row = {
+        "session_id": record.session_id,
+        "recorded_unix_ms": clock.unix_ms(),
+        "reward": record.reward if record.HasField("reward") else None,
+        "trajectory_rewards": [
+            {"trajectory_id": one.trajectory_id, "reward": one.reward}
+            for one in record.trajectories
+            if one.HasField("reward")
+        ],
+        "turn_rewards": [{"node_id": id_, "reward": reward} for id_, reward in found.items()],
+    }
+    is_rewarded = row["reward"] is not None or row["trajectory_rewards"] or found
+    return row if is_rewarded else None
+
+
+def _day(unix_ms: int) -> str:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).date().isoformat()
+
+
+# Reading.
+
+
+def read_records(
+    folder: str | Path, *, since: date | None = None, until: date | None = None
+) -> Iterator[session_pb2.SessionRecord]:
+    """Yields the sessions of a record with their last rewards, by day and in order of writing.
+
+    Args:
+        folder: The record's.
+        since: The first day, in UTC. None: the oldest.
+        until: The last day. None: the newest.
+
+    Raises:
+        InvalidFieldError: A newer release has written a file.
+        OSError: A file is missing or damaged.
+    """
+    root = Path(folder)
+    days = [since.isoformat() if since else "", until.isoformat() if until else "9999"]
+    rewards: dict[str, _Row] = {}
+    for path in _files(root, "rewards", days):
+        for row in _read(path).to_pylist():
+            last = rewards.setdefault(row["session_id"], row)
+            if last["recorded_unix_ms"] <= row["recorded_unix_ms"]:
+                rewards[row["session_id"]] = row
+    for path in _files(root, "sessions", days):
+        sessions = _read(path).to_pylist()
+        parts = [_by_session(root / table / path.parent.name / path.name) for table in _PARTS]
+        for row in sessions:
+            nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
+            found = {
+                one["sha256"]: images.read(root / _IMAGES, one["sha256"], one["media_type"])
+                for one in row["images"]
+            }
+            record = record_of(Tables(row, trajectories, nodes), found)
+            if (late := rewards.get(record.session_id)) is not None:
+                apply_rewards(record, _late(late))
+            yield record
+
+
+def _files(root: Path, table: str, days: Sequence[str]) -> list[Path]:
+    found = sorted((root / table).glob("date=*/*.parquet"))
+    first, last = days
+    return [one for one in found if first <= one.parent.name.removeprefix("date=") <= last]
+
+
+def _read(path: Path) -> Any:
+    """Reads a file.
+
+    Raises:
+        InvalidFieldError: Its version is newer.
+    """
+    file = parquet.ParquetFile(path)
+    version = int((file.schema_arrow.metadata or {}).get(VERSION_KEY, b"0"))
+    if not 1 <= version <= VERSION:
+        raise InvalidFieldError(
+            "record", f"{path} has version {version}, and this release reads {VERSION}; update it"
+        )
+    return file.read()
+
+
+def _by_session(path: Path) -> dict[str, list[_Row]]:
+    """Returns the rows of a file by session, their token columns as arrays. Empty without one."""
+    found: dict[str, list[_Row]] = {}
+    if path.exists():
+        table = _read(path).combine_chunks()
+        arrays = {name: table.column(name) for name in _ARRAYS if name in table.column_names}
+        rows = table.drop_columns(list(arrays)).to_pylist()
+        for name, column in arrays.items():
+            for at, values in enumerate(_lists(column)):
+                rows[at][name] = values
+        for row in rows:
+            found.setdefault(row["session_id"], []).append(row)
+    return found
+
+
+def _lists(column: Any) -> Iterator[Any]:
+    """Yields the lists of a column as NumPy arrays."""
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy(zero_copy_only=False)
+        ends = chunk.offsets.to_numpy()
+        for start, end in pairwise(ends):
+            yield values[start:end]
+
+
+def _late(row: Mapping[str, Any]) -> session_pb2.SessionRewards:
+    trajectories = {one["trajectory_id"]: one["reward"] for one in row["trajectory_rewards"]}
+    turns = {one["node_id"]: one["reward"] for one in row["turn_rewards"]}
+    return session_pb2.SessionRewards(
+        reward=row["reward"], trajectory_rewards=trajectories, turn_rewards=turns
+    )

@@ -1,0 +1,58 @@
+"""Images of sessions as files beside their rows, each once, named by the hash of its bytes."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollmesh.v1 import session_pb2
+
+_SUFFIXES = {
+    "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
+}  # fmt: skip
+
+
+def write(images: Iterable[session_pb2.SessionImage], folder: Path) -> None:
+    """Writes the images that the folder does not have. A file is complete when it has its name.
+
+    Raises:
+        OSError: One cannot be written.
+    """
+    made = False
+    for image in images:
+        path = folder / name_of(image.sha256, image.media_type)
+        if path.exists():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        with part.open("wb") as file:
+            file.write(image.data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        made = True
+    if made:
+        sync(folder)
+        sync(folder.parent)
+
+
+def read(folder: Path, sha256: str, media_type: str) -> bytes:
+    """Returns the bytes of an image.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return (folder / name_of(sha256, media_type)).read_bytes()
+
+
+def name_of(sha256: str, media_type: str) -> str:
+    """Returns the name of an image's file."""
+    return f"{sha256}{_SUFFIXES.get(media_type, '')}"
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

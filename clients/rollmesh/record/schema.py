@@ -1,0 +1,177 @@
+"""The schema of the record: the columns of each table, with types and meanings."""
+
+from typing import Any, NamedTuple
+
+import pyarrow as arrow
+
+VERSION = 1
+"""Raised when a column changes its meaning or goes. A new column does not raise it."""
+VERSION_KEY = b"rollmesh.record"
+"""Key of the version in the metadata of each file."""
+
+_TEXT, _WHOLE, _LONG, _REAL = arrow.string(), arrow.uint32(), arrow.int64(), arrow.float64()
+_FLAG = arrow.bool_()
+_TEXTS = arrow.list_(_TEXT)
+
+
+def _records(**fields: Any) -> Any:
+    return arrow.list_(arrow.struct(fields.items()))
+
+
+_COLUMNS = _records(
+    kind=_TEXT,
+    start=_WHOLE,
+    rows=_WHOLE,
+    row_shape=arrow.list_(_WHOLE),
+    value_bytes=_WHOLE,
+    data=arrow.binary(),
+    engine_id=_TEXT,
+    numerics_id=_TEXT,
+)
+_SPANS = _records(
+    start=_WHOLE,
+    end=_WHOLE,
+    policy_version=_LONG,
+    policy_run=_LONG,
+    adapter=_TEXT,
+    engine_id=_TEXT,
+    numerics_id=_TEXT,
+)
+_EDGES = _records(
+    source_request_id=_TEXT,
+    target_request_id=_TEXT,
+    type=_TEXT,
+    source_node_ids=arrow.list_(_WHOLE),
+    target_node_ids=arrow.list_(_WHOLE),
+)
+_NUMERICS = _records(
+    **dict.fromkeys(("id", "backend", "release", "dtype", "kv_cache_dtype", "quantization"), _TEXT),
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "data_parallel"), _WHOLE),
+    expert_parallel=_FLAG,
+    attention=_TEXT,
+    batch_invariant=_FLAG,
+    **dict.fromkeys(("speculation", "logprobs", "platform"), _TEXT),
+)
+
+
+_ORIGIN = arrow.struct(
+    {
+        "kind": _TEXT,
+        "nodes": _records(session_id=_TEXT, node_id=_WHOLE, tokens=_WHOLE),
+        "document_id": _TEXT,
+        "template_unix_ms": _LONG,
+        "continued": _FLAG,
+    }.items()
+)
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    name: str
+    type: Any
+    """Its Arrow type."""
+    meaning: str
+
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "sessions": (
+        Column("session_id", _TEXT, "its id"),
+        Column("run_id", _TEXT, "id of the run of its group"),
+        Column("group_id", _TEXT, "id of its group, empty without one"),
+        Column("sample_index", _WHOLE, "its seat in the group"),
+        Column("group_size", _WHOLE, "seats of the group"),
+        Column("outcome", _TEXT, "COMPLETED, FAILED, ABORTED or LOST"),
+        Column("purpose", _TEXT, "TRAIN, EVAL or OTHER"),
+        Column("model", _TEXT, "name of the model that answered"),
+        Column("capture", _TEXT, "TOKENS, or LOGPROBS or TEXT for a session without tokens"),
+        Column("layout", _TEXT, "the form it was exported in: TRAJECTORIES or TREE"),
+        Column("superseded", _FLAG, "whether a later attempt has its seat"),
+        Column("abandoned", _TEXT, "why no session took the seat"),
+        Column("reward", _REAL, "of the whole session, as it was delivered"),
+        Column("reward_timeout_ms", _WHOLE, "how long the collector waited for rewards"),
+        Column("turns", _WHOLE, "turns that the agent got"),
+        Column("opened_unix_ms", _LONG, "when it was opened"),
+        Column("closed_unix_ms", _LONG, "when it was closed. `date` is the day of it, in UTC"),
+        Column("metadata", _TEXT, "a JSON object"),
+        Column("reasons", _TEXTS, "fidelity reasons of a tree"),
+        Column("budgets_spent", _TEXTS, "CALLS, SAMPLED_TOKENS, TIME"),
+        Column("numerics", _NUMERICS, "fingerprints of the engines, which spans name by `id`"),
+        Column("tokenizer_sha256", _TEXT, "SHA-256 of its tokenizer"),
+        Column("template_sha256", _TEXT, "SHA-256 of its chat template"),
+        Column("origin", _ORIGIN, "the node or document that it started from. Null without one"),
+        Column("edges", _EDGES, "the lineage that the agent declared"),
+        Column("images", _records(sha256=_TEXT, media_type=_TEXT), "images that were shown"),
+        Column("contexts", _TEXTS, "tools and template options, JSON objects"),
+        Column("messages_left_out", _WHOLE, "nodes whose messages were too many"),
+        Column("columns", _COLUMNS, "further values of the tokens of a tree"),
+    ),
+    "trajectories": (
+        Column("trajectory_id", _TEXT, "its id, that of a leaf of the tree"),
+        Column("session_id", _TEXT, "its session"),
+        Column("leaf_node_id", _WHOLE, "its last node"),
+        Column("lineage", _TEXT, "MAIN, SUB_AGENT, COMPACTION, ..."),
+        Column("lineage_source", _TEXT, "who said so: DECLARED, HEADER or RULE"),
+        Column("reasons", _TEXTS, "fidelity reasons"),
+        Column("turns", _WHOLE, "sampled turns on the path"),
+        Column("prompt_tokens", _WHOLE, "tokens before the first sampled one"),
+        Column("reward", _REAL, "its own. Null where that of the session applies"),
+        Column(
+            "path",
+            _records(node_id=_WHOLE, trained=_FLAG, reasons=_TEXTS),
+            "its nodes, whether each is trained here, and the reasons here",
+        ),
+        Column("columns", _COLUMNS, "further values of its tokens: support, experts"),
+    ),
+    "nodes": (
+        Column("session_id", _TEXT, "its session"),
+        Column("node_id", _WHOLE, "its id in the session. Rows of parents come first"),
+        Column("parent_node_id", _WHOLE, "its parent. Null for a root"),
+        Column("role", _TEXT, "author: SYSTEM, USER, ASSISTANT or TOOL"),
+        Column("sampled", _FLAG, "whether the model sampled it"),
+        Column("trained", _FLAG, "whether a trajectory trains it"),
+        Column("lineage", _TEXT, "that of the branch, or of the trajectory that trains it"),
+        Column("lineage_source", _TEXT, "who said so"),
+        Column("reasons", _TEXTS, "fidelity reasons, where it is trained"),
+        Column("scaffold_tokens", _WHOLE, "its leading tokens that were not sampled"),
+        Column("token_ids", arrow.list_(_WHOLE), "the tokens that it adds to its parent's"),
+        Column("logprobs", arrow.list_(arrow.float32()), "of each token. 0.0 if not sampled"),
+        Column("loss_mask", arrow.list_(_FLAG), "of each token, where the node is trained"),
+        Column("policy_versions", arrow.list_(_LONG), "of each token. -1 if not sampled"),
+        Column("policy_runs", arrow.list_(_LONG), "the trainer's run of each token, or -1"),
+        Column("spans", _SPANS, "which engine, policy, adapter and numerics sampled which tokens"),
+        Column("finish_reason", _TEXT, "STOP or LENGTH"),
+        Column("engine_id", _TEXT, "the engine that sampled it, or its end"),
+        Column("prompt_crc32", _WHOLE, "CRC-32 of all ids before the first sampled one"),
+        Column("reward", _REAL, "of this turn alone"),
+        Column("sampling", _TEXT, "sampling parameters, a JSON object"),
+        Column("model_request_ids", _TEXTS, "the agent's ids of the request"),
+        Column(
+            "images",
+            _records(sha256=_TEXT, start=_WHOLE, tokens=_WHOLE),
+            "the tokens of the node that stand for images",
+        ),
+        Column("messages", _TEXT, "its messages, a JSON array. Null if none were recorded"),
+        Column("context_index", _WHOLE, "index into the session's `contexts`"),
+    ),
+    "rewards": (
+        Column("session_id", _TEXT, "the session"),
+        Column("recorded_unix_ms", _LONG, "when it was written. The last row counts"),
+        Column("reward", _REAL, "of the session"),
+        Column(
+            "trajectory_rewards",
+            _records(trajectory_id=_TEXT, reward=_REAL),
+            "of trajectories that have one",
+        ),
+        Column("turn_rewards", _records(node_id=_WHOLE, reward=_REAL), "of turns that have one"),
+    ),
+}
+"""The columns of each table."""
+
+
+def schema_of(table: str) -> Any:
+    """Returns the Arrow schema of a table, with the version in its metadata."""
+    columns = [
+        arrow.field(one.name, one.type, metadata={"meaning": one.meaning}) for one in TABLES[table]
+    ]
+    return arrow.schema(columns, metadata={VERSION_KEY: str(VERSION)})

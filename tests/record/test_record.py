@@ -1,0 +1,323 @@
+"""The record as files: lossless, and read by what people read Parquet with."""
+
+import json
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.batches import rows_of
+from rollmesh.client import Client, SessionResult, SubscribeOptions
+from rollmesh.record import read_sessions
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from tests.collector.records import (
+    add_columns,
+    record,
+    tree_record,
+    with_images,
+    with_messages,
+)
+from tests.meshes import Mesh, scripted_mesh
+from tests.record.readers import read_by
+
+pytest.importorskip("pyarrow")
+from rollmesh.record.files import Writer, read_records
+from rollmesh.record.schema import TABLES
+from rollmesh.record.tables import tables_of
+
+DAY_MS = 86_400_000
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+RULES = [("add", f"I add.\n{CALL}"), ("<tool_response>\n3\n</tool_response>", "It is 3.")]
+NUMBER = {"type": "number"}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": NUMBER}},
+        },
+    }
+]
+
+
+def whole(session: session_pb2.SessionRecord) -> session_pb2.SessionRecord:
+    """The session with what gateways always write."""
+    session.purpose = session_pb2.SESSION_PURPOSE_TRAIN
+    session.capture = session.capture or session_pb2.CAPTURE_TOKENS
+    for one in session.trajectories:
+        one.lineage_source = trajectory_pb2.LINEAGE_SOURCE_RULE
+    for node in session.tree.nodes:
+        node.lineage_source = trajectory_pb2.LINEAGE_SOURCE_RULE
+    return session
+
+
+def every_kind() -> list[session_pb2.SessionRecord]:
+    """Sessions with everything that a record holds."""
+    sampled, columns, text = record("sampled", "g", 1, 2), record("columns"), record("text")
+    turn = sampled.trajectories[0].segments[1]
+    turn.sampling.temperature, turn.sampling.seed = 0.7, -(2**40)
+    turn.sampling.logit_bias[3] = 0.1
+    turn.finish_reason = sampling_pb2.FINISH_REASON_STOP
+    turn.prompt_crc32, turn.reward = 2**32 - 1, 0.25
+    turn.engine_id = sampled.trajectories[0].version_spans[0].engine_id = "engine-0"
+    turn.model_request_ids.append("request-7")
+    sampled.trajectories[0].version_spans[0].policy_version = 3 * 10**12 + 17
+    sampled.trajectories[0].version_spans[0].adapter = "adapter"
+    sampled.numerics.add(
+        id="n", backend="vllm", tensor_parallel=2, logprobs=sampling_pb2.LOGPROBS_MODE_SAMPLED
+    )
+    sampled.edges.add(source_node_ids=[2]).edge.type = "subagent_call"
+    sampled.metadata["task"] = "é 7"
+    sampled.opened_unix_ms, sampled.closed_unix_ms = DAY_MS, 2 * DAY_MS + 7
+    sampled.budgets_spent.append(session_pb2.BUDGET_KIND_TIME)
+    sampled.tokenizer_sha256, sampled.template_sha256 = "aa", "bb"
+    sampled.origin.kind, sampled.origin.continued = session_pb2.ORIGIN_KIND_TOKENS, True
+    sampled.origin.nodes.add(session_id="first", node_id=2, tokens=2)
+    sampled.run_id, sampled.model, sampled.reward_timeout_ms = "run", "policy", 5
+    add_columns(columns.trajectories[0])
+    text.capture = session_pb2.CAPTURE_TEXT
+    del text.trajectories[0].segments[0]
+    text.trajectories[0].segments[0].start = text.trajectories[0].segments[0].end = 0
+    for name in ("tokens", "version_spans"):
+        text.trajectories[0].ClearField(name)
+    text.trajectories[0].tokens.SetInParent()
+    lost = session_pb2.SessionRecord(
+        session_id="lost", abandoned="no room", outcome=session_pb2.SESSION_OUTCOME_LOST
+    )
+    pictured = with_images(record("pictured"), b"cat", b"dog")
+    found = [sampled, columns, text, lost, pictured, tree_record("tree")]
+    return [whole(one) for one in (*found, with_messages(record("messages")))]
+
+
+def shared_prefix() -> session_pb2.SessionRecord:
+    """A session with two answers to one turn, which the first trajectory trains."""
+    session = whole(record("shared"))
+    other = session.trajectories.add()
+    other.CopyFrom(session.trajectories[0])
+    other.trajectory_id, other.leaf_node_id = "shared-2", 2
+    other.segments[1].trained = False
+    other.segments[1].reasons.append(trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX)
+    other.tokens.loss_mask_u8 = bytes(6)
+    return session
+
+
+def write(folder: Path, *sessions: session_pb2.SessionRecord) -> None:
+    with Writer(folder) as writer:
+        for one in sessions:
+            writer.add(one)
+        writer.commit()
+
+
+def test_the_files_have_everything_of_a_session(tmp_path: Path) -> None:
+    sessions = [*every_kind(), shared_prefix()]
+    write(tmp_path, *sessions)
+    found = {one.session_id: one for one in read_records(tmp_path)}
+    assert found == {one.session_id: one for one in sessions}
+    days = [path.name for path in (tmp_path / "sessions").iterdir()]
+    assert sorted(days) == ["date=1970-01-01", "date=1970-01-03"]
+    (one,) = read_sessions(tmp_path, since=date(1970, 1, 2))
+    assert one.session_id == "sampled"
+
+
+def test_every_field_of_the_protocol_has_a_column() -> None:
+    """A new field needs a column, or a line here that says why it has none."""
+    node = {one.name for one in TABLES["nodes"]} | {
+        *("start", "end", "parent_index"),  # by the tokens and `parent_node_id`
+    }
+    path = node | {one.name for one in TABLES["trajectories"]} | {"segments", "tokens"}
+    path |= {"version_spans", "teacher"}  # the scores of one consumer's teacher are not recorded
+    session = {one.name for one in TABLES["sessions"]} | {"trajectories", "tree", "messages"}
+    tables: dict[Any, set[str]] = {
+        trajectory_pb2.TrajectoryNode: node,
+        trajectory_pb2.TrajectorySegment: node,
+        trajectory_pb2.Trajectory: path,
+        trajectory_pb2.TrajectoryTree: path | {"nodes"},
+        session_pb2.SessionRecord: session,
+    }
+    for message, known in tables.items():
+        assert set(message.DESCRIPTOR.fields_by_name) <= known, message.DESCRIPTOR.name
+
+
+def test_a_shared_node_is_stored_once_and_trained_once() -> None:
+    _, trajectories, nodes = tables_of(shared_prefix())
+    assert [node["node_id"] for node in nodes] == [1, 2]
+    assert nodes[1]["loss_mask"].tolist() == [True] * 4
+    paths = [[(one["trained"], one["reasons"]) for one in row["path"]] for row in trajectories]
+    assert paths == [[(False, []), (True, [])], [(False, []), (False, ["SHARED_PREFIX"])]]
+
+
+def test_trajectories_that_do_not_agree_about_a_node_are_refused() -> None:
+    session = shared_prefix()
+    session.trajectories[1].tokens.token_ids_u32le = bytes(24)
+    with pytest.raises(InvalidFieldError, match="node 1 of trajectory shared-2 differs"):
+        tables_of(session)
+
+
+def test_a_session_that_comes_again_adds_only_its_rewards(tmp_path: Path) -> None:
+    session = every_kind()[0]
+    write(tmp_path, session, session)
+    session.reward, session.trajectories[0].reward = 5.0, 0.5
+    session.trajectories[0].segments[1].reward = -1.0
+    write(tmp_path, session)
+    assert list(read_records(tmp_path)) == [session]
+    (tmp_path / "_index.sqlite").unlink()  # made again of the files
+    write(tmp_path, session)
+    assert list(read_records(tmp_path)) == [session]
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    with Writer(tmp_path), pytest.raises(ConfigError, match="another process writes"):
+        Writer(tmp_path)
+    write(tmp_path, record("a"))
+
+
+def test_a_file_of_a_newer_release_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.record.schema.VERSION", 2)
+    write(tmp_path, record("a"))
+    with pytest.raises(InvalidFieldError, match="has version 2, and this release reads 1"):
+        list(read_records(tmp_path))
+
+
+def test_a_cut_batch_leaves_nothing(tmp_path: Path) -> None:
+    with Writer(tmp_path) as writer:
+        writer.add(record("a"))
+        writer.write()
+    with Writer(tmp_path) as writer:
+        writer.add(record("a"))
+        writer.write()
+        writer.publish(("nodes", "trajectories"))
+    assert len(list(tmp_path.glob("nodes/*/*.parquet"))) == 1
+    write(tmp_path, record("b"))
+    assert [one.session_id for one in read_records(tmp_path)] == ["b"]
+    assert len(list(tmp_path.glob("nodes/*/*.parquet"))) == 1
+
+
+async def talk(mesh: Mesh, client: Client) -> list[SessionResult]:
+    """Holds sessions of both layouts with a branch each, and returns what is delivered."""
+    for layout in ("leaves", "tree"):
+        async with client.session(
+            export=layout, record_messages=True, group_id=layout, metadata={"of": layout}
+        ) as session:
+            agent = mesh.openai(session)
+            asked: list[Any] = [{"role": "user", "content": "add"}]
+            answer = await agent.chat.completions.create(
+                model="policy", messages=asked, tools=TOOLS
+            )
+            said = answer.choices[0].message
+            assert said.tool_calls
+            asked.append(said.model_dump(exclude_none=True))
+            asked.append({"role": "tool", "content": "3", "tool_call_id": said.tool_calls[0].id})
+            for more in ([], [{"role": "user", "content": "add"}]):
+                await agent.chat.completions.create(
+                    model="policy", messages=asked + more, tools=TOOLS
+                )
+            session.reward = 0.5
+    wants = SubscribeOptions(messages=True)
+    async with client.subscribe("reads", unit="session", options=wants) as deliveries:
+        return [(await anext(deliveries)).sessions[0] for _ in range(2)]
+
+
+async def test_rows_of_the_files_equal_rows_of_deliveries(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path / "mesh", tokenizer_dir, RULES) as mesh,
+        mesh.client() as client,
+    ):
+        delivered = await talk(mesh, client)
+        stored = await client.stored_sessions(arrays=True)
+    write(tmp_path / "record", *(one.session for one in stored))
+    read = list(read_sessions(tmp_path / "record"))
+    assert [one.session_id for one in read] == [one.session_id for one in delivered]
+    leaves = [[one for one in some if one.tree is None] for some in (read, delivered)]
+    ours, theirs = (rows_of(some).rows for some in leaves)
+    assert len(ours) == len(theirs) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(one.rewards, other.rewards)
+        assert one.session.conversation(one.trajectory) == other.session.conversation(
+            other.trajectory
+        )
+        same(one.trajectory, other.trajectory)
+    trees = [one.tree for some in (read, delivered) for one in some if one.tree]
+    same(*trees)
+
+
+def same(one: Any, other: Any) -> None:
+    """Compares all fields of two results, arrays by value and type."""
+    for field in fields(one):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(ours, np.ndarray):
+            assert ours.dtype == theirs.dtype, field.name
+            assert np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f"), field.name
+        else:
+            assert ours == theirs, field.name
+
+
+# Readers.
+
+TOKENS = "[0, 1, 2, 3, 4, 5]"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, *every_kind(), shared_prefix())
+    return tmp_path
+
+
+def test_pandas_reads_it(folder: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    nodes = pandas.read_parquet(folder / "nodes")
+    (one,) = nodes[(nodes.session_id == "sampled") & nodes.trained].itertuples()
+    assert one.token_ids.tolist() == [2, 3, 4, 5]
+    assert (one.policy_versions.tolist(), one.policy_runs.tolist()) == ([17] * 4, [3] * 4)
+    sessions = pandas.read_parquet(folder / "sessions").set_index("session_id")
+    assert sessions.loc["sampled", "reward"] == 1.0
+    assert str(sessions.loc["sampled", "date"]) == "1970-01-03"
+
+
+def test_datasets_reads_every_table(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for table, count in (("sessions", 8), ("trajectories", 9), ("nodes", 14)):
+        read = datasets.load_dataset(
+            "parquet", data_dir=str(folder / table), split="train", cache_dir=str(folder / "cache")
+        )
+        assert len(read) == count
+    tokens = {(one["session_id"], one["node_id"]): one["token_ids"] for one in read}
+    assert tokens["sampled", 2] == [2, 3, 4, 5]
+
+
+def test_duckdb_joins_the_tokens_of_a_trajectory(folder: Path) -> None:
+    said = read_by(
+        """
+import duckdb
+print(duckdb.sql('''
+  SELECT flatten(list(n.token_ids ORDER BY v.at)) FROM (
+    SELECT session_id, date, unnest(path).node_id AS node_id, generate_subscripts(path, 1) AS at
+    FROM read_parquet('trajectories/*/*.parquet', hive_partitioning = true)
+    WHERE trajectory_id = 'shared-2') v
+  JOIN read_parquet('nodes/*/*.parquet', hive_partitioning = true) n USING (session_id, node_id)
+''').fetchall()[0][0])
+""",
+        folder,
+    )
+    assert said == TOKENS
+
+
+def test_polars_scans_it(folder: Path) -> None:
+    said = read_by(
+        """
+import json, polars
+nodes = polars.scan_parquet("nodes/**/*.parquet", hive_partitioning=True)
+mine = nodes.filter(polars.col("session_id") == "shared").sort("node_id")
+print(json.dumps(mine.select("token_ids").collect()["token_ids"].explode().to_list()))
+""",
+        folder,
+    )
+    assert json.loads(said) == json.loads(TOKENS)
