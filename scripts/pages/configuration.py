@@ -57,7 +57,11 @@ def page() -> str:
 def _mesh() -> str:
     """Returns the section of what all share, which no flag and no variable sets."""
     rows = "".join(_row(setting, setting.name) for setting in describe(MeshConfig, "mesh"))
-    return f"\n## Mesh\n\nKeys of `[mesh]`. They are no flags and no variables.\n\n{_KEYS}{rows}"
+    text = "Keys of `[mesh]`. They are no flags and no variables."
+    traces = (
+        "The keys of `[traces]` are the settings `traces_*` of all services, without the prefix."
+    )
+    return f"\n## Mesh\n\n{text}\n\n{_KEYS}{rows}\n{traces}\n"
 
 
 def _section(service: str, config: type[Any]) -> str:

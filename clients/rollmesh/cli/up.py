@@ -245,12 +245,19 @@ def main() -> int:
         const=VIEW_PORT,
         help="also runs the viewer, at this port; 0 chooses a free one",
     )
+    parser.add_argument(
+        "--traces",
+        metavar="URL",
+        help="sends traces of turns to this receiver of OTLP: the endpoint of [traces]",
+    )
     options = parser.parse_args()
     configure_logging("up", "info")
     os.umask(owner_only.UMASK)
     with closing(free_ports()) as ports:
         try:
             tables = read_mesh(options.config)
+            if options.traces is not None:
+                tables["traces"] = {**tables.get("traces", {}), "endpoint": options.traces}
             path, classes = str(options.config), installed()
             problems = own_problems(tables, path, classes)
             problems = problems or missing_packages(tables, path, classes, os.environ)

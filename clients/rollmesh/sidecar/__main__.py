@@ -17,6 +17,7 @@ from rollmesh.runtime.process.children import raise_descriptor_limit
 from rollmesh.runtime.process.main import print_ready, stop_signals
 from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.rpc.server import check_exposed
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.sidecar.app import serving
@@ -62,7 +63,10 @@ def main() -> int:
         faults.arm(config.fault)
         _check_descriptors(config)
         present(Identity(config))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with (
+            tracing.sending("sidecar", config),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             runner.run(_serve(config))
     except ConfigError as error:
         print(f"rollmesh sidecar: {error}", file=sys.stderr)

@@ -34,6 +34,7 @@ from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
+from rollmesh.sidecar.traces import traced
 from rollmesh.sidecar.turn import Protocol, TurnEndpoint
 from rollmesh.v1 import router_pb2
 
@@ -122,8 +123,9 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         await gateways.check()
         return JSONResponse({"status": "ok"})
 
+    turns = {path: TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()}
     endpoints: dict[str, Callable[..., Any]] = {
-        **{f"POST {path}": TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()},
+        **{f"POST {path}": traced(path, one) for path, one in turns.items()},
         "GET /v1/responses/{response}": partial(retrieve, gateways),
         "DELETE /v1/responses/{response}": partial(delete, gateways),
         "POST /v1/lineage": partial(declare_lineage, gateways),
@@ -199,10 +201,9 @@ async def serving(
         listener = stack.enter_context(bound(config, config.port))
         port: int = listener.getsockname()[1]
         if config.relay:
-            server = f"{bind_host(config)}:{port}"
             dialled = DialOut(
                 f"sidecar-{uuid.uuid4().hex}",
-                server,
+                f"{bind_host(config)}:{port}",
                 config.relay,
                 identity=identity,
                 join_ms=config.relay_join_ms,

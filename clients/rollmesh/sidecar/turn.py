@@ -34,6 +34,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.fairness import FairSlots
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import FreedMemory
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import fields, set_request_id
 from rollmesh.sidecar.body import Parameters
 from rollmesh.sidecar.config import SidecarConfig
@@ -408,6 +409,7 @@ class Exchange:
         """
         if self._is_answered:
             return
+        tracing.tell({"error.type": error.reason})
         http = self.protocol.error(error, self.request_id)
         if self.status != _LEFT:
             _log.warning("stream failed", extra=fields(reason=error.reason))
@@ -453,6 +455,7 @@ class TurnEndpoint:
         set_request_id(exchange.request_id)
         try:
             head = read_head(scope)
+            tracing.tell({genai.SESSION_ID: head.session_id})
             turn = await self._read(exchange, head)
             head.mark(turn.chat)
             if turn.edges:

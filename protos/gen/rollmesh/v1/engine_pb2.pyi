@@ -273,12 +273,15 @@ class BeginGeneration(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CALLER_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the generation, unique on the stream. The client chooses it."""
     timeout_ms: _builtins.int
     """Longest generation, milliseconds. DEADLINE_EXCEEDED ends it then. 0 sets no limit."""
     caller_request_id: _builtins.str
     """Id of the client's request, for the engine's log. May be empty."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the client's span. Empty: the generation is in no trace."""
     @_builtins.property
     def request(self) -> Global___StreamedGenerate:
         """The prompt and its sampling parameters."""
@@ -290,10 +293,11 @@ class BeginGeneration(_message.Message):
         request: Global___StreamedGenerate | None = ...,
         timeout_ms: _builtins.int = ...,
         caller_request_id: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller_request_id", b"caller_request_id", "number", b"number", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller_request_id", b"caller_request_id", "number", b"number", "request", b"request", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

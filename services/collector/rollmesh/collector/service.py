@@ -45,6 +45,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.tasks import first_of
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import (
     collector_pb2 as pb,
@@ -65,6 +66,22 @@ _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 _MAX_STEP, _MAX_METRICS = 2**63 - 1, 64
 _METRIC_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 _NO_METRIC_NAME = "{0!r:.80} is not 1 to 64 letters, digits, _, ., - or /"
+
+
+def _trace(session: session_pb2.SessionRecord, took_ms: int, *, duplicate: bool) -> None:
+    """Records that a session was stored, in the session's own trace."""
+    attributes = {
+        genai.SESSION_ID: session.session_id,
+        **genai.session(session.run_id, session.group_id, session.sample_index, session.purpose),
+        **genai.ended(
+            session.outcome,
+            session.reward if session.HasField("reward") else None,
+            session.turns,
+        ),
+        genai.DUPLICATE: duplicate,
+    }
+    parent = tracing.place_of_session(session.session_id)
+    tracing.child("ingest", "consumer", parent, took_ms, attributes)
 
 
 def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
@@ -184,8 +201,13 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         check_count("sessions", request.sessions, _MAX_SESSIONS)
         if not request.sessions:
             raise InvalidFieldError("sessions", "is empty; send at least one")
+        began_ms = clock.monotonic_ms()
         await asyncio.to_thread(_check_sessions, request.sessions)
         duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
+        if tracing.is_on():
+            took_ms = clock.monotonic_ms() - began_ms
+            for one, duplicate in zip(request.sessions, duplicates, strict=True):
+                _trace(one, took_ms, duplicate=duplicate)
         await faults.reach("collector-before-ack")
         return pb.IngestResponse(duplicates=duplicates)
 

@@ -29,6 +29,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import set_request_id
 from rollmesh.v1 import engine_pb2
 
@@ -41,9 +42,15 @@ class Generations:
     """Checks requests to generate and to score, and runs them on a backend."""
 
     def __init__(
-        self, backend: Backend, control: Control, adapters: Adapters, config: EngineConfig
+        self,
+        backend: Backend,
+        control: Control,
+        adapters: Adapters,
+        config: EngineConfig,
+        engine_id: str = "",
     ) -> None:
-        """Takes the backend, its control and adapters, and the settings of the engine."""
+        """Takes the backend, its control and adapters, and the settings and id of the engine."""
+        self._engine_id = engine_id
         self._backend = backend
         self._control = control
         self._adapters = adapters
@@ -55,6 +62,34 @@ class Generations:
         """Whether streams end with their last generation."""
         self.images = RequestImages(config)
         """The images of requests."""
+
+    def describe(
+        self,
+        span: tracing.Span,
+        request: engine_pb2.GenerateRequest,
+        message: engine_pb2.TokenChunk,
+    ) -> None:
+        """Adds a message to the span of its generation."""
+        if not span.attributes:
+            span.set(
+                {
+                    genai.SESSION_ID: request.session_id,
+                    genai.ENGINE_ID: self._engine_id,
+                    genai.PROMPT_TOKENS: len(request.token_ids_u32le) // 4,
+                }
+            )
+            tracing.note(genai.FIRST_TOKENS, {})
+        sampled = span.attributes.get(genai.SAMPLED_TOKENS, 0) + len(message.token_ids_u32le) // 4
+        span.set({genai.SAMPLED_TOKENS: sampled})
+        if message.HasField("finish"):
+            finish = message.finish
+            span.set(
+                {
+                    genai.CACHED_TOKENS: finish.cached_tokens,
+                    genai.FINISH_REASON: genai.finish_reason(finish.reason),
+                    **genai.policy(finish.version_spans),
+                }
+            )
 
     def __contains__(self, request_id: object) -> bool:
         """Returns whether a generation is running."""
@@ -299,14 +334,17 @@ class GenerationStream:
         number, request = begin.number, begin.request
         set_request_id(begin.caller_request_id or uuid.uuid4().hex)
         try:
-            async with asyncio.timeout(begin.timeout_ms / 1000 if begin.timeout_ms else None):
-                self._generations.check_usable()
-                # If the process dies of the request, its caller knows that the engine had it.
-                self._add(number).taken = True
-                async with aclosing(self._generations.run(request)) as messages:
-                    async for message in messages:
-                        column_bytes = sum(one.data_bytes for one in message.columns)
-                        self._add(number, column_bytes).answer.CopyFrom(message)
+            with tracing.span("generate", "server", of_caller=begin.traceparent) as span:
+                async with asyncio.timeout(begin.timeout_ms / 1000 if begin.timeout_ms else None):
+                    self._generations.check_usable()
+                    # If the process dies of the request, its caller knows that the engine had it.
+                    self._add(number).taken = True
+                    async with aclosing(self._generations.run(request)) as messages:
+                        async for message in messages:
+                            column_bytes = sum(one.data_bytes for one in message.columns)
+                            self._add(number, column_bytes).answer.CopyFrom(message)
+                            if span is not None:
+                                self._generations.describe(span, request.generate, message)
         except Exception as error:  # the edge: everything becomes a status
             self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
 

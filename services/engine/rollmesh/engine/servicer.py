@@ -41,7 +41,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Weight updates of the backend."""
         self.adapters = Adapters(backend, self.control, config, self.weights.changed)
         """Adapter revisions of the backend."""
-        self.generations = Generations(backend, self.control, self.adapters, config)
+        self.generations = Generations(backend, self.control, self.adapters, config, engine_id)
         """Generations on the backend."""
 
     async def Generate(

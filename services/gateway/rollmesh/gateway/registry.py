@@ -14,7 +14,7 @@ from functools import partial
 
 from google.protobuf import json_format
 
-from rollmesh.gateway import journal, metrics, outbox
+from rollmesh.gateway import journal, metrics, outbox, traces
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
@@ -65,6 +65,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.repeats import digest_of
 from rollmesh.runtime.tasks import begun
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -748,6 +749,8 @@ class Registry:
             session.closing = False
             raise
         await faults.reach("gateway-after-close")
+        if tracing.is_on():
+            traces.record_close(session, request, closed_ms)
         self._closed.add(session_id)
         self._forget(session)
         self.outbox.added()
@@ -813,9 +816,16 @@ class Registry:
 
     async def _turn(self, session: Session, turn: Turn, request: TurnRequest) -> Node:
         deps = self.deps
-        if isinstance(deps, UpstreamDeps):
-            return await run_text_turn(deps, self.journal, session, turn, request)
-        return await run_turn(deps, self.journal, session, turn, request)
+        with tracing.span(f"chat {deps.config.model}", "client") as span:
+            if span is not None:
+                span.describe(partial(traces.asked, session, turn, request))
+            if isinstance(deps, UpstreamDeps):
+                node = await run_text_turn(deps, self.journal, session, turn, request)
+            else:
+                node = await run_turn(deps, self.journal, session, turn, request)
+            if span is not None:
+                span.describe(partial(traces.answered, span, session, turn, node))
+            return node
 
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn. Any outcome, including an unexpected error, ends it."""

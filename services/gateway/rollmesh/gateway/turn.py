@@ -38,6 +38,7 @@ from rollmesh.runtime.errors import (
     TokenOutOfVocabularyError,
 )
 from rollmesh.runtime.process import faults
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.v1 import engine_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 
 _STREAMED_TOKENS = 16
@@ -271,6 +272,8 @@ async def _generate(
                     order.stop_reason = None  # a stop string is void too
                     draft = Draft(_new_answer(deps, request, prompt, stop_ids), order.generation)
                     continue
+                if not turn.sampled:
+                    tracing.note(genai.FIRST_TOKENS, {})
                 turn.sampled = True
                 await faults.reach("gateway-mid-turn")
                 ids: list[int] = run.token_ids.tolist()

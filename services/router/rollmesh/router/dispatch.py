@@ -21,6 +21,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
@@ -205,6 +206,7 @@ class Dispatch:
             self._set_timer(self._table.due_ms(now_ms), now_ms)
         else:
             self._answer(stream_id, acquire.lease_id, result)
+            _trace(acquire.traceparent, result, 0)
 
     def _restate(self, stream_id: str, stated: leases_pb2.Restatement, now_ms: int) -> None:
         ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated.engines)
@@ -237,6 +239,7 @@ class Dispatch:
             if isinstance(ended.result, RollmeshError):
                 metrics.QUEUE_REFUSALS.labels("deadline").inc()
             self._answer(ended.stream_id, ended.lease_id, ended.result)
+            _trace(ended.traceparent, ended.result, ended.waited_ms)
         self._set_timer(self._table.due_ms(now_ms), now_ms)
 
     def _answer(
@@ -287,6 +290,19 @@ class Dispatch:
     def _tick(self) -> None:
         self._timer = self._due_ms = None
         self._step(clock.monotonic_ms())
+
+
+def _trace(traceparent: str, result: leases_pb2.LeaseGrant | RollmeshError, waited_ms: int) -> None:
+    """Records the span of a request for a lease, which has been answered."""
+    if not traceparent or not tracing.is_on():
+        return
+    attributes: dict[str, object] = {genai.QUEUE_MS: waited_ms}
+    error = result.reason if isinstance(result, RollmeshError) else ""
+    if not isinstance(result, RollmeshError):
+        attributes[genai.ENGINE_ID] = result.engine_id
+    tracing.child(
+        "lease", "server", tracing.place_of(traceparent), waited_ms, attributes, error=error
+    )
 
 
 def _log_circuit(engine: Engine) -> None:

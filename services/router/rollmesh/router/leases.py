@@ -90,6 +90,8 @@ class Request:
     """The engines that can serve it."""
     last_ms: int
     """End of its wait if no engine samples until then."""
+    traceparent: str = ""
+    """The span of its turn. Empty if it is in no trace."""
     awaited: Engine | None = None
     """The engine of its session, if the request waits for that to register."""
 
@@ -282,6 +284,7 @@ class EndedWait(NamedTuple):
     lease_id: str
     waited_ms: int
     result: leases_pb2.LeaseGrant | RollmeshError
+    traceparent: str = ""
 
 
 class LeaseTable:
@@ -504,6 +507,7 @@ class LeaseTable:
             lease_id=lease_id,
             choice=Choice(pool, left_out, stream.distrusted),
             last_ms=now_ms + max(wait_ms, asked.suspended_wait_ms),
+            traceparent=asked.traceparent,
         )
         self.fleet.half_open(now_ms)
         if wait_ms and self._awaited and (session := self._sessions.get(session_id)) is not None:
@@ -670,7 +674,8 @@ class LeaseTable:
         self._queue.remove(request, served=isinstance(result, leases_pb2.LeaseGrant))
         if result is None:
             result = self._refusal(request, now_ms)
-        return EndedWait(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)
+        waited_ms = now_ms - request.asked_ms
+        return EndedWait(stream.stream_id, request.lease_id, waited_ms, result, request.traceparent)
 
     def _overdue(self, now_ms: int) -> Request | None:
         """Returns a request whose wait is over, or None if there is none.

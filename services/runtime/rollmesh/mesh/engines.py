@@ -19,6 +19,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import current_request_id
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
@@ -134,6 +135,7 @@ class EngineClient:
             number=number,
             timeout_ms=min(timeout_ms, _MOST_MS),
             caller_request_id=current_request_id() or "",
+            traceparent=tracing.carried(),
         )
         begin.request.CopyFrom(request)
         self._answers[number] = answer

@@ -31,6 +31,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StartingError,
 )
+from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
@@ -387,6 +388,7 @@ class Failover:
                 raise
             except (EngineDeadError, EngineFaultError, RemoteError) as loss:
                 self._on_loss()
+                tracing.note(genai.ENGINE_LOST, {genai.ENGINE_ID: generation.engine_id})
                 error = _lost(loss, generation.engine_id)
             if not _goes_on(order, error):
                 if order.is_sent():
@@ -448,11 +450,11 @@ class Failover:
         request = engine_pb2.StreamedGenerate(
             max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
         )
-        offered = self._leases.offered.of(generation.request.model)
-        engine = grant.engine_id, uuid.uuid4().hex
-        generation.begin(*engine, offered, request.generate, grant.numerics)
+        where, offered = grant.engine_id, self._leases.offered.of(generation.request.model)
+        generation.begin(where, uuid.uuid4().hex, offered, request.generate, grant.numerics)
         if generation.taken:
             self._on_migration()
+            tracing.note(genai.MIGRATION, genai.moved(where, generation.taken))
         attempt = _Attempt(suspect, grant, request)
         self._send(order, attempt, stack)
         return attempt

@@ -35,6 +35,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.tasks import Background
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import sampling_pb2
 
@@ -553,6 +554,7 @@ class LeaseClient(Background):
             group_id=group_id,
             excluded_engine_ids=excluded,
             adapter=adapter,
+            traceparent=tracing.carried(),
         )
         lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
         release = leases_pb2.ReleaseLease(lease_id=lease_id)

@@ -14,6 +14,9 @@ engines = 2
 backend = "vllm"
 dtype = "float32"
 
+[traces]                    # the fields of `TracesConfig`, without their prefix
+endpoint = "http://127.0.0.1:4318"
+
 [scorer]                    # a mesh has a scorer if it has this table
 function = "module:function"
 
@@ -519,6 +522,28 @@ class MeshConfig(Config):
         return Path(self.locks_dir) if self.locks_dir else self.data_dir / "tokens"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TracesConfig(Config):
+    """Settings of traces, which every service has. The keys of `[traces]` lack the prefix."""
+
+    traces_endpoint: str = ""
+    """URL of the receiver of OTLP that traces of turns are sent to, such as http://127.0.0.1:4318.
+    Empty: no traces."""
+    traces_protocol: Annotated[str, OneOf(("http", "grpc"))] = "http"
+    """How the receiver is called: by HTTP, at /v1/traces unless the URL has a path, or by gRPC."""
+    traces_ratio: Annotated[float, Bounds(0, 1)] = 1.0
+    """Share of the traces that are sent. The service in which a trace begins decides. An agent's
+    `traceparent` that is not sampled is never sent."""
+    traces_content: bool = False
+    """Whether spans have the messages and tools of a turn. They are as private as the sessions."""
+    traces_headers_file: str = ""
+    """File with headers for the receiver, such as a key: NAME: VALUE on each line. Others must not
+    be able to read it (mode 0600)."""
+
+
+_TRACES = "traces_"
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Returns the values of a TOML file.
 
@@ -569,7 +594,7 @@ def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:
 
 def mesh_problems(tables: Tables, *further: str) -> list[str]:
     """Returns the problems of the tables of a mesh, without the settings of its services."""
-    known = sorted({"mesh", "model", "ray", *SERVICES, *further})
+    known = sorted({"mesh", "model", "ray", "traces", *SERVICES, *further})
     problems: list[str] = []
     for name, table in tables.items():
         if name not in known:
@@ -583,6 +608,11 @@ def mesh_problems(tables: Tables, *further: str) -> list[str]:
         return problems
     mesh, found = examine(MeshConfig, table, shown="mesh.{}".format)
     problems += found
+    if isinstance(traces := tables.get("traces", {}), dict):
+        problems += [
+            one.replace(_TRACES, "")
+            for one in examine(TracesConfig, _traces(traces), shown="traces.{}".format)[1]
+        ]
     if "model" in tables:
         problems += _read_models(tables["model"], _default_model(mesh or MeshConfig()))[1]
         if "model" in table:
@@ -688,9 +718,15 @@ def shared_settings(
         settings["tls_ca_file"] = str(folder / "ca.crt")
     if mesh.tls_server_name:
         settings["tls_server_name"] = mesh.tls_server_name
+    settings |= _traces(tables.get("traces", {}))
     if model is not None:
         settings |= {"model_path": str(model.config.model_path), "model": model.config.name}
     return settings
+
+
+def _traces(table: Table) -> dict[str, Any]:
+    """Returns the settings of a service that the table of traces means."""
+    return {_TRACES + name: value for name, value in table.items()}
 
 
 def _default_model(mesh: MeshConfig) -> ModelConfig:
@@ -860,7 +896,7 @@ def from_file(
     if service in SERVICES:
         shared = shared_settings(tables, service, model, tokens=mesh_config(tables).tokens_path)
         given = {
-            name: Given(value, f"{path} [mesh]", name)
+            name: Given(value, f"{path} [{_shared_table(name)}]", name)
             for name, value in shared.items()
             if name in known
         }
@@ -873,6 +909,11 @@ def from_file(
         table = f"[model.{service}]" if name in of_model else f"[{service}]"
         given[name] = Given(value, f"{path} {table}", f"{table.strip('[]')}.{name}")
     return given
+
+
+def _shared_table(name: str) -> str:
+    """Returns the table that gives services a setting."""
+    return "traces" if name.startswith(_TRACES) else "mesh"
 
 
 def _parse_flags(

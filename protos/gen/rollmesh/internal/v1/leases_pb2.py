@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rollmesh/internal/v1/leases.proto\x12\x14rollmesh.internal.v1\x1a\x17google/rpc/status.proto\x1a\x1arollmesh/v1/sampling.proto\"\xdd\x02\n\x0f\x44ispatchRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.rollmesh.internal.v1.DispatchHelloH\x00\x12\x35\n\x07\x61\x63quire\x18\x02 \x01(\x0b\x32\".rollmesh.internal.v1.AcquireLeaseH\x00\x12\x35\n\x06\x66orget\x18\x03 \x01(\x0b\x32#.rollmesh.internal.v1.ForgetSessionH\x00\x12\x34\n\x07restate\x18\x05 \x01(\x0b\x32!.rollmesh.internal.v1.RestatementH\x00\x12\x32\n\x04ping\x18\x06 \x01(\x0b\x32\".rollmesh.internal.v1.DispatchPingH\x00\x12\x34\n\x08releases\x18\x04 \x03(\x0b\x32\".rollmesh.internal.v1.ReleaseLeaseB\x06\n\x04part\"\x93\x01\n\rDispatchHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\x12\x15\n\rstream_number\x18\x06 \x01(\x04\"D\n\x0bRestatement\x12\x35\n\x07\x65ngines\x18\x01 \x03(\x0b\x32$.rollmesh.internal.v1.EngineHoldings\"\x7f\n\x0e\x45ngineHoldings\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x35\n\x08sessions\x18\x03 \x03(\x0b\x32#.rollmesh.internal.v1.PlacedSession\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\"5\n\rPlacedSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\"\x0e\n\x0c\x44ispatchPing\"\xb9\x01\n\x0c\x41\x63quireLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x04 \x03(\t\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x19\n\x11suspended_wait_ms\x18\x06 \x01(\r\x12(\n\x07\x61\x64\x61pter\x18\x07 \x01(\x0b\x32\x17.rollmesh.v1.AdapterRef\"k\n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_fault\x18\x02 \x01(\t\x12\x33\n\x07outcome\x18\x03 \x01(\x0e\x32\".rollmesh.internal.v1.LeaseOutcome\"#\n\rForgetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xec\x02\n\x10\x44ispatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\x05grant\x18\x02 \x01(\x0b\x32 .rollmesh.internal.v1.LeaseGrantH\x00\x12%\n\x07refusal\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12;\n\rsilent_engine\x18\x04 \x01(\x0b\x32\".rollmesh.internal.v1.SilentEngineH\x00\x12\x38\n\x07welcome\x18\x05 \x01(\x0b\x32%.rollmesh.internal.v1.DispatchWelcomeH\x00\x12\x32\n\x04pong\x18\x06 \x01(\x0b\x32\".rollmesh.internal.v1.DispatchPongH\x00\x12\x37\n\x07offered\x18\x07 \x01(\x0b\x32$.rollmesh.internal.v1.OfferedWeightsH\x00\x42\x08\n\x06result\"z\n\x0eOfferedWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12)\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x17.rollmesh.v1.AdapterRefB\x11\n\x0f_policy_version\"2\n\x0cSilentEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x0f\x44ispatchWelcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x0e\n\x0c\x44ispatchPong\"\x9b\x01\n\nLeaseGrant\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\'\n\x08numerics\x18\x04 \x01(\x0b\x32\x15.rollmesh.v1.Numerics\x12(\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x17.rollmesh.v1.AdapterRef*a\n\x0cLeaseOutcome\x12\x1d\n\x19LEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_OUTCOME_ANSWERED\x10\x01\x12\x16\n\x12LEASE_OUTCOME_LOST\x10\x02\x32m\n\x0cLeaseService\x12]\n\x08\x44ispatch\x12%.rollmesh.internal.v1.DispatchRequest\x1a&.rollmesh.internal.v1.DispatchResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rollmesh/internal/v1/leases.proto\x12\x14rollmesh.internal.v1\x1a\x17google/rpc/status.proto\x1a\x1arollmesh/v1/sampling.proto\"\xdd\x02\n\x0f\x44ispatchRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.rollmesh.internal.v1.DispatchHelloH\x00\x12\x35\n\x07\x61\x63quire\x18\x02 \x01(\x0b\x32\".rollmesh.internal.v1.AcquireLeaseH\x00\x12\x35\n\x06\x66orget\x18\x03 \x01(\x0b\x32#.rollmesh.internal.v1.ForgetSessionH\x00\x12\x34\n\x07restate\x18\x05 \x01(\x0b\x32!.rollmesh.internal.v1.RestatementH\x00\x12\x32\n\x04ping\x18\x06 \x01(\x0b\x32\".rollmesh.internal.v1.DispatchPingH\x00\x12\x34\n\x08releases\x18\x04 \x03(\x0b\x32\".rollmesh.internal.v1.ReleaseLeaseB\x06\n\x04part\"\x93\x01\n\rDispatchHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\x12\x15\n\rstream_number\x18\x06 \x01(\x04\"D\n\x0bRestatement\x12\x35\n\x07\x65ngines\x18\x01 \x03(\x0b\x32$.rollmesh.internal.v1.EngineHoldings\"\x7f\n\x0e\x45ngineHoldings\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x35\n\x08sessions\x18\x03 \x03(\x0b\x32#.rollmesh.internal.v1.PlacedSession\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\"5\n\rPlacedSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\"\x0e\n\x0c\x44ispatchPing\"\xce\x01\n\x0c\x41\x63quireLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x04 \x03(\t\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x19\n\x11suspended_wait_ms\x18\x06 \x01(\r\x12(\n\x07\x61\x64\x61pter\x18\x07 \x01(\x0b\x32\x17.rollmesh.v1.AdapterRef\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"k\n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_fault\x18\x02 \x01(\t\x12\x33\n\x07outcome\x18\x03 \x01(\x0e\x32\".rollmesh.internal.v1.LeaseOutcome\"#\n\rForgetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xec\x02\n\x10\x44ispatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\x05grant\x18\x02 \x01(\x0b\x32 .rollmesh.internal.v1.LeaseGrantH\x00\x12%\n\x07refusal\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12;\n\rsilent_engine\x18\x04 \x01(\x0b\x32\".rollmesh.internal.v1.SilentEngineH\x00\x12\x38\n\x07welcome\x18\x05 \x01(\x0b\x32%.rollmesh.internal.v1.DispatchWelcomeH\x00\x12\x32\n\x04pong\x18\x06 \x01(\x0b\x32\".rollmesh.internal.v1.DispatchPongH\x00\x12\x37\n\x07offered\x18\x07 \x01(\x0b\x32$.rollmesh.internal.v1.OfferedWeightsH\x00\x42\x08\n\x06result\"z\n\x0eOfferedWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12)\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x17.rollmesh.v1.AdapterRefB\x11\n\x0f_policy_version\"2\n\x0cSilentEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"$\n\x0f\x44ispatchWelcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x0e\n\x0c\x44ispatchPong\"\x9b\x01\n\nLeaseGrant\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\'\n\x08numerics\x18\x04 \x01(\x0b\x32\x15.rollmesh.v1.Numerics\x12(\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x17.rollmesh.v1.AdapterRef*a\n\x0cLeaseOutcome\x12\x1d\n\x19LEASE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16LEASE_OUTCOME_ANSWERED\x10\x01\x12\x16\n\x12LEASE_OUTCOME_LOST\x10\x02\x32m\n\x0cLeaseService\x12]\n\x08\x44ispatch\x12%.rollmesh.internal.v1.DispatchRequest\x1a&.rollmesh.internal.v1.DispatchResponse(\x01\x30\x01\x42X\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.internal.v1.leases
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\024rollmesh.internal.v1P\001Z\'rollmesh/internal/v1;rollmeshinternalv1\252\002\024Rollmesh.Internal.V1'
-  _globals['_LEASEOUTCOME']._serialized_start=1973
-  _globals['_LEASEOUTCOME']._serialized_end=2070
+  _globals['_LEASEOUTCOME']._serialized_start=1994
+  _globals['_LEASEOUTCOME']._serialized_end=2091
   _globals['_DISPATCHREQUEST']._serialized_start=113
   _globals['_DISPATCHREQUEST']._serialized_end=462
   _globals['_DISPATCHHELLO']._serialized_start=465
@@ -49,23 +49,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DISPATCHPING']._serialized_start=868
   _globals['_DISPATCHPING']._serialized_end=882
   _globals['_ACQUIRELEASE']._serialized_start=885
-  _globals['_ACQUIRELEASE']._serialized_end=1070
-  _globals['_RELEASELEASE']._serialized_start=1072
-  _globals['_RELEASELEASE']._serialized_end=1179
-  _globals['_FORGETSESSION']._serialized_start=1181
-  _globals['_FORGETSESSION']._serialized_end=1216
-  _globals['_DISPATCHRESPONSE']._serialized_start=1219
-  _globals['_DISPATCHRESPONSE']._serialized_end=1583
-  _globals['_OFFEREDWEIGHTS']._serialized_start=1585
-  _globals['_OFFEREDWEIGHTS']._serialized_end=1707
-  _globals['_SILENTENGINE']._serialized_start=1709
-  _globals['_SILENTENGINE']._serialized_end=1759
-  _globals['_DISPATCHWELCOME']._serialized_start=1761
-  _globals['_DISPATCHWELCOME']._serialized_end=1797
-  _globals['_DISPATCHPONG']._serialized_start=1799
-  _globals['_DISPATCHPONG']._serialized_end=1813
-  _globals['_LEASEGRANT']._serialized_start=1816
-  _globals['_LEASEGRANT']._serialized_end=1971
-  _globals['_LEASESERVICE']._serialized_start=2072
-  _globals['_LEASESERVICE']._serialized_end=2181
+  _globals['_ACQUIRELEASE']._serialized_end=1091
+  _globals['_RELEASELEASE']._serialized_start=1093
+  _globals['_RELEASELEASE']._serialized_end=1200
+  _globals['_FORGETSESSION']._serialized_start=1202
+  _globals['_FORGETSESSION']._serialized_end=1237
+  _globals['_DISPATCHRESPONSE']._serialized_start=1240
+  _globals['_DISPATCHRESPONSE']._serialized_end=1604
+  _globals['_OFFEREDWEIGHTS']._serialized_start=1606
+  _globals['_OFFEREDWEIGHTS']._serialized_end=1728
+  _globals['_SILENTENGINE']._serialized_start=1730
+  _globals['_SILENTENGINE']._serialized_end=1780
+  _globals['_DISPATCHWELCOME']._serialized_start=1782
+  _globals['_DISPATCHWELCOME']._serialized_end=1818
+  _globals['_DISPATCHPONG']._serialized_start=1820
+  _globals['_DISPATCHPONG']._serialized_end=1834
+  _globals['_LEASEGRANT']._serialized_start=1837
+  _globals['_LEASEGRANT']._serialized_end=1992
+  _globals['_LEASESERVICE']._serialized_start=2093
+  _globals['_LEASESERVICE']._serialized_end=2202
 # @@protoc_insertion_point(module_scope)

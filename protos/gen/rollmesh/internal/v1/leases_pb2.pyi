@@ -279,6 +279,7 @@ class AcquireLease(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SUSPENDED_WAIT_MS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -295,6 +296,8 @@ class AcquireLease(_message.Message):
     paused, asleep, or being brought up to date. Milliseconds, like `wait_ms`. A wait that ends in
     such a time begins again. Below `wait_ms` it has no effect.
     """
+    traceparent: _builtins.str
+    """W3C `traceparent` of the turn's span. Empty: the turn is in no trace."""
     @_builtins.property
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of engines that have failed this turn, at most 256. A request that waits gets one of them if
@@ -317,10 +320,11 @@ class AcquireLease(_message.Message):
         wait_ms: _builtins.int = ...,
         suspended_wait_ms: _builtins.int = ...,
         adapter: _sampling_pb2.AdapterRef | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

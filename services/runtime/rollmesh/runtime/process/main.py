@@ -20,6 +20,7 @@ from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import keep_freed_memory
 from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import configure_logging
 
 
@@ -81,7 +82,10 @@ def run_service(
         return 2
     keep_freed_memory()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with (
+            tracing.sending(name, config),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             failure = runner.run(_serve(build, config))
     except (ConfigError, PortInUseError) as error:
         _complain(name, error)

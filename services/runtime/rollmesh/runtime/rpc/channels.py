@@ -24,6 +24,7 @@ from rollmesh.runtime.access.identity import Identity, presented
 from rollmesh.runtime.access.tokens import PresentedToken
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import current_request_id
 
 # TLS channels with current certificates.
@@ -397,9 +398,12 @@ def _call_with(
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
-    """Returns the metadata that carries this task's request id to the next service."""
+    """Returns the metadata that carries this task's request id and trace to the next service."""
     request_id = current_request_id()
-    return (("x-request-id", request_id),) if request_id else ()
+    named = (("x-request-id", request_id),) if request_id else ()
+    if tracing.is_on() and (traceparent := tracing.carried()):
+        return (*named, (tracing.TRACEPARENT, traceparent))
+    return named
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,6 +24,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.statuses import status_code_of, to_status
+from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.telemetry.metrics import count_rpc
 
@@ -79,6 +80,12 @@ def _kind(handler: "Handler") -> str:
     return "_".join("stream" if streams else "unary" for streams in ends)
 
 
+def _value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
+    """Returns the text of an entry, empty if there is none."""
+    found = next((value for key, value in metadata or () if key == name), "")
+    return found if isinstance(found, str) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """Replaces a request that was refused while it was read.
@@ -109,9 +116,8 @@ class _Call:
         self._requests: AsyncIterator[Any] | None = None
         self._streams_requests = handler.request_streaming
         metadata = details.invocation_metadata
-        self._request_id = next(
-            (value for key, value in metadata or () if key == "x-request-id"), None
-        )
+        self._request_id = _value(metadata, "x-request-id")
+        self._traceparent = _value(metadata, tracing.TRACEPARENT) if tracing.is_on() else ""
         self._entry = None
         if server.guard is not None:
             self._entry = server.guard.meet(details.method, metadata)
@@ -159,7 +165,9 @@ class _Call:
 
     async def answer(self, request: Any, context: Context) -> Any:
         """Runs the handler, sends its answers, and turns its exception into a status."""
-        set_request_id(self._request_id if isinstance(self._request_id, str) else uuid.uuid4().hex)
+        set_request_id(self._request_id or uuid.uuid4().hex)
+        if self._traceparent:
+            tracing.join(self._traceparent)
         started = time.perf_counter()
         try:
             answer = await self._run(request, context)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rollmesh.runtime.access.identity import CallerConfig
-from rollmesh.runtime.config import Bounds, ConfigError, OneOf
+from rollmesh.runtime.config import Bounds, ConfigError, OneOf, TracesConfig
 from rollmesh.runtime.rpc.channels import KEEPALIVE_MS
 from rollmesh.runtime.telemetry.logs import LEVELS
 
@@ -17,7 +17,7 @@ RequestBytes = Annotated[int, Bounds(1, 2**31 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListeningConfig(CallerConfig):
+class ListeningConfig(TracesConfig, CallerConfig):
     """Settings of every process that listens."""
 
     host: str = "127.0.0.1"

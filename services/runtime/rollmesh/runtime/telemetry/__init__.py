@@ -1,4 +1,4 @@
-"""Logs and metrics, the same in every service.
+"""Logs, metrics and traces, the same in every service.
 
-May import `runtime.config` and `runtime.errors`.
+May import `runtime.access`, `codec`, `config`, `errors` and `runs`.
 """

@@ -1,0 +1,247 @@
+"""The names and values of span attributes: OpenTelemetry's for GenAI, and `rollmesh.*`.
+
+Live spans and those of stored sessions are made of the same functions, so that they agree.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+
+CHAT, INVOKE_AGENT = "chat", "invoke_agent"
+"""Operations, with which the names of their spans begin."""
+OPERATION = "gen_ai.operation.name"
+SESSION_ID = "gen_ai.conversation.id"
+TIME_TO_FIRST = "gen_ai.response.time_to_first_chunk"
+INPUT_MESSAGES, OUTPUT_MESSAGES = "gen_ai.input.messages", "gen_ai.output.messages"
+TOOLS = "gen_ai.tool.definitions"
+REQUEST_ID = "rollmesh.request.id"
+MODEL_REQUEST_IDS = "rollmesh.model_request.ids"
+NODE_ID = "rollmesh.node.id"
+LINEAGE = "rollmesh.lineage"
+REASONS = "rollmesh.fidelity.reasons"
+ENGINE_ID, ENGINE_IDS = "rollmesh.engine.id", "rollmesh.engine.ids"
+MIGRATIONS = "rollmesh.migrations"
+PROMPT_TOKENS, SAMPLED_TOKENS = "rollmesh.prompt_tokens", "rollmesh.sampled_tokens"
+CACHED_TOKENS, KEPT_TOKENS = "rollmesh.cached_tokens", "rollmesh.kept_tokens"
+FINISH_REASON = "rollmesh.finish_reason"
+DUPLICATE = "rollmesh.duplicate"
+QUEUE_MS = "rollmesh.queue.wait_ms"
+REWARD, OUTCOME, TURNS = "rollmesh.reward", "rollmesh.outcome", "rollmesh.turns"
+LEFT_OUT = "rollmesh.content.left_out"
+FIRST_TOKENS = "rollmesh.first_tokens"
+ENGINE_LOST, MIGRATION = "rollmesh.engine_lost", "rollmesh.migration"
+"""Events."""
+_PROVIDER = "rollmesh"
+_MOST_CONTENT = 64 * 1024
+"""Largest JSON of messages, characters. Receivers refuse messages of more than 4 MiB."""
+
+
+def operation(name: str, session_id: str, model: str) -> dict[str, Any]:
+    """Returns the common attributes of the spans of GenAI."""
+    return {
+        OPERATION: name,
+        "gen_ai.provider.name": _PROVIDER,
+        "gen_ai.request.model": model,
+        SESSION_ID: session_id,
+    }
+
+
+def session(run_id: str, group_id: str, sample_index: int, purpose: int) -> dict[str, Any]:
+    """Returns where a session belongs. It is on each of its spans, to select by."""
+    return {
+        "rollmesh.run.id": run_id or None,
+        "rollmesh.group.id": group_id or None,
+        "rollmesh.sample.index": sample_index if group_id else None,
+        "rollmesh.purpose": _word(session_pb2.SessionPurpose.DESCRIPTOR, purpose),
+    }
+
+
+def ended(outcome: int, reward: float | None, turns: int) -> dict[str, Any]:
+    """Returns how a session ended."""
+    word = _word(session_pb2.SessionOutcome.DESCRIPTOR, outcome)
+    return {OUTCOME: word, REWARD: reward, TURNS: turns}
+
+
+def request(
+    sampling: sampling_pb2.SamplingParams,
+    *,
+    stops: Sequence[str] = (),
+    stream: bool | None = None,
+    choice: int = 0,
+) -> dict[str, Any]:
+    """Returns the parameters of a request, those that are set."""
+    found: dict[str, Any] = {
+        f"gen_ai.request.{name}": getattr(sampling, name)
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")
+        if sampling.HasField(name)
+    }
+    for name in ("frequency_penalty", "presence_penalty"):
+        if sampling.HasField(name):
+            found[f"gen_ai.request.{name}"] = getattr(sampling, name)
+    return found | {
+        "gen_ai.request.stop_sequences": list(stops) or None,
+        "gen_ai.request.stream": stream,
+        "rollmesh.choice.index": choice or None,
+    }
+
+
+def response(
+    session_id: str,
+    node_id: int,
+    model: str,
+    finish: str,
+    *,
+    prompt_tokens: int,
+    sampled_tokens: int,
+    cached_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Returns the facts of an answer. `finish` is from `finish_reason`."""
+    return {
+        "gen_ai.response.id": f"chatcmpl-{session_id}-{node_id}",
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": [finish],
+        "gen_ai.usage.input_tokens": prompt_tokens,
+        "gen_ai.usage.output_tokens": sampled_tokens,
+        "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+        NODE_ID: node_id,
+    }
+
+
+def policy(spans: Sequence[sampling_pb2.VersionSpan]) -> dict[str, Any]:
+    """Returns the policy that sampled tokens, given their spans: the last version, and all."""
+    if not spans:
+        return {}
+    versions = list(dict.fromkeys(one.policy_version for one in spans))
+    engines = list(dict.fromkeys(one.engine_id for one in spans if one.engine_id))
+    return {
+        "rollmesh.policy.version": version_of(versions[-1]),
+        "rollmesh.policy.run": run_of(versions[-1]),
+        "rollmesh.policy.versions": [version_of(one) for one in versions],
+        "rollmesh.policy.adapter": spans[-1].adapter or None,
+        ENGINE_IDS: engines or None,
+    }
+
+
+def moved(engine_id: str, kept_tokens: int) -> dict[str, Any]:
+    """Returns where a generation goes on, and with how many tokens."""
+    return {ENGINE_ID: engine_id, KEPT_TOKENS: kept_tokens}
+
+
+def training(
+    reasons: Iterable[int],
+    lineage: int | None,
+    request_ids: Sequence[str],
+) -> dict[str, Any]:
+    """Returns the facts of a turn for a trainer."""
+    enum, of_lineage = trajectory_pb2.FidelityReason.DESCRIPTOR, trajectory_pb2.Lineage.DESCRIPTOR
+    return {
+        REASONS: sorted(_word(enum, one) for one in reasons) or ["exact"],
+        LINEAGE: _word(of_lineage, lineage) if lineage else None,
+        MODEL_REQUEST_IDS: list(request_ids) or None,
+    }
+
+
+def finish_reason(reason: int, *, calls: bool = False) -> str:
+    """Returns why an answer ended, in OpenAI's words.
+
+    Args:
+        reason: The reason.
+        calls: Whether it has tool calls.
+    """
+    word = _word(sampling_pb2.FinishReason.DESCRIPTOR, reason)
+    return "tool_calls" if calls and word == "stop" else word
+
+
+def content(
+    messages: Iterable[Mapping[str, Any]],
+    count: int,
+    answer: Mapping[str, Any],
+    finish: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Returns the messages of a turn as JSON. The oldest are left out of more than 64 KiB.
+
+    Args:
+        messages: The prompt in OpenAI's form, the newest message first.
+        count: Number of its messages.
+        answer: The answer, in OpenAI's form.
+        finish: From `finish_reason`.
+        tools: In OpenAI's form.
+    """
+    shown, size = list[str](), 0
+    for one in messages:
+        text = _written(one)
+        if shown and size + len(text) > _MOST_CONTENT:
+            break
+        size += len(text)
+        shown.append(text)
+    definitions = _json([{"type": "function", **one.get("function", one)} for one in tools])
+    return {
+        INPUT_MESSAGES: f"[{','.join(reversed(shown))}]",
+        OUTPUT_MESSAGES: f"[{_written(answer, finish_reason=finish)}]",
+        TOOLS: definitions if tools and len(definitions) <= _MOST_CONTENT else None,
+        LEFT_OUT: count - len(shown) or None,
+    }
+
+
+def message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message in OpenTelemetry's form, given one in OpenAI's.
+
+    A call whose arguments are no JSON keeps them as text.
+    """
+    parts: list[dict[str, Any]] = []
+    if reasoning := given.get("reasoning_content"):
+        parts.append({"type": "reasoning", "content": reasoning})
+    said = given.get("content") or ""
+    if given.get("role") == "tool":
+        id_ = given.get("tool_call_id", "")
+        parts.append({"type": "tool_call_response", "id": id_, "response": said})
+    else:
+        pieces = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        for one in pieces:
+            if url := one.get("image_url"):
+                where = url if isinstance(url, str) else url.get("url", "")
+                parts.append({"type": "uri", "modality": "image", "uri": where[:256]})
+            elif text := one.get("text"):
+                parts.append({"type": "text", "content": text})
+    for call in given.get("tool_calls") or ():
+        function = call["function"]
+        parts.append(
+            {
+                "type": "tool_call",
+                "id": call.get("id", ""),
+                "name": function["name"],
+                "arguments": _arguments(function["arguments"]),
+            }
+        )
+    return {"role": given["role"], "parts": parts}
+
+
+def _written(given: Mapping[str, Any], **further: str) -> str:
+    """Returns a message as JSON, or what stands for one that is too large."""
+    said = given.get("content")
+    is_large = isinstance(said, str) and len(said) > _MOST_CONTENT
+    text = "" if is_large else _json({**message(given), **further})
+    if text and len(text) <= _MOST_CONTENT:
+        return text
+    instead = [{"type": "text", "content": f"a message of more than {_MOST_CONTENT} characters"}]
+    return _json({"role": given["role"], "parts": instead, **further})
+
+
+def _arguments(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return text
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _word(enum: Any, number: int) -> str:
+    return name_of(enum, number).lower()
