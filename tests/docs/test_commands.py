@@ -33,6 +33,7 @@ _VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | 
 _MODULES = {
     "status": "rollmesh.cli.status",
     "tail": "rollmesh.cli.tail",
+    "doctor": "rollmesh.cli.doctor",
     "view": "rollmesh.view",
     "export": "rollmesh.record.export",
     "up": "rollmesh.cli.up",

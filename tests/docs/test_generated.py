@@ -6,7 +6,7 @@ from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1.errors_pb2 import ErrorReason
 from scripts.curve import CURVE, TABLE, draw, measured
-from scripts.pages import configuration, conformance, errors, peers, security
+from scripts.pages import alarms, configuration, conformance, errors, peers, security
 from tests.chat.parsing import page as parsers
 from tests.paths import ROOT
 
@@ -29,6 +29,11 @@ def test_the_page_of_peers_is_current() -> None:
 def test_the_table_of_roles_is_current() -> None:
     text = security.PAGE.read_text("utf-8")
     assert text == security.page(text), AGAIN
+
+
+def test_the_page_of_alarms_is_current() -> None:
+    text = alarms.PAGE.read_text("utf-8")
+    assert text == alarms.page(text), AGAIN
 
 
 def test_the_page_of_settings_is_current() -> None:

@@ -5,21 +5,21 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (8_877, 55),
+    "services/runtime/rollmesh/runtime": (9_671, 56),
     "services/runtime/rollmesh/mesh": (4_683, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_870, 28),
-    "services/engine/rollmesh/engine": (7_934, 32),
+    "services/engine/rollmesh/engine": (7_942, 32),
     "services/router/rollmesh/router": (4_762, 17),
-    "services/collector/rollmesh/collector": (5_468, 15),
+    "services/collector/rollmesh/collector": (5_364, 14),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
-    "clients/rollmesh/client": (6_950, 23),
+    "clients/rollmesh/client": (7_160, 24),
     "clients/rollmesh/record": (1_668, 7),
-    "clients/rollmesh/batches": (1_088, 6),
+    "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_370, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (1_703, 10),
+    "clients/rollmesh/cli": (1_840, 12),
     "clients/rollmesh/view": (1_303, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }

@@ -12,6 +12,7 @@ from rollmesh.batches.rows import sessions_of
 from rollmesh.batches.tensors import RaggedBatch
 from rollmesh.client import Delivery, SessionResult
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.runs import version_of
 
 
 @dataclass(slots=True)
@@ -77,6 +78,8 @@ class StepCounts:
         }
         if rewards:
             found["reward_mean"] = float(np.mean(rewards))
+        if policy_version is not None:
+            found["policy_version"] = version_of(policy_version)
         if policy_version is not None and self.oldest_version is not None:
             mean = self.version_sum / self.trained_tokens
             found |= {
@@ -95,7 +98,8 @@ def step_metrics(
 
     Args:
         sources: Sessions, or deliveries of sessions.
-        policy_version: The version that the step starts from. It adds `lag_mean` and `lag_max`.
+        policy_version: The version that the step starts from. It adds `policy_version`, within its
+            run, `lag_mean` and `lag_max`.
 
     Returns:
         `sessions`, `reward_mean` of those with a reward. `sampled_tokens` and `trained_tokens`.

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from rollmesh.cli.words import plain
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
@@ -113,8 +114,7 @@ def _words(line: dict[str, Any]) -> str:
     if line["group_id"]:
         parts.append(f"group {line['group_id']} {line['sample_index']}")
     parts += ["superseded"] * line["superseded"] + line["reasons"] + [line["error"][:200]]
-    text = "  ".join(one for one in parts if one)
-    return "".join(one if one.isprintable() else " " for one in text)
+    return plain("  ".join(one for one in parts if one))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rollmesh.client.evaluations import (
     pass_at,
 )
 from rollmesh.client.failures import InfrastructureError, is_infrastructure
+from rollmesh.client.observer import Observer
 from rollmesh.client.rollouts import (
     Episode,
     Group,
@@ -65,6 +66,7 @@ __all__ = [
     "GroupOutcome",
     "InfrastructureError",
     "MeshAddresses",
+    "Observer",
     "PolicyRun",
     "PolicyVersionChangedError",
     "Retries",

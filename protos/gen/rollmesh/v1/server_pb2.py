@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/server.proto\x12\x0brollmesh.v1\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x14\n\x0c\x61pi_revision\x18\x03 \x01(\r\x12-\n\x0c\x63\x61pabilities\x18\x04 \x03(\x0e\x32\x17.rollmesh.v1.Capability*\x92\x02\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41PABILITY_TOOL_CALLS\x10\x01\x12\x18\n\x14\x43\x41PABILITY_REASONING\x10\x02\x12\x1e\n\x1a\x43\x41PABILITY_WEIGHT_TRANSFER\x10\x03\x12\x16\n\x12\x43\x41PABILITY_SCORING\x10\x04\x12\x1b\n\x17\x43\x41PABILITY_SHARED_STORE\x10\x05\x12\x1e\n\x1a\x43\x41PABILITY_SCORE_GIVEN_IDS\x10\x06\x12\x1f\n\x1b\x43\x41PABILITY_SAMPLING_SUPPORT\x10\x07\x12\x1d\n\x19\x43\x41PABILITY_ROUTED_EXPERTS\x10\x08\x32g\n\rServerService\x12V\n\rGetServerInfo\x12!.rollmesh.v1.GetServerInfoRequest\x1a\".rollmesh.v1.GetServerInfoResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/server.proto\x12\x0brollmesh.v1\"\"\n\x11GetMetricsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"Q\n\x12GetMetricsResponse\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x07samples\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.MetricSample\"\x91\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x06labels\x18\x02 \x03(\x0b\x32%.rollmesh.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x14\n\x0c\x61pi_revision\x18\x03 \x01(\r\x12-\n\x0c\x63\x61pabilities\x18\x04 \x03(\x0e\x32\x17.rollmesh.v1.Capability*\x92\x02\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41PABILITY_TOOL_CALLS\x10\x01\x12\x18\n\x14\x43\x41PABILITY_REASONING\x10\x02\x12\x1e\n\x1a\x43\x41PABILITY_WEIGHT_TRANSFER\x10\x03\x12\x16\n\x12\x43\x41PABILITY_SCORING\x10\x04\x12\x1b\n\x17\x43\x41PABILITY_SHARED_STORE\x10\x05\x12\x1e\n\x1a\x43\x41PABILITY_SCORE_GIVEN_IDS\x10\x06\x12\x1f\n\x1b\x43\x41PABILITY_SAMPLING_SUPPORT\x10\x07\x12\x1d\n\x19\x43\x41PABILITY_ROUTED_EXPERTS\x10\x08\x32\xb6\x01\n\rServerService\x12V\n\rGetServerInfo\x12!.rollmesh.v1.GetServerInfoRequest\x1a\".rollmesh.v1.GetServerInfoResponse\x12M\n\nGetMetrics\x12\x1e.rollmesh.v1.GetMetricsRequest\x1a\x1f.rollmesh.v1.GetMetricsResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,12 +32,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.server_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_CAPABILITY']._serialized_start=194
-  _globals['_CAPABILITY']._serialized_end=468
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=41
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=63
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=65
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=191
-  _globals['_SERVERSERVICE']._serialized_start=470
-  _globals['_SERVERSERVICE']._serialized_end=573
+  _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_CAPABILITY']._serialized_start=461
+  _globals['_CAPABILITY']._serialized_end=735
+  _globals['_GETMETRICSREQUEST']._serialized_start=41
+  _globals['_GETMETRICSREQUEST']._serialized_end=75
+  _globals['_GETMETRICSRESPONSE']._serialized_start=77
+  _globals['_GETMETRICSRESPONSE']._serialized_end=158
+  _globals['_METRICSAMPLE']._serialized_start=161
+  _globals['_METRICSAMPLE']._serialized_end=306
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=261
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=306
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=308
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=330
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=332
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=458
+  _globals['_SERVERSERVICE']._serialized_start=738
+  _globals['_SERVERSERVICE']._serialized_end=920
 # @@protoc_insertion_point(module_scope)

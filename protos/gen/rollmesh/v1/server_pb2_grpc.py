@@ -40,6 +40,11 @@ class ServerServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/rollmesh.v1.ServerService/GetMetrics',
+                request_serializer=rollmesh_dot_v1_dot_server__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_server__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class ServerServiceServicer(object):
@@ -53,6 +58,14 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Returns the metrics of the process, as its endpoint shows them to Prometheus, and its clock. Tools
+        reach servers of a mesh and not their metrics endpoints.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=rollmesh_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=rollmesh_dot_v1_dot_server__pb2.GetMetricsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_server__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class ServerService(object):
             '/rollmesh.v1.ServerService/GetServerInfo',
             rollmesh_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
             rollmesh_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.ServerService/GetMetrics',
+            rollmesh_dot_v1_dot_server__pb2.GetMetricsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_server__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class ServerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ServerServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the server's release and capabilities. It works while the server starts."""
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetMetricsRequest, _server_pb2.GetMetricsResponse]
+    """Returns the metrics of the process, as its endpoint shows them to Prometheus, and its clock. Tools
+    reach servers of a mesh and not their metrics endpoints.
+    """
 
 @_typing.type_check_only
 class ServerServiceAsyncStub(ServerServiceStub):
@@ -60,6 +64,10 @@ class ServerServiceAsyncStub(ServerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the server's release and capabilities. It works while the server starts."""
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_server_pb2.GetMetricsRequest, _server_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """Returns the metrics of the process, as its endpoint shows them to Prometheus, and its clock. Tools
+    reach servers of a mesh and not their metrics endpoints.
+    """
 
 class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by every engine, router, gateway and collector, beside its own service."""
@@ -71,5 +79,15 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
         """Returns the server's release and capabilities. It works while the server starts."""
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _server_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_server_pb2.GetMetricsResponse, _abc.Awaitable[_server_pb2.GetMetricsResponse]]:
+        """Returns the metrics of the process, as its endpoint shows them to Prometheus, and its clock. Tools
+        reach servers of a mesh and not their metrics endpoints.
+        """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge, Summary
 
 from rollmesh.collector.log import Verdict
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.telemetry.metrics import show_alarms
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 SESSIONS = Counter(
@@ -80,6 +81,7 @@ def forget(name: str) -> None:
     """Removes the series of a deleted consumer."""
     for metric in (READY, LEASED, UNSCORED, DELIVERIES, ACKNOWLEDGED, FILTERED):
         metric.remove_by_labels({"consumer": name})
+    show_alarms((), name)
 
 
 def count_filtered(consumer: str, verdict: Verdict) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 
 from rollmesh.collector import metrics
-from rollmesh.collector.alarms import WINDOW, alarms_of
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.log import Arrival, abandoned_seat, kept_of, key_of
 from rollmesh.collector.retention import Retention
@@ -28,6 +27,7 @@ from rollmesh.collector.streams import Consumer, Subscriptions, check_count
 from rollmesh.mesh.routers import Membership
 from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
+from rollmesh.runtime.alarms import WINDOW, alarms_of
 from rollmesh.runtime.codec.records import check_name, check_session
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
@@ -47,6 +47,7 @@ from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry.metrics import show_alarms
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,
@@ -343,7 +344,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         _check_step(step)
         await self.subscriptions.finish(self.store.report_step(request.consumer, step, request.run))
         steps = await self.store.steps(request.consumer, WINDOW)
-        return pb.ReportStepResponse(alarms=alarms_of(steps))
+        alarms = alarms_of(steps)
+        show_alarms([(one.name, request.consumer) for one in alarms], request.consumer)
+        return pb.ReportStepResponse(alarms=alarms)
 
     async def Annotate(self, request: pb.AnnotateRequest, context: Context) -> pb.AnnotateResponse:
         if not request.annotations:
@@ -428,6 +431,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if steps:
             stats.step = steps[-1].step
             stats.alarms.extend(alarms_of(steps))
+            show_alarms([(one.name, consumer.name) for one in stats.alarms], consumer.name)
         return stats
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:

@@ -16,6 +16,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
 from rollmesh.engine.scores import ScoreInput, Scores
+from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -120,6 +121,7 @@ class Generations:
                 checked = dataclasses.replace(checked, images=images, adapter=adapter)
             self._control.check_weights()  # a sleep may have dropped them while images were read
             was_aborted = self._running[generate.request_id]  # the backend did not know of it
+            begun_ms = clock.monotonic_ms()
             messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
             async with aclosing(messages):
                 async for whole in messages:
@@ -128,7 +130,8 @@ class Generations:
                             await faults.reach("engine-after-last-token")
                             message.finish.prompt_tokens = len(checked.token_ids)
                             message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
-                            metrics.finished(message.finish)
+                            seconds = (clock.monotonic_ms() - begun_ms) / 1000
+                            metrics.finished(message.finish, seconds)
                         if adapter is not None:
                             adapter.sign(message)
                         if crc32 is not None:

@@ -15,6 +15,10 @@ GENERATIONS = Counter(
 TOKENS = Counter(
     "rollmesh_engine_tokens_total", "Tokens: prompt, cached, sampled, scored.", ["kind"]
 )
+GENERATING = Counter(
+    "rollmesh_engine_generating_seconds_total",
+    "Time from the beginning of each generation to its end, those that wait included.",
+)
 RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
 WAITING = Gauge("rollmesh_engine_waiting", "Requests waiting to be sampled.")
 POLICY_VERSION = Gauge(
@@ -51,8 +55,9 @@ def scored(positions: int) -> None:
     TOKENS.labels("scored").inc(positions)
 
 
-def finished(finish: engine_pb2.GenerateFinish) -> None:
-    """Counts a finished generation."""
+def finished(finish: engine_pb2.GenerateFinish, seconds: float) -> None:
+    """Counts a finished generation and its time."""
+    GENERATING.inc(seconds)
     _generations(finish.reason).inc()
     _tokens["prompt"].inc(finish.prompt_tokens)
     _tokens["cached"].inc(finish.cached_tokens)

@@ -121,7 +121,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "ReadSessions": _OPERATES,
     },
     "rollmesh.v1.ScorerService": {"Score": frozenset({_R.COLLECTOR})},
-    "rollmesh.v1.ServerService": {"GetServerInfo": _EVERY_ROLE},
+    "rollmesh.v1.ServerService": {"GetServerInfo": _EVERY_ROLE, "GetMetrics": _OPERATES},
     "grpc.health.v1.Health": {"Check": _EVERY_ROLE, "List": _EVERY_ROLE, "Watch": _EVERY_ROLE},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": frozenset({_R.OPERATOR})},
 }

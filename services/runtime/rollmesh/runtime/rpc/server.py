@@ -29,7 +29,7 @@ from rollmesh.runtime.access.guard import Guard
 from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.access.tokens import AcceptedTokens
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
@@ -42,14 +42,15 @@ from rollmesh.runtime.rpc.listening import (
 )
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import count_refused, watch_bytes
+from rollmesh.runtime.telemetry.metrics import count_refused, samples, watch_bytes, watch_disk
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 # ServerService: the release and the capabilities of a server.
 
-API_REVISION = 37
+API_REVISION = 38
 """Incremented with every addition to the contract."""
 NAME = "rollmesh.v1.ServerService"
+_MOST_NAMES = 64
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
@@ -67,6 +68,15 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             release=release(),
             api_revision=API_REVISION,
             capabilities=sorted(self._service.capabilities),
+        )
+
+    async def GetMetrics(
+        self, request: server_pb2.GetMetricsRequest, context: Context
+    ) -> server_pb2.GetMetricsResponse:
+        if len(request.names) > _MOST_NAMES:
+            raise InvalidFieldError("names", f"has {len(request.names)}; give {_MOST_NAMES}")
+        return server_pb2.GetMetricsResponse(
+            unix_ms=clock.unix_ms(), samples=samples(frozenset(request.names))
         )
 
 
@@ -358,6 +368,8 @@ def _bound_port(
 def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
     in_flight = BytesInFlight(config.max_bytes_in_flight)
     watch_bytes(in_flight)
+    if folder := getattr(config, "data_dir", None):
+        watch_disk(Path(folder))
     return RpcInterceptor(
         in_flight,
         starting=service.names,

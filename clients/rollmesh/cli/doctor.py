@@ -1,0 +1,129 @@
+"""`rollmesh doctor`: watches a mesh for a while, and names its alarms with their remedies."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+
+from rollmesh.cli.words import plain
+from rollmesh.client import MeshAddresses, Observer
+from rollmesh.runtime import clock
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.alarms import Alarm, Limits
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+
+_LEAST_LOOKS, _MOST_LOOKS = 24, 1000
+
+
+def main() -> int:
+    """Returns the exit code: 0, 1 if something is wrong, 2 for a bad flag."""
+    parser = argparse.ArgumentParser(prog="rollmesh doctor", description=__doc__)
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    parser.add_argument("--for", dest="for_s", type=_seconds, default=60.0, help="watch so long")
+    parser.add_argument("--every", type=_seconds, default=5.0, help="time between two looks")
+    parser.add_argument("--watch", action="store_true", help="watch until it is stopped")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each alarm")
+    parser.add_argument(
+        "--patience", type=_seconds, default=Limits().patience_s, help="what should pass may last"
+    )
+    parser.add_argument(
+        "--session-idle", type=_seconds, default=Limits().session_s, help="agents may ask nothing"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=-1, help="serves rollmesh_alarm to Prometheus"
+    )
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="address of that port")
+    identity.add_flags(parser)
+    options = parser.parse_args()
+    found: set[tuple[str, str]] = set()
+    try:
+        code = identity.run_tool(parser.prog, options, os.environ, partial(_watch, options, found))
+    except KeyboardInterrupt:
+        code = 0
+    return code or int(bool(found))
+
+
+def _seconds(text: str) -> float:
+    """Reads `60`, `60s` or `5m`.
+
+    Raises:
+        ValueError: It is no time.
+    """
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+    seconds = float(text[:-1]) * unit if unit else float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> list[str]:
+    """Prints alarms as they are raised and cleared, and adds them to `found`."""
+    limits = Limits(patience_s=options.patience, session_s=options.session_idle)
+    looks = min(max(_LEAST_LOOKS, 2 * round(options.patience / options.every)), _MOST_LOOKS)
+    addresses = MeshAddresses(
+        router=options.router, collector=options.collector, **identity.given(options)
+    )
+    until_ms = clock.monotonic_ms() + options.for_s * 1000
+    now: dict[tuple[str, str], Alarm] = {}
+    with ExitStack() as stack:
+        show = _exported(options, stack)
+        async with Observer(addresses, limits, looks) as observer:
+            while True:
+                next_ms = clock.monotonic_ms() + options.every * 1000
+                alarms = await observer.watch()
+                before, now = now, {(one.name, one.where): one for one in alarms}
+                for key in now.keys() - before.keys() - (set() if options.watch else found):
+                    _say(now[key], options)
+                if options.watch:
+                    for key in before.keys() - now.keys():
+                        _say(before[key], options, cleared=True)
+                found.update(now)
+                show(now)
+                next_ms = max(next_ms, clock.monotonic_ms())
+                if not options.watch and next_ms > until_ms and len(observer.history) > 1:
+                    break
+                await asyncio.sleep((next_ms - clock.monotonic_ms()) / 1000)
+    if not found and not options.json:
+        servers = len(observer.history[-1].servers)
+        print(f"nothing is wrong: {servers} servers, watched for {options.for_s:.0f} s")
+    return []
+
+
+def _exported(
+    options: argparse.Namespace, stack: ExitStack
+) -> Callable[[Iterable[tuple[str, str]]], None]:
+    """Serves the gauge of alarms if a port is given. Returns what sets it.
+
+    Raises:
+        ConfigError: The port is taken, or the packages of servers are missing.
+    """
+    if options.metrics_port < 0:
+        return lambda _: None
+    if find_spec("prometheus_client") is None:
+        raise ConfigError("metrics-port: needs more; run: pip install 'rollmesh[server]'")
+    from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
+    from rollmesh.runtime.telemetry.metrics import show_alarms
+
+    port = stack.enter_context(metrics_endpoint(options.metrics_host, options.metrics_port))
+    print(f"metrics at http://{options.metrics_host}:{port}/metrics", file=sys.stderr, flush=True)
+    return show_alarms
+
+
+def _say(alarm: Alarm, options: argparse.Namespace, *, cleared: bool = False) -> None:
+    """Prints an alarm. For people it has no character that moves a terminal's cursor."""
+    if options.json:
+        line = json.dumps(alarm._asdict() | {"cleared": cleared}, ensure_ascii=False)
+    else:
+        line = plain(f"{'cleared  ' * cleared}{alarm.name}  {alarm.where}")
+        line += "" if cleared else f"\n  {plain(alarm.message)}."
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Looks at a mesh for its alarms, within a bounded time."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import grpc
+
+from rollmesh.client.connections import Connections, MeshAddresses
+from rollmesh.mesh.routers import addresses_of
+from rollmesh.runtime import clock
+from rollmesh.runtime.alarms import (
+    METRICS,
+    Alarm,
+    Labels,
+    Limits,
+    Observation,
+    Server,
+    raised,
+)
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import is_tunnel, stub_of, typed_errors
+from rollmesh.v1 import (
+    collector_pb2,
+    gateway_admin_pb2,
+    gateway_pb2,
+    router_pb2,
+    server_pb2,
+)
+from rollmesh.v1.collector_pb2_grpc import CollectorServiceStub
+from rollmesh.v1.gateway_admin_pb2_grpc import GatewayAdminServiceStub
+from rollmesh.v1.router_pb2_grpc import RouterServiceStub
+from rollmesh.v1.server_pb2_grpc import ServerServiceStub
+
+_LOOK_S = 5.0
+"""Time for the answers of one server, seconds."""
+_SESSIONS = 1000
+_MOST_SAID = 200
+_SHOWN = (
+    "rollmesh_collector_session_rewards_sum",
+    "rollmesh_collector_session_rewards_count",
+)
+"""Metrics that no rule reads, for people."""
+_KINDS = {
+    router_pb2.REPLICA_KIND_ENGINE: "engine",
+    router_pb2.REPLICA_KIND_GATEWAY: "gateway",
+    router_pb2.REPLICA_KIND_COLLECTOR: "collector",
+}
+_AWAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_Found = TypeVar("_Found")
+_Ask = Callable[[grpc.aio.Channel], Awaitable[_Found]]
+
+
+@dataclass(slots=True)
+class _Look:
+    """The answers so far."""
+
+    servers: list[Server] = field(default_factory=list)
+    members: router_pb2.ListReplicasResponse | None = None
+    stores: list[collector_pb2.GetStatsResponse] = field(default_factory=list)
+    sessions: list[gateway_pb2.OpenSession] | None = None
+
+
+class Observer(Connections):
+    """Reads the state of a mesh for `rollmesh.runtime.alarms`. It changes nothing.
+
+    All servers are asked at the same time, and have 5 s. A server without an answer is noted.
+    Sidecars, and engines that dial out, are not asked.
+    """
+
+    def __init__(
+        self, addresses: MeshAddresses, limits: Limits | None = None, looks: int = 60
+    ) -> None:
+        """Takes the addresses.
+
+        Args:
+            addresses: Where the mesh is reached.
+            limits: When a state has lasted for too long.
+            looks: Number of looks that are kept. `patience_s` must be shorter.
+
+        Raises:
+            ConfigError: A file that opens the mesh cannot be read, or others may read it.
+        """
+        super().__init__(addresses)
+        self._limits = limits or Limits()
+        self.history: deque[Observation] = deque(maxlen=looks)
+        """The last looks, oldest first. Only the newest has open sessions."""
+
+    async def watch(self) -> list[Alarm]:
+        """Looks once more. Returns the alarms that the looks since the first one raise."""
+        found = await self.look()
+        if self.history:
+            self.history[-1] = replace(self.history[-1], sessions=None)
+        self.history.append(found)
+        return raised(list(self.history), self._limits)
+
+    async def look(self) -> Observation:
+        """Returns the mesh as it is now. It raises nothing that a server answers."""
+        at_ms, found = clock.monotonic_ms(), _Look()
+        routers = addresses_of(self.addresses.router)
+        await self._ask_all(found, [("router", one, one) for one in routers])
+        listed = found.members.replicas if found.members else ()
+        targets = {
+            one.hello.address: (_KINDS[one.hello.kind], one.hello.replica_id, one.hello.address)
+            for one in listed
+            if one.hello.kind in _KINDS and not is_tunnel(one.hello.address)
+        }
+        for kind in ("gateway", "collector"):
+            for one in addresses_of(getattr(self.addresses, kind)):
+                targets.setdefault(one, (kind, one, one))
+        await self._ask_all(found, targets.values())
+        await self._forget({*routers, *targets})
+        return Observation(
+            at_ms=at_ms,
+            servers=sorted(found.servers, key=lambda one: (one.kind, one.name)),
+            members=found.members,
+            stores=found.stores,
+            sessions=found.sessions,
+        )
+
+    async def _ask_all(self, found: _Look, targets: Iterable[tuple[str, str, str]]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for kind, name, address in targets:
+                group.create_task(self._ask(found, kind, name, address))
+
+    async def _ask(self, found: _Look, kind: str, name: str, address: str) -> None:
+        """Asks one server, and notes its answer, or why there is none."""
+        server = Server(kind=kind, name=name)
+        silent = ""
+        for ask in (_metrics, _OF_KIND.get(kind)):
+            if ask is None or silent:
+                continue
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    with typed_errors():
+                        answer = await ask(self._channel(address))
+            except TimeoutError:
+                silent = f"{address} gives no answer in {_LOOK_S:.0f} s"
+            except RollmeshError as error:
+                if error.code in _AWAY and error.reason != "STARTING":
+                    silent = f"{address}: {error.message}"
+            else:
+                server = _noted(found, server, answer)
+        found.servers.append(replace(server, silent=silent[:_MOST_SAID]))
+
+    async def _forget(self, addresses: set[str]) -> None:
+        """Closes the channels of servers that are gone."""
+        for address in self._channels.keys() - addresses:
+            await self._channels.pop(address).close()
+
+
+def _noted(found: _Look, server: Server, answer: Any) -> Server:
+    """Adds an answer to the look. Returns the server with it."""
+    if isinstance(answer, Server):
+        return replace(answer, kind=server.kind, name=server.name)
+    if isinstance(answer, router_pb2.ListReplicasResponse):
+        if found.members is None or len(answer.replicas) > len(found.members.replicas):
+            found.members = answer
+    elif isinstance(answer, collector_pb2.GetStatsResponse):
+        found.stores.append(answer)
+    else:
+        found.sessions = [*(found.sessions or ()), *answer.sessions]
+    return server
+
+
+async def _metrics(channel: grpc.aio.Channel) -> Server:
+    """Returns the metrics of a server, and its clock."""
+    before_ms, begun_ms = clock.unix_ms(), clock.monotonic_ms()
+    stub = stub_of(channel, ServerServiceStub)
+    request = server_pb2.GetMetricsRequest(names=[*METRICS, *_SHOWN])
+    answer = await stub.GetMetrics(request, timeout=_LOOK_S)
+    took_ms = clock.monotonic_ms() - begun_ms
+    samples: dict[str, dict[Labels, float]] = {}
+    for one in answer.samples:
+        samples.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
+    return Server(
+        kind="",
+        name="",
+        samples=samples,
+        ahead_ms=answer.unix_ms - before_ms - took_ms / 2,
+        doubt_ms=took_ms / 2,
+    )
+
+
+async def _members(channel: grpc.aio.Channel) -> router_pb2.ListReplicasResponse:
+    stub = stub_of(channel, RouterServiceStub)
+    return await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=_LOOK_S)
+
+
+async def _sessions(channel: grpc.aio.Channel) -> gateway_admin_pb2.ListSessionsResponse:
+    stub = stub_of(channel, GatewayAdminServiceStub)
+    request = gateway_admin_pb2.ListSessionsRequest(page_size=_SESSIONS)
+    return await stub.ListSessions(request, timeout=_LOOK_S)
+
+
+async def _stats(channel: grpc.aio.Channel) -> collector_pb2.GetStatsResponse:
+    stub = stub_of(channel, CollectorServiceStub)
+    return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=_LOOK_S)
+
+
+_OF_KIND: dict[str, _Ask[Any]] = {
+    "router": _members,
+    "gateway": _sessions,
+    "collector": _stats,
+}
+"""The question to a server of a kind, beside its metrics."""
