@@ -17,7 +17,9 @@ from rollmesh.client import (
     Client,
     Delivery,
     GroupOutcome,
+    SampleOutcome,
     Session,
+    SessionResult,
     Subscription,
     rollout_groups,
 )
@@ -148,6 +150,36 @@ async def test_a_runner_with_resume_takes_the_open_sessions_and_their_turns_go_o
                 assert (one.reward, one.turns) == ((2.0, 2) if went_on else (1.0, 1))
                 assert len(one.trajectories) == 1
                 assert one.metadata.get("attempt") is None
+
+
+async def test_sessions_that_ended_are_given_to_the_trainer_again(mesh: Mesh) -> None:
+    await killed(mesh, "run")
+    given: dict[tuple[str, int], tuple[str, list[int]]] = {}
+
+    async def keep(outcome: SampleOutcome, session: SessionResult) -> None:
+        seat = outcome.group_id, outcome.sample_index
+        assert seat not in given
+        assert (outcome.session_id, outcome.reward) == (session.session_id, session.reward)
+        given[seat] = session.session_id, session.trajectories[0].token_ids.tolist()
+
+    agent = Agent()
+    settings: dict[str, Any] = {"run_id": "run", "on_session": keep, "consumer": "trainer"}
+    async with mesh.client() as client:
+        ended = await resumed(client, agent, resume=True, **settings)
+        assert sorted(agent.ran) == ["begun", "begun", "half"]
+        assert len(given) == 6
+        assert {one.outcome for group in ended for one in group.sessions} == {"COMPLETED"}
+        first = dict(given)
+        given.clear()
+        await resumed(client, agent, resume=True, **settings)  # the trainer lost them once more
+        assert (len(agent.ran), given) == (3, first)
+
+        async def fails(outcome: SampleOutcome, session: SessionResult) -> None:
+            raise ValueError("no room")
+
+        settings["on_session"] = fails
+        failed = await resumed(client, agent, resume=True, **settings)
+        assert {one.error for group in failed for one in group.sessions} == {"ValueError: no room"}
 
 
 async def test_groups_of_an_abandoned_run_are_rolled_out_again_in_a_run_of_their_own(

@@ -69,7 +69,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
                     if session.superseded:
                         superseded.append(session)
                     else:
-                        sessions[session.group_id, session.sample_index] = session
+                        sessions[session.metadata["uid"], session.sample_index] = session
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.name == "verl"]
         assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS + _AFTER, 0, 0)
@@ -127,10 +127,10 @@ async def test_the_reward_of_a_turn_is_at_the_last_token_of_that_turn(ran: Ran) 
 
 
 async def test_a_failed_attempt_is_superseded_by_one_that_verl_trains(ran: Ran) -> None:
-    (failed,) = [session for session in ran.superseded if session.group_id == "flaky"]
+    (failed,) = [session for session in ran.superseded if session.metadata["uid"] == "flaky"]
     successor = ran.sessions["flaky", failed.sample_index]
     assert (failed.outcome, failed.reward) == ("LOST", None)
-    assert successor.metadata == {"agent_name": "solver", "attempt": "2"}
+    assert successor.metadata == {"uid": "flaky", "agent_name": "solver", "attempt": "2"}
     assert (successor.outcome, successor.reward) == ("COMPLETED", 2.0)
     trained = {extra["trajectory_id"] for extra in ran.column("extra_fields")}
     assert {one.trajectory_id for one in successor.trajectories} <= trained
@@ -250,6 +250,14 @@ async def test_a_resumed_job_samples_with_the_weights_of_its_checkpoint_in_a_new
         for uid in ("first", "abandoned", "resumed")
     }
     assert runs == {"first": {1}, "abandoned": {1}, "resumed": {2}}
+
+
+async def test_a_resumed_job_gets_the_sessions_of_its_checkpoints_weights_without_sampling_again(
+    ran: Ran,
+) -> None:
+    found = ran.read["resumed"]["found"]
+    assert [one["min_global_steps"] for one in found] == [0] * _SAMPLES
+    assert "found" not in {uid for uid, _ in ran.sessions}
 
 
 async def test_a_resumed_job_gets_nothing_that_the_abandoned_run_sampled(ran: Ran) -> None:

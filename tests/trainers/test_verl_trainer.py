@@ -24,7 +24,7 @@ from tests.trainers.verl_runs import PROMPTS, SAMPLES, Run, train
 _STEPS, _SAVED = 3, 2
 _SESSIONS = PROMPTS * SAMPLES
 _FAILED = 2
-_ALL = (_STEPS + 2) * _SESSIONS
+_ALL = (_STEPS + 1) * _SESSIONS  # those of the step after the checkpoint are found again
 pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
@@ -108,14 +108,14 @@ async def test_records_have_the_run_and_the_version_that_sampled_them(ran: Ran) 
             (version,) = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
             seen[run, version] += 1
     first = {(1, 0): _SESSIONS, (1, 1): _SESSIONS - _FAILED, (1, 2): _SESSIONS}
-    assert seen == {**first, (2, 2): _SESSIONS, (2, 3): _SESSIONS}
+    assert seen == {**first, (2, 3): _SESSIONS}
 
 
 async def test_a_resumed_run_goes_back_to_verls_checkpoint(ran: Ran) -> None:
     assert sorted(ran.resumed.steps) == [_STEPS, _STEPS + 1]
     assert ran.saved["consumer"] == "verl"
     assert ran.saved["global_step"] == _SAVED
-    again = f"resumed: {_SESSIONS} sessions after the checkpoint are rolled out again"
+    again = f"resumed: {_SESSIONS} sessions were trained after the checkpoint"
     assert again in ran.resumed.output
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -490,8 +490,9 @@ class RolloutSettings:
     """Goes on with a rollout whose process died: with the state that `Rollout.state_dict` returned,
     or with the groups of `run_id`, if True. Give the same samples in the same order.
 
-    Sessions that have ended keep their outcomes. Others are superseded and run again, unless their
-    runner has a method `resume`, which is called in its place. A state's `run_id` and `seed` win.
+    Sessions that have ended keep their outcomes, and `on_session` gets them again. Others are
+    superseded and run again, unless their runner has a method `resume`, which is called in its
+    place. A state's `run_id` and `seed` win.
     Always give True where the process may be restarted: the first one finds nothing. If such a
     rollout is cancelled, running sessions are superseded too, and the other seats stay open.
     """
@@ -543,8 +544,10 @@ class RolloutSettings:
             raise InvalidFieldError(
                 "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
             )
-        if self.resume and self.on_session is not None:
-            raise InvalidFieldError("resume", "excludes on_session; subscribe instead")
+        if self.resume and self.teacher:
+            raise InvalidFieldError(
+                "resume", "excludes teacher, whose scores come by delivery; subscribe instead"
+            )
         if self.resume is True and not self.run_id:
             raise InvalidFieldError("run_id", "is not given; give that of the rollout to resume")
         if self.seed is not None and "seed" in (self.sampling or {}):
@@ -568,6 +571,7 @@ class RolloutSettings:
 
 # The state of a rollout, and the ids that its sessions are found by.
 
+_STEPS_KEPT = 64
 _STATE_FORMAT = 1
 
 
@@ -609,6 +613,31 @@ class RolloutState:
     def request_id(self, group: GroupState, index: int, attempt: int) -> str:
         """Returns the request id of a session."""
         return _digest(self.rollout_id, group.run_id, group.group_id, index, attempt)[:32]
+
+
+class GroupIds:
+    """Ids of the groups of a trainer's steps, which follow from the samples.
+
+    A restarted trainer that takes the same samples in a step gets the ids that they had before, by
+    which a rollout with `resume` finds their sessions.
+    """
+
+    def __init__(self) -> None:
+        """Starts without steps."""
+        self._steps: OrderedDict[tuple[object, ...], Counter[str]] = OrderedDict()
+
+    def id(self, *step: object, sample: object) -> str:
+        """Returns the id of the next group of a step with this sample, which has a stable `repr`.
+
+        Equal samples of a step get different ids, in their order.
+        """
+        seen = self._steps.setdefault(step, Counter())
+        self._steps.move_to_end(step)
+        if len(self._steps) > _STEPS_KEPT:
+            self._steps.popitem(last=False)
+        name = _digest(*step, sample)[:16]
+        seen[name] += 1
+        return "-".join(map(str, (*step, name, seen[name])))
 
 
 def _digest(*parts: object) -> str:
@@ -673,7 +702,8 @@ class Attempts:
     async def run(self, seat: Seat) -> SampleOutcome:
         """Runs a seat to its end and returns the outcome. Errors of the agent are part of it."""
         if seat.kept is not None:
-            return _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
+            outcome = _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
+            return await self._hand_over(seat, outcome)
         backoff = Backoff(self._retries.delay_s, math.inf)
         going = await self._left(seat)
         attempt, is_new = seat.earlier + 1, True
@@ -854,7 +884,7 @@ class Attempts:
             return await self._failed(seat, session, attempt, error, ended)
         try:
             complete = partial(ended, "COMPLETED", result=result)
-            return await self._completed(seat, session, attempt, complete)
+            return await self._completed(seat, session, complete)
         except InvalidFieldError as error:
             if session.closed:
                 raise
@@ -862,7 +892,7 @@ class Attempts:
             return await self._failed(seat, session, attempt, error, ended)
 
     async def _completed(
-        self, seat: Seat, session: Session, attempt: int, ended: Callable[[], SampleOutcome]
+        self, seat: Seat, session: Session, ended: Callable[[], SampleOutcome]
     ) -> SampleOutcome:
         """Closes a session and, with `on_session`, hands over its delivered result.
 
@@ -879,10 +909,37 @@ class Attempts:
                 delivered = await arrival.session(self._limits.delivery_s)
                 await self._settings.on_session(outcome, delivered)
             except Exception as error:  # the trainer's code failed
-                said, kind = text_of(error), type(error).__name__
-                self._report("session not taken", error, seat, attempt, session.session_id)
-                return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
+                return self._not_taken(seat, outcome, error)
             return outcome
+
+    async def _hand_over(self, seat: Seat, outcome: SampleOutcome) -> SampleOutcome:
+        """Gives `on_session` a session that completed in an earlier process, from the store.
+
+        It may have been delivered and acknowledged before.
+        """
+        if self._settings.on_session is None or outcome.outcome != "COMPLETED":
+            return outcome
+        try:
+            stored = await self._stored(outcome.session_id)
+            await self._settings.on_session(outcome, stored)
+        except Exception as error:  # the trainer's code failed, or the session was removed
+            return self._not_taken(seat, outcome, error)
+        return outcome
+
+    async def _stored(self, session_id: str) -> SessionResult:
+        """Returns a session from the collector, once it has a reward or need not wait for one."""
+        wait, wait_ms = Backoff(0.1, 1.0), self._settings.reward_timeout_ms or 0
+        until_ms = clock.monotonic_ms() + min(wait_ms, self._limits.delivery_s * 1000)
+        while True:
+            stored = await self._client.stored_session(session_id)
+            if stored.reward is not None or clock.monotonic_ms() >= until_ms:
+                return stored
+            await asyncio.sleep(wait.next_s())
+
+    def _not_taken(self, seat: Seat, outcome: SampleOutcome, error: Exception) -> SampleOutcome:
+        said, kind = text_of(error), type(error).__name__
+        self._report("session not taken", error, seat, outcome.attempts, outcome.session_id)
+        return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
 
     def _awaited(self, session: Session) -> AbstractAsyncContextManager[Arrival | None]:
         return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()

@@ -39,6 +39,7 @@ from rollmesh.client import (
     rollout,
 )
 from rollmesh.client.arguments import chosen
+from rollmesh.client.rollouts import GroupIds
 from rollmesh.client.runs import run_of_state, state_of_run
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
@@ -124,6 +125,7 @@ class MeshRollouts:
         """Samples so far: "trained". "failed" (in the batch without trained tokens or reward).
         "retried" (attempts after the first); "left_out" (further trajectories of a session: TRL
         takes one per prompt)."""
+        self._ids = GroupIds()
         self.rows: list[Row | None] = []
         """The rows of the last call, one per prompt. None if the sample failed."""
 
@@ -142,8 +144,10 @@ class MeshRollouts:
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         sampling = sampling_of(trainer.args)
-        consumer = _of_process(self._consumer, int(trainer.accelerator.process_index))
-        self.rows = asyncio.run(self._run(list(_groups(prompts, size, sampling)), consumer))
+        process = int(trainer.accelerator.process_index)
+        place = "train" if training else "eval", int(trainer.state.global_step), process
+        groups = list(self._groups(prompts, size, sampling, place))
+        self.rows = asyncio.run(self._run(groups, _of_process(self._consumer, process)))
         if training:
             for row in (one for one in self.rows if one is not None):
                 self._mesh.counts.add(row.session)
@@ -203,6 +207,24 @@ class MeshRollouts:
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
+    def _groups(
+        self,
+        prompts: Sequence[Any],
+        size: int,
+        sampling: Mapping[str, Any],
+        place: tuple[str, int, int],
+    ) -> Iterator[Group]:
+        """Yields a group per run of at most `size` equal prompts, because TRL repeats prompts.
+
+        Groups have the ids that they had before a restart, by which the rollout finds them.
+        """
+        for prompt, run in groupby(prompts):
+            count = sum(1 for _ in run)
+            for begin in range(0, count, size):
+                n = min(size, count - begin)
+                group_id = self._ids.id(*place, sample=prompt)
+                yield Group(sample=prompt, group_id=group_id, n=n, sampling=sampling)
+
     async def _run(self, groups: Sequence[Group], consumer: str) -> list[Row | None]:
         """Returns the row of each session, in the order of the groups."""
         rows: dict[tuple[str, int], Row] = {}
@@ -217,6 +239,8 @@ class MeshRollouts:
                 client,
                 groups,
                 **self._settings,
+                run_id=self._mesh.job,
+                resume=True,
                 on_session=keep,
                 consumer=consumer,
                 progress=False,
@@ -253,6 +277,8 @@ class _Mesh:
     adapter: str = ""
     run: PolicyRun = field(default_factory=PolicyRun)
     """Run 0 until it is opened."""
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Run id of the sessions. A training that resumes from a checkpoint has that of the former."""
     counts: StepCounts = field(default_factory=StepCounts)
     """Of the sessions since the last report of a step."""
 
@@ -282,7 +308,7 @@ class _Attached:
         """Pushes the model's parameters, tied ones once, or its adapter, under the next version."""
         accelerator = self._trainer.accelerator
         if not self._mesh.run.number:  # an evaluation without training
-            self._open(0, {})
+            self._open(0, {}, self._mesh.job)
         if accelerator.is_main_process:
             asyncio.run(self._push(accelerator.unwrap_model(self._trainer.model)))
         accelerator.wait_for_everyone()
@@ -295,7 +321,7 @@ class _Attached:
             saved: As returned by `saved`. Empty if the checkpoint has nothing of the mesh.
         """
         version = saved["version"] + 1 if saved else step + bool(step)
-        self._open(version, saved.get("consumers", {}))
+        self._open(version, saved.get("consumers", {}), saved.get("job") or uuid.uuid4().hex)
         self._trains = True
 
     def saved(self) -> dict[str, Any]:
@@ -318,13 +344,14 @@ class _Attached:
         """Ends the training. The run stays, for evaluations."""
         self._trains = False
 
-    def _open(self, version: int, states: Mapping[str, Any]) -> None:
+    def _open(self, version: int, states: Mapping[str, Any], job: str) -> None:
         """Opens a run in the first process, for all of them."""
-        found: list[Any] = [None]
+        found: list[Any] = [None, job]
         if self._trainer.accelerator.is_main_process:
             found[0] = state_of_run(asyncio.run(self._restore(version, states)))
         importlib.import_module("accelerate.utils").broadcast_object_list(found)
         self._mesh.run = run_of_state({"policy_run": found[0]})
+        self._mesh.job = found[1]
         self._version = max(version - 1, 0)
 
     async def _restore(self, version: int, states: Mapping[str, Any]) -> PolicyRun:
@@ -339,7 +366,7 @@ class _Attached:
                 except (ConsumerUnknownError, CheckpointUnknownError) as error:
                     _log.warning("the mesh does not know the checkpoint of %s: %s", consumer, error)
                 else:
-                    _log.info("resumed: %d sessions after the checkpoint are left out", again)
+                    _log.info("resumed: %d sessions were trained after the checkpoint", again)
         return run
 
     async def _report(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -353,7 +380,7 @@ class _Attached:
         async with self._mesh.client() as client:
             consumers = [_of_process(self._consumer, process) for process in range(count)]
             states = {one: await client.state_dict(one, keep=keep) for one in consumers}
-        return {"version": self._version, "consumers": states}
+        return {"version": self._version, "job": self._mesh.job, "consumers": states}
 
     async def _push(self, model: Any) -> None:
         mesh = self._mesh
@@ -438,15 +465,6 @@ def sampling_of(args: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise InvalidFieldError("generation_kwargs", f"{sampling}: {error}") from error
     return {name: value for name, value in sampling.items() if value is not None}
-
-
-def _groups(prompts: Sequence[Any], size: int, sampling: Mapping[str, Any]) -> Iterator[Group]:
-    """Yields a group per run of at most `size` equal prompts, because TRL repeats prompts."""
-    for prompt, run in groupby(prompts):
-        count = sum(1 for _ in run)
-        for begin in range(0, count, size):
-            n = min(size, count - begin)
-            yield Group(sample=prompt, group_id=uuid.uuid4().hex, n=n, sampling=sampling)
 
 
 def _columns(row: Row | None, filler: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from unittest.mock import AsyncMock, patch
 import pytest
 
 from rollmesh.client import Client, InfrastructureError, Retries, RolloutSettings, Session, rollout
+from rollmesh.client.rollouts import GroupIds
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
@@ -105,12 +106,27 @@ async def test_a_process_whose_successor_took_its_seat_neither_fills_nor_abandon
     assert not abandoned.called
 
 
+def test_groups_have_ids_of_their_step_and_sample_also_in_another_order() -> None:
+    def ids(*samples: str) -> dict[str, list[str]]:
+        names, found = GroupIds(), dict[str, list[str]]()
+        for sample in samples:
+            found.setdefault(sample, []).append(names.id("train", 3, sample=sample))
+            names.id("eval", 3, sample=sample)
+        return found
+
+    first = ids("a", "b", "a")
+    assert ids("b", "a", "a") == first
+    assert len({one for of in first.values() for one in of}) == 3
+    assert GroupIds().id("train", 4, sample="a") not in first["a"]
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         ({"resume": True}, "run_id"),
         ({"resume": {"format": 0}}, "resume.format"),
         ({"resume": {"format": 1, "taken": 3}}, "resume"),
+        ({"resume": True, "run_id": "r", "teacher": "t"}, "resume"),
         ({"seed": 1, "sampling": {"seed": 2}}, "sampling"),
     ],
 )

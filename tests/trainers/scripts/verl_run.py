@@ -197,10 +197,10 @@ def job(config: Any, step: int) -> tuple[Any, Any, Any]:
     return callback, push, manager
 
 
-def step_of(trainer: Any, uid: str) -> list[dict[str, Any]]:
+def step_of(trainer: Any, uid: str, **more: list[Any]) -> list[dict[str, Any]]:
     """Rolls a prompt out, alone in the queue. Returns the tags of its rows."""
     tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
-    batch = prompts([uid], [False])
+    batch = prompts([uid], [False], **more)
     PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
     sampled, _ = buffer().sample(trainer.global_steps, "train", 1)
     return list(sampled.tags)
@@ -210,7 +210,7 @@ def resumed(config: Any, addresses: dict[str, str], push: Any, trainer: Any) -> 
     """The job goes on after its checkpoint of step 1, and another one resumes from that."""
     for step in (1, 2):
         push(step)
-    abandoned = step_of(trainer, "abandoned")
+    abandoned = step_of(trainer, "abandoned", index=[9])
     config = OmegaConf.create(OmegaConf.to_container(config))
     config.trainer.resume_mode = "auto"
     with Client(MeshAddresses(**addresses)) as client:
@@ -224,11 +224,13 @@ def resumed(config: Any, addresses: dict[str, str], push: Any, trainer: Any) -> 
         push_again(2)
         pushed.append(client.policy_version())
         again = SimpleNamespace(**{**vars(trainer), "agent_loop_manager": manager})
-        tags = step_of(again, "resumed")
+        found = step_of(again, "found")  # the prompt that was "first" in the job before
+        tags = step_of(again, "resumed", index=[9])
         filtered = [one.removed[0] for one in client.filtered("verl")]
         manager.close()
     return {
         "abandoned": abandoned,
+        "found": found,
         "tags": tags,
         "pushed": pushed,
         "refused": refused,

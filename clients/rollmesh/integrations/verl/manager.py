@@ -13,10 +13,13 @@ to the TransferQueue, from which verl's replay buffer reads them.
 import asyncio
 import concurrent.futures
 import importlib
+import json
 import logging
 import threading
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -31,9 +34,11 @@ from rollmesh.client import (
     Group,
     RolloutSummary,
     SampleOutcome,
+    Session,
     SessionResult,
     rollout_groups,
 )
+from rollmesh.client.rollouts import GroupIds
 from rollmesh.client.sessions import REWARD_NAMES
 from rollmesh.integrations.verl.queue import (
     TransferQueueWriter,
@@ -58,6 +63,10 @@ RewardLoopScore: TypeAlias = Callable[
 """Returns the reward of a session whose runner gave none, and verl's extra reward info."""
 
 _MAX_PROMPTS = 65_536
+_JOB = "job"
+"""Name of the sessions' run id in the state of a checkpoint."""
+_EXTRA = "reward_extra_info"
+"""Name of verl's extra reward info in the metadata of a session."""
 _SUBMIT_S = 60.0
 _STATE_S = 60.0
 _REPORT_S = 10.0
@@ -76,10 +85,12 @@ class Prompt:
     sampling: dict[str, Any]
     partition: str
     """"train" or "val"."""
+    group_id: str
+    """Id of its group, which it has again in a job that resumes."""
 
     @property
     def uid(self) -> str:
-        """Id of the prompt and of its group.
+        """The id that verl gave the prompt, another one in each job.
 
         Raises:
             InvalidFieldError: It has a "_".
@@ -119,8 +130,12 @@ class PromptRollouts:
         path = settings.image_model_path
         self._processor = ImageProcessor(path) if path else None
         self._submitted: asyncio.Queue[Prompt] = asyncio.Queue(_MAX_PROMPTS)
+        self._job = str((state or {}).get(_JOB) or uuid.uuid4().hex)
+        """Run id of the sessions. A job that resumes from a checkpoint has that of the former."""
         self._prompts: dict[str, Prompt] = {}
-        """Submitted prompts that have not ended, by uid."""
+        """Submitted prompts that have not ended, by group id."""
+        self._uids: set[str] = set()
+        """Their uids."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
@@ -140,9 +155,10 @@ class PromptRollouts:
         """
         if self._ended is not None or self._loop is None:
             raise self._ended or ShuttingDownError("the rollouts have not begun")
-        if prompt.uid in self._prompts:
+        if prompt.uid in self._uids:
             raise InvalidFieldError("uid", f"{prompt.uid!r} is running; submit it once")
-        self._prompts[prompt.uid] = prompt
+        self._uids.add(prompt.uid)
+        self._prompts[prompt.group_id] = prompt
         putting = self._submitted.put(prompt)
         asyncio.run_coroutine_threadsafe(putting, self._loop).result(_SUBMIT_S)
 
@@ -171,6 +187,8 @@ class PromptRollouts:
                     self._groups(),
                     **self._settings.rollout,
                     **self._rollout,
+                    run_id=self._job,
+                    resume=True,
                     on_session=self._write,
                     consumer=self._settings.consumer,
                     progress=False,
@@ -185,8 +203,8 @@ class PromptRollouts:
             raise
         finally:
             self._ended = self._ended or ShuttingDownError("the rollouts have ended")
-            for uid, prompt in list(self._prompts.items()):
-                await self._end(uid, prompt.n)
+            for group_id, prompt in list(self._prompts.items()):
+                await self._end(group_id, prompt.n)
 
     def state_dict(self, keep: int) -> dict[str, Any]:
         """Returns the state of the consumer, as `Client.state_dict` does.
@@ -197,7 +215,8 @@ class PromptRollouts:
         if self._client is None or self._loop is None or self._ended is not None:
             raise self._ended or ShuttingDownError("the rollouts have not begun")
         saving = self._client.state_dict(self._settings.consumer, keep=keep)
-        return asyncio.run_coroutine_threadsafe(saving, self._loop).result(_STATE_S)
+        state = asyncio.run_coroutine_threadsafe(saving, self._loop).result(_STATE_S)
+        return {**state, _JOB: self._job}
 
     def report(self, step: int, uids: list[str], numbers: dict[str, float]) -> None:
         """Reports a step that trained some prompts. An error is logged: the training goes on."""
@@ -222,7 +241,11 @@ class PromptRollouts:
         await client.report_step(self._settings.consumer, step, counts.metrics(before) | numbers)
 
     async def _restore(self, client: Client) -> None:
-        """Moves the consumer back to the checkpoint. verl rolls later prompts out again."""
+        """Moves the consumer back to the checkpoint.
+
+        verl submits later prompts again. Their sessions are found by their groups, unless an
+        abandoned run sampled them.
+        """
         if self._state is None:
             return
         try:
@@ -230,7 +253,7 @@ class PromptRollouts:
         except (ConsumerUnknownError, CheckpointUnknownError) as error:
             _log.warning("the mesh does not know verl's checkpoint, resuming without it: %s", error)
         else:
-            _log.warning("resumed: %d sessions after the checkpoint are rolled out again", again)
+            _log.warning("resumed: %d sessions were trained after the checkpoint", again)
 
     async def _groups(self) -> AsyncIterator[Group]:
         while True:
@@ -238,10 +261,11 @@ class PromptRollouts:
             await self._writer(prompt).begin(prompt.uid)
             yield Group(
                 sample=prompt.row,
-                group_id=prompt.uid,
+                group_id=prompt.group_id,
                 n=prompt.n,
                 runner=prompt.runner,
                 sampling=prompt.sampling,
+                metadata={"uid": prompt.uid},
             )
 
     async def _write(self, outcome: SampleOutcome, session: SessionResult) -> None:
@@ -251,7 +275,9 @@ class PromptRollouts:
             MissingRewardError: Neither the runner nor verl gave a reward.
             InvalidFieldError: The session has no trainable trajectory.
         """
-        prompt, extra = self._prompts[outcome.group_id], _extra_info(outcome.result)
+        prompt = self._prompts[outcome.group_id]
+        extra: dict[str, Any] = json.loads(session.metadata.get(_EXTRA, "{}"))
+        extra |= _extra_info(outcome.result)
         try:
             rows = rows_of([session])
         except MissingRewardError:
@@ -275,8 +301,10 @@ class PromptRollouts:
         )
         await self._writer(prompt).write(made)
 
-    async def _end(self, uid: str, failed: int) -> None:
-        prompt = self._prompts.pop(uid)
+    async def _end(self, group_id: str, failed: int) -> None:
+        prompt = self._prompts.pop(group_id)
+        uid = prompt.uid
+        self._uids.remove(uid)
         self.failed[prompt.partition] += failed
         if not await self._writer(prompt).end(uid, prompt.n, failed):  # verl leaves it out
             counts = self._counts.pop(uid, StepCounts())
@@ -320,6 +348,7 @@ class AgentLoopManager:
         _, state = _verl("checkpoints").resumed(config)
         kwargs = config.actor_rollout_ref.rollout.get("engine_kwargs") or {}
         run = run_of(kwargs.get("rollmesh") or {})
+        self._ids = GroupIds()
         self._rollouts = PromptRollouts(settings, temperature, rollout, score, state, run)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
@@ -382,6 +411,7 @@ class AgentLoopManager:
     def _prompt(self, row: dict[str, Any], *, validate: bool) -> Prompt:
         config = self._config.actor_rollout_ref.rollout
         row.setdefault("agent_name", config.agent.default_agent_loop)
+        group_id = self._group_id(row, "val" if validate else "train")
         runner = self._runners.get(row["agent_name"])
         if runner is None:
             raise InvalidFieldError(
@@ -393,11 +423,30 @@ class AgentLoopManager:
         greedy = not row.pop("__do_sample__", True) and not validate
         return Prompt(
             row,
-            runner,
+            _keeping_extra_info(runner),
             n,
             sampling_of(config, validate=validate, greedy=greedy),
             "val" if validate else "train",
+            group_id,
         )
+
+    def _group_id(self, row: Mapping[str, Any], partition: str) -> str:
+        """Returns the id of a prompt's group, which follows from verl's step and the prompt."""
+        columns = {name: row[name] for name in sorted(row) if name != "uid"}
+        return self._ids.id(partition, int(row["global_steps"]), sample=columns)
+
+
+def _keeping_extra_info(run: AgentRunner) -> AgentRunner:
+    """Keeps verl's extra reward info with the session, for a job that resumes."""
+
+    async def runner(sample: Any, session: Session) -> Any:
+        result = await run(sample, session)
+        if extra := _extra_info(result):
+            with suppress(TypeError, ValueError):  # it stays in this process
+                session.metadata[_EXTRA] = json.dumps(extra)
+        return result
+
+    return runner
 
 
 def _reward_loop(workers: Any) -> RewardLoopScore:
