@@ -170,7 +170,7 @@ class StateCalls(RunCalls):
         """Writes the trainer's own numbers for the tokens of a stored session back, for viewers.
 
         They are deleted with the session. The viewer colours tokens by them, and compares
-        `logprobs` with those that were sampled.
+        `logprobs` with the sampled ones.
 
         Args:
             session_id: The session.

@@ -278,7 +278,7 @@ class _Mesh:
     run: PolicyRun = field(default_factory=PolicyRun)
     """Run 0 until it is opened."""
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Run id of the sessions. A training that resumes from a checkpoint has that of the former."""
+    """Run id of the sessions. It stays the same after a resume."""
     counts: StepCounts = field(default_factory=StepCounts)
     """Of the sessions since the last report of a step."""
 

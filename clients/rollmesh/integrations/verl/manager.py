@@ -131,7 +131,7 @@ class PromptRollouts:
         self._processor = ImageProcessor(path) if path else None
         self._submitted: asyncio.Queue[Prompt] = asyncio.Queue(_MAX_PROMPTS)
         self._job = str((state or {}).get(_JOB) or uuid.uuid4().hex)
-        """Run id of the sessions. A job that resumes from a checkpoint has that of the former."""
+        """Run id of the sessions. It stays the same after a resume."""
         self._prompts: dict[str, Prompt] = {}
         """Submitted prompts that have not ended, by group id."""
         self._uids: set[str] = set()

@@ -1324,7 +1324,7 @@ MOST_ANNOTATIONS = 16
 
 
 def annotate(tx: Transaction, session_id: str, annotations: Sequence[pb.Annotation]) -> None:
-    """Stores a trainer's numbers for the tokens of a session. They replace those of equal names.
+    """Stores a trainer's numbers for the tokens of a session. An equal name replaces them.
 
     Raises:
         SessionUnknownError: There is no such session.
