@@ -34,6 +34,7 @@ _MODULES = {
     "status": "rollmesh.cli.status",
     "tail": "rollmesh.cli.tail",
     "doctor": "rollmesh.cli.doctor",
+    "import": "rollmesh.cli.imports",
     "view": "rollmesh.view",
     "export": "rollmesh.record.export",
     "up": "rollmesh.cli.up",

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, create_autospec, patch
@@ -144,6 +144,18 @@ async def siblings(block: Block, mesh: Mesh) -> None:
         result = await delivered(client, names["session"])
         assert result.origin is not None
         assert result.origin.continued
+
+
+async def atif(block: Block, folder: Path) -> None:
+    step = {"step_id": 1, "source": "user", "message": "Hi."}
+    document = {"schema_version": "ATIF-v1.8", "agent": {}, "steps": [step]}
+    path = folder / "trajectory.json"
+    path.write_text(json.dumps(document))
+    text = block.text.replace('"trajectory.json"', repr(str(path)))
+    names: dict[str, Any] = {"json": json, "Path": Path}
+    exec("from rollmesh.client import start_of_atif", names)  # noqa: S102
+    await run(replace(block, text=text.replace("=4", "=1")), names)
+    assert names["start"].messages == [{"role": "user", "content": "Hi."}]
 
 
 async def saved_checkpoint(block: Block, mesh: Mesh) -> None:
@@ -373,6 +385,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
 }
 ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/chat.md python 1": chat,
+    "docs/import.md python 2": atif,
     "docs/harbor.md python 1": harbor_samples,
     "docs/harbor.md python 2": harbor_of_verl,
     "docs/harbor.md python 3": harbor_trials,

@@ -1,14 +1,25 @@
 """Sessions that start from a recorded node: exact prefixes, no second training, kills, refusals."""
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import Client, Group, Session, SessionResult, Start, rollout
+from rollmesh.client import (
+    Client,
+    Group,
+    Session,
+    SessionResult,
+    Start,
+    rollout,
+    start_of_atif,
+)
 from rollmesh.runtime.errors import InvalidFieldError, ModelMismatchError, RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.meshes import Mesh, delivered
@@ -372,3 +383,125 @@ async def test_a_start_as_text_is_a_prompt_that_the_template_prints(
     assert result.origin is not None
     assert result.origin.kind == session_pb2.ORIGIN_KIND_TEXT
     assert result.origin.nodes[0].session_id == recorded.session_id
+
+
+ATIF: dict[str, Any] = {
+    "schema_version": "ATIF-v1.8",
+    "trajectory_id": "doc-1",
+    "agent": {"name": "a", "version": "1", "tool_definitions": TOOLS},
+    "steps": [
+        {"step_id": 1, "source": "system", "message": "Be brief."},
+        {"step_id": 2, "source": "user", "message": [{"type": "text", "text": "plain"}]},
+        {
+            "step_id": 3,
+            "source": "agent",
+            "message": "I add.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"tool_call_id": "c1", "function_name": "add", "arguments": {"a": 1, "é": "ü"}}
+            ],
+            "observation": {
+                "results": [{"content": "A warning."}, {"source_call_id": "c1", "content": "3"}]
+            },
+        },
+        {"step_id": 4, "source": "agent", "message": "It is 3."},
+    ],
+}
+
+
+async def test_an_atif_document_is_a_conversation() -> None:
+    start = start_of_atif(ATIF, last_step=3)
+    assert start.tools == TOOLS
+    assert start.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "plain"},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1, "é": "ü"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "user", "content": "A warning."},
+    ]
+    assert start.request.origin.document_id == "doc-1"
+    image = {"type": "image", "source": {"media_type": "image/png", "path": "a.png"}}
+    changes: list[dict[str, Any]] = [
+        {"schema_version": "2"},
+        {"steps": []},
+        {"steps": [{"step_id": 1, "source": "user"}]},
+        {"steps": [{"step_id": 1, "source": "user", "message": [image]}]},
+        {"steps": 3},
+        {"agent": None},
+    ]
+    for changed in changes:
+        with pytest.raises(InvalidFieldError):
+            start_of_atif({**ATIF, **changed})
+    with pytest.raises(InvalidFieldError, match="no step 9"):
+        start_of_atif(ATIF, last_step=9)
+
+
+async def imported(mesh: Mesh, *flags: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Runs `rollmesh import` and returns its exit code, its lines and its errors."""
+    addresses = [f"--{name}={mesh.address(name)}" for name in ("router", "gateway", "sidecar")]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmesh.cli.imports", *addresses, *flags),
+        f"--collector={mesh.address('collector')}",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, [json.loads(line) for line in out.splitlines()], errors.decode()
+
+
+async def test_the_command_opens_siblings_once_with_a_conversation_for_their_agents(
+    shared: Mesh, recorded: Recorded, tmp_path: Path
+) -> None:
+    path = tmp_path / "conversation.json"
+    node = ("--session", recorded.session_id, "--node", str(recorded.nodes[-1]))
+    flags = (*node, "--count=2", "--request-id=cli", f"--conversation={path}")
+    code, lines, told = await imported(shared, *flags)
+    assert (code, told) == (0, "")
+    code, again, told = await imported(shared, *flags)
+    assert again == lines
+    assert [one["sample_index"] for one in lines] == [0, 1]
+    assert [one["context_tokens"] for one in lines] == [recorded.ends[-1]] * 2
+    conversation = json.loads(path.read_text())
+    async with shared.client() as client:
+        start = await client.start_at(recorded.session_id, recorded.nodes[-1])
+        for line in lines:
+            agent = shared.agent(line["base_url"], line["api_key"])
+            await agent.chat.completions.create(
+                model=line["model"],
+                messages=[*conversation["messages"], {"role": "user", "content": "again"}],
+                tools=conversation["tools"],
+            )
+            session = Session(line["session_id"], line["api_key"], line["base_url"])
+            await client.close_session(session)
+            result = await delivered(client, session)
+            check_row(result, start, 1)
+            assert (result.group_id, result.sample_index) == ("cli", line["sample_index"])
+    code, lines, told = await imported(shared, *node[:2], "--node=999")
+    assert (code, lines) == (1, [])
+    assert "node_id: 999" in told
+
+
+async def test_the_command_reads_atif(shared: Mesh, tmp_path: Path) -> None:
+    path = tmp_path / "trajectory.json"
+    path.write_text(json.dumps(ATIF))
+    code, (line,), told = await imported(shared, f"--atif={path}")
+    assert (code, told, line["context_tokens"]) == (0, "", 0)
+    async with shared.client() as client:
+        tree = await client.open_session_tree(line["session_id"])
+        assert tree.session.origin.document_id == "doc-1"
+        assert tree.session.origin.kind == session_pb2.ORIGIN_KIND_TEXT
+    path.write_text("[]")
+    code, lines, told = await imported(shared, f"--atif={path}")
+    assert (code, lines) == (2, [])

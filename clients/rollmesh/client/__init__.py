@@ -45,7 +45,7 @@ from rollmesh.client.sessions import (
     Trajectory,
     TrajectoryTree,
 )
-from rollmesh.client.starts import Start
+from rollmesh.client.starts import Start, start_of_atif
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
 from rollmesh.v1.sampling_pb2 import AdapterChoice, PolicyRun
@@ -97,4 +97,5 @@ __all__ = [
     "register_runner",
     "rollout",
     "rollout_groups",
+    "start_of_atif",
 ]

@@ -1,6 +1,8 @@
 """Contexts that sessions start with: recorded nodes, and conversations from elsewhere."""
 
 import base64
+import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,7 +15,7 @@ from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 
 _IMPORTED = trajectory_pb2.FIDELITY_REASON_IMPORTED
 _SPECIAL = trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT
-_MOST_ORIGINS = 64
+_MOST_ORIGINS, _MOST_NAME_CHARS = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,79 @@ def start_at(record: session_pb2.SessionRecord, node_id: int, *, as_text: bool =
         raise InvalidFieldError("session_id", f"{problem}; start from it as text")
     _add_ids(start.request, record, [parents[one] for one in path])
     return start
+
+
+def start_of_atif(document: Mapping[str, Any], last_step: int | None = None) -> Start:
+    """Returns the conversation of an ATIF document. The template makes its ids.
+
+    A result that answers no call is a message of the user. Files of images are not read.
+
+    Args:
+        document: An ATIF document of version 1.
+        last_step: Id of the step that the context ends with. None: the last one.
+
+    Raises:
+        InvalidFieldError: It is no such document, or has other parts than text.
+    """
+    if not str(document.get("schema_version")).startswith("ATIF-v1."):
+        raise InvalidFieldError("schema_version", "give a document of ATIF 1")
+    messages: list[dict[str, Any]] = []
+    try:
+        steps = [one for one in document["steps"] if one["step_id"] <= (last_step or math.inf)]
+        if last_step is not None and (not steps or steps[-1]["step_id"] != last_step):
+            raise InvalidFieldError("steps", f"have no step {last_step}; give the id of one")
+        for step in steps:
+            messages += _messages_of(step, f"steps[{step['step_id'] - 1}]")
+        tools = document["agent"].get("tool_definitions") or []
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidFieldError("steps", f"are not those of ATIF: {error!r}") from error
+    if not messages:
+        raise InvalidFieldError("steps", "are empty; give a document with a step")
+    origin = session_pb2.SessionOrigin(kind=session_pb2.ORIGIN_KIND_TEXT)
+    name = document.get("trajectory_id") or document.get("session_id") or ""
+    origin.document_id = str(name)[:_MOST_NAME_CHARS]
+    return Start(messages, tools, request=gateway_pb2.SessionStart(origin=origin))
+
+
+_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+
+
+def _messages_of(step: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a step: its own, and the results of its calls."""
+    message: dict[str, Any] = {
+        "role": _ROLES[step["source"]],
+        "content": _text(step["message"], f"{field}.message"),
+    }
+    if step.get("reasoning_content"):
+        message["reasoning_content"] = step["reasoning_content"]
+    if step.get("tool_calls"):
+        message["tool_calls"] = [
+            {
+                "id": call["tool_call_id"],
+                "type": "function",
+                "function": {
+                    "name": call["function_name"],
+                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in step["tool_calls"]
+        ]
+    yield message
+    results = (step.get("observation") or {}).get("results", ())
+    for result in sorted(results, key=lambda one: not one.get("source_call_id")):
+        told = {"content": _text(result.get("content") or "", f"{field}.observation")}
+        if called := result.get("source_call_id"):
+            yield {"role": "tool", **told, "tool_call_id": called}
+        elif told["content"]:
+            yield {"role": "user", **told}
+
+
+def _text(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise InvalidFieldError(field, "has parts other than text, whose files are not read")
+    return "".join(part["text"] for part in content)
 
 
 def _path(parents: Mapping[int, session_pb2.NodeMessages], node_id: int) -> list[int]:
