@@ -36,6 +36,7 @@ _MODULES = {
     "doctor": "rollmesh.cli.doctor",
     "import": "rollmesh.cli.imports",
     "view": "rollmesh.view",
+    "archive": "rollmesh.record.archive",
     "export": "rollmesh.record.export",
     "up": "rollmesh.cli.up",
     "conformance": "rollmesh.conformance",

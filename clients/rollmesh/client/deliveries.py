@@ -83,6 +83,8 @@ class SubscribeOptions:
     """Number of most likely ids that the teacher names at each position, at most 256."""
     messages: bool = False
     """Whether deliveries have recorded messages, for `SessionResult.conversation`."""
+    records: bool = False
+    """Whether deliveries have their sessions as messages, too: `Delivery.records`."""
 
 
 class Subscription(Background):
@@ -147,6 +149,7 @@ class Subscription(Background):
             collector_pb2.CreateConsumerRequest, consumer=settings, start=options.start
         )
         self._created = False
+        self._records = options.records
         self._credits = credits
         self._by_hand = credits == 0
         # Bounded by the credits: each delivery taken grants the next. The queue itself has no bound
@@ -381,8 +384,9 @@ class Subscription(Background):
             return
         self._held.add(proto.delivery_id)
         sessions = tuple(map(SessionResult.from_proto, proto.sessions))
+        records = tuple(proto.sessions) if self._records else ()
         delivery = Delivery(
-            proto.delivery_id, proto.attempt, sessions, tuple(proto.removed), proto.partial
+            proto.delivery_id, proto.attempt, sessions, tuple(proto.removed), proto.partial, records
         )
         self._ready.put_nowait(delivery)
 
@@ -604,7 +608,7 @@ class DeliveryCalls(RunCalls):
                 return entries
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
-        """Returns how much is stored. Streams and leases are those of one collector."""
+        """Returns how much is stored. Streams and leases belong to one collector."""
         stats: collector_pb2.GetStatsResponse
         request = collector_pb2.GetStatsRequest()
         stats = await self._at_collector(lambda stub: stub.GetStats, request)

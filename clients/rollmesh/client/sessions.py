@@ -866,6 +866,8 @@ class Delivery:
     """Trajectories that the subscription's filter removed."""
     partial: bool = False
     """Whether the group has fewer samples than its size."""
+    records: tuple[session_pb2.SessionRecord, ...] = field(default=(), repr=False)
+    """The sessions as messages, with `SubscribeOptions.records`."""
 
     @property
     def group_id(self) -> str:

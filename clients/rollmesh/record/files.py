@@ -31,7 +31,7 @@ from rollmesh.v1 import session_pb2
 
 _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
-_PARTS = ("nodes", "trajectories")
+PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `sessions`."""
 _ARRAYS = ("token_ids", "logprobs", "loss_mask", "policy_versions", "policy_runs")
 _SCHEMA = """
@@ -127,13 +127,17 @@ class Writer:
                 for folder in (path.parent, path.parent.parent, self.folder):
                     images.sync(folder)
 
-    def finish(self) -> list[str]:
-        """Begins the next batch. Returns the files of the last one, as paths in the folder."""
+    def finish(self) -> tuple[int, list[str]]:
+        """Begins the next batch.
+
+        Returns:
+            The number of sessions that were new, and the files of the batch as paths in the folder.
+        """
         days = [day for table, day in self._rows if table == "sessions"]
         names = [f"sessions/date={day}/{self._name}" for day in days]
         self._remember(names, self._ids)
         self.sessions = self.bytes = 0
-        found = [f"{table}/date={day}/{self._name}" for table, day in self._rows]
+        found = len(self._ids), [f"{table}/date={day}/{self._name}" for table, day in self._rows]
         for kept in (self._rows, self._images, self._ids):
             kept.clear()
         return found
@@ -146,11 +150,11 @@ class Writer:
         """
         try:
             self.write()
-            self.publish(_PARTS)
-            self.publish(TABLES.keys() - _PARTS)
+            self.publish(PARTS)
+            self.publish(TABLES.keys() - PARTS)
         except OSError as error:
             raise ConfigError(f"to: {self.folder}: {error}") from error
-        return self.finish()
+        return self.finish()[1]
 
     def _unnamed(self, table: str, day: str) -> Path:
         return self.folder / _WRITING / f"{table}-{day}-{self._name}"
@@ -169,7 +173,7 @@ class Writer:
         """Removes files of a batch whose sessions have no file."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder / _WRITING)
-        for table in _PARTS:
+        for table in PARTS:
             for path in (self.folder / table).glob("date=*/*.parquet"):
                 if not (self.folder / "sessions" / path.parent.name / path.name).exists():
                     path.unlink()
@@ -239,7 +243,7 @@ def read_records(
                 rewards[row["session_id"]] = row
     for path in _files(root, "sessions", days):
         sessions = _read(path).to_pylist()
-        parts = [_by_session(root / table / path.parent.name / path.name) for table in _PARTS]
+        parts = [_by_session(root / table / path.parent.name / path.name) for table in PARTS]
         for row in sessions:
             nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
             found = {

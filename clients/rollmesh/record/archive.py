@@ -1,0 +1,167 @@
+"""`rollmesh archive`: writes sessions into the record as they end, as a consumer of its own.
+
+A session is acknowledged when its files are durable. A killed archive gets it again, and knows by
+the record's index whether it has it.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import Counter
+
+from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
+from rollmesh.record.files import PARTS, Writer
+from rollmesh.record.schema import TABLES
+from rollmesh.runtime import clock, owner_only
+from rollmesh.runtime.access import identity
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.process.main import stop_signals
+from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
+from rollmesh.runtime.telemetry.logs import configure_logging, fields
+from rollmesh.v1 import collector_pb2, session_pb2
+
+_log = logging.getLogger(__name__)
+_LEAST_LEASE_MS, _LEASES = 600_000, 3
+_MOST_S = 3600
+_LOOK_S = 0.5
+"""Time between two looks for a stop while nothing comes."""
+_STARTS = {"earliest": collector_pb2.LOG_END_EARLIEST, "latest": collector_pb2.LOG_END_LATEST}
+SESSIONS = Counter(
+    "rollmesh_archive_sessions_total",
+    "Sessions acknowledged, by kind: new, or again for those that the record had.",
+    ["kind"],
+)
+BYTES = Counter("rollmesh_archive_bytes_total", "Size of the sessions as they were delivered.")
+_ALL = collector_pb2.DeliveryFilter(
+    purposes=[
+        session_pb2.SESSION_PURPOSE_TRAIN,
+        session_pb2.SESSION_PURPOSE_EVAL,
+        session_pb2.SESSION_PURPOSE_OTHER,
+    ],
+    captures=[session_pb2.CAPTURE_TOKENS, session_pb2.CAPTURE_LOGPROBS, session_pb2.CAPTURE_TEXT],
+    stale_runs=collector_pb2.STALE_RUNS_KEEP,
+)
+
+
+def main() -> int:
+    """Returns the exit code: 0 after a stop, 1 after an error, 2 for an invalid flag."""
+    parser = argparse.ArgumentParser(prog="rollmesh archive", description=__doc__)
+    parser.add_argument("--to", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--consumer", default="archive", help="its name: one for each folder")
+    parser.add_argument(
+        "--from", dest="start", choices=_STARTS, default="earliest", help="where a new one starts"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=60, help="longest time until a session is in the record"
+    )
+    parser.add_argument("--sessions", type=int, default=10_000, help="most sessions of a file")
+    parser.add_argument("--mebibytes", type=int, default=128, help="most data of a file")
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="address of the metrics")
+    parser.add_argument("--metrics-port", type=int, default=-1, help="0 chooses one, -1 is off")
+    parser.add_argument("--supervised", choices=("true",), help="ends with its standard input")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
+    identity.add_flags(parser)
+    options = parser.parse_args()
+    os.umask(owner_only.UMASK)
+    configure_logging("archive", "info")
+    return identity.run_tool(parser.prog, options, os.environ, partial(_archive, options))
+
+
+async def _archive(options: argparse.Namespace) -> list[str]:
+    """Writes sessions until a stop. Returns the error that ended it."""
+    faults.arm(options.fault)
+    if not 1 <= options.seconds <= _MOST_S:
+        raise ConfigError(f"seconds: is {options.seconds}; give 1 to {_MOST_S}")
+    if options.sessions < 1 or options.mebibytes < 1:
+        raise ConfigError("sessions, mebibytes: give at least 1")
+    addresses = MeshAddresses(
+        router=options.router, collector=options.collector, **identity.given(options)
+    )
+    start = collector_pb2.Position(end=_STARTS[options.start])
+    wants = SubscribeOptions(start=start, filter=_ALL, messages=True, records=True)
+    lease_ms = max(_LEAST_LEASE_MS, _LEASES * options.seconds * 1000)
+    with (
+        Writer(options.to) as writer,
+        metrics_endpoint(options.metrics_host, options.metrics_port) as port,
+        stop_signals(supervised=bool(options.supervised)) as stop,
+    ):
+        async with (
+            Client(addresses) as client,
+            client.subscribe(
+                options.consumer, unit="session", lease_ms=lease_ms, options=wants
+            ) as deliveries,
+        ):
+            print("READY", json.dumps({"metrics_port": port}), flush=True)
+            try:
+                while not stop.is_set():
+                    batch = await _collect(writer, deliveries, options, stop)
+                    if batch:
+                        await _keep(writer, deliveries, batch)
+            except OSError as error:  # nothing of the batch was acknowledged
+                return [f"{options.to}: {error}"]
+    return []
+
+
+async def _collect(
+    writer: Writer, deliveries: Subscription, options: argparse.Namespace, stop: asyncio.Event
+) -> list[Delivery]:
+    """Gives the writer sessions until it has enough, or the first has waited long enough.
+
+    A stop ends it at once.
+    """
+    batch: list[Delivery] = []
+    end_ms = 0
+    while (
+        not stop.is_set()
+        and writer.sessions < options.sessions
+        and writer.bytes < options.mebibytes * 2**20
+    ):
+        left_s = (end_ms - clock.monotonic_ms()) / 1000 if batch else _LOOK_S
+        if left_s <= 0:
+            break
+        try:
+            async with asyncio.timeout(min(left_s, _LOOK_S)):
+                delivery = await anext(deliveries)
+        except TimeoutError:
+            continue
+        end_ms = end_ms or clock.monotonic_ms() + options.seconds * 1000
+        batch.append(delivery)
+        for record in delivery.records:
+            await asyncio.to_thread(writer.add, record)
+    return batch
+
+
+async def _keep(writer: Writer, deliveries: Subscription, batch: list[Delivery]) -> None:
+    """Makes a batch durable, then acknowledges it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    begun_ms, sessions, size = clock.monotonic_ms(), writer.sessions, writer.bytes
+    await faults.reach("archive-before-write")
+    await asyncio.to_thread(writer.write)
+    await faults.reach("archive-after-write")
+    await asyncio.to_thread(writer.publish, PARTS)
+    await faults.reach("archive-between-names")
+    await asyncio.to_thread(writer.publish, TABLES.keys() - PARTS)
+    await faults.reach("archive-before-ack")
+    new, files = await asyncio.to_thread(writer.finish)
+    await deliveries.acknowledge(*batch)
+    SESSIONS.labels("new").inc(new)
+    SESSIONS.labels("again").inc(sessions - new)
+    BYTES.inc(size)
+    took_ms = clock.monotonic_ms() - begun_ms
+    _log.info("archived", extra=fields(sessions=sessions, new=new, files=files, took_ms=took_ms))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

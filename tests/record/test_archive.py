@@ -1,0 +1,170 @@
+"""The archive: a consumer that writes each session once, whatever kills it."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
+from tests.collector.collectors import TIMEOUT_S, collector_at, ingest, ingest_all
+from tests.collector.records import record
+from tests.processes import ServiceProcess, started
+from tests.waiting import until
+
+pytest.importorskip("pyarrow")
+from rollmesh.record.files import read_records
+
+BOUNDARIES = ("before-write", "after-write", "between-names", "before-ack")
+
+
+@pytest.fixture
+async def collector(tmp_path: Path) -> AsyncIterator[str]:
+    async with collector_at(tmp_path / "collector") as address:
+        yield address
+
+
+@pytest.fixture
+async def stub(collector: str) -> AsyncIterator[Any]:
+    async with open_channel(collector) as channel:
+        yield collector_pb2_grpc.CollectorServiceStub(channel)
+
+
+def archive(
+    folder: Path, collector: str, **flags: object
+) -> AbstractAsyncContextManager[ServiceProcess]:
+    """Runs an archive that writes to the folder's `record`."""
+    given = {"to": folder / "record", "collector": collector, "seconds": 1, **flags}
+    return started("record.archive", folder, **given)
+
+
+async def standing(stub: Any, consumer: str = "archive") -> pb.ConsumerStats:
+    stats = await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
+    return next((one for one in stats.consumers if one.name == consumer), pb.ConsumerStats())
+
+
+async def settled(stub: Any, count: int) -> None:
+    """Waits until the archive has acknowledged so many sessions."""
+
+    async def look() -> bool:
+        return (await standing(stub)).acknowledged >= count
+
+    await until(look)
+
+
+def recorded(folder: Path) -> Counter[str]:
+    return Counter(one.session_id for one in read_records(folder / "record"))
+
+
+def rewarded(folder: Path) -> list[tuple[str, float]]:
+    return [(one.session_id, one.reward) for one in read_records(folder / "record")]
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+async def test_a_killed_archive_writes_each_session_once(
+    tmp_path: Path, collector: str, stub: Any, boundary: str
+) -> None:
+    await ingest_all(stub, "a", "b", "c")
+    async with archive(tmp_path, collector, fault=f"archive-{boundary}", sessions=2) as process:
+        assert await process.wait_line("FAULT")
+        assert (await standing(stub)).acknowledged == 0
+        await process.kill()
+    await ingest_all(stub, "d")
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 4)
+        assert await process.terminate() == 0
+    assert recorded(tmp_path) == Counter("abcd")
+    names = {path.name for path in (tmp_path / "record" / "sessions").rglob("*.parquet")}
+    assert {path.name for path in (tmp_path / "record" / "nodes").rglob("*.parquet")} == names
+
+
+async def test_a_second_archive_of_a_folder_is_refused(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    async with archive(tmp_path, collector) as first:
+        await first.wait_line("READY")
+        async with archive(tmp_path, collector) as second:
+            assert await second.exit_code() == 2
+        assert "another process writes" in (tmp_path / "record.archive.log").read_text()
+        await ingest_all(stub, "a")
+        await settled(stub, 1)
+    assert recorded(tmp_path) == Counter("a")
+
+
+async def test_every_kind_of_session_is_archived(tmp_path: Path, collector: str, stub: Any) -> None:
+    evaluated, retried, old = record("evaluated"), record("retried"), record("old")
+    evaluated.purpose = session_pb2.SESSION_PURPOSE_EVAL
+    retried.superseded = True
+    old.trajectories[0].version_spans[0].policy_version = 7 * 10**12  # of another run
+    text = session_pb2.SessionRecord(
+        session_id="text",
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
+        capture=session_pb2.CAPTURE_TEXT,
+    )
+    kinds = [evaluated, retried, old, text, record("alone", "")]
+    for one in kinds:
+        await ingest(stub, one)
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, len(kinds))
+        assert await process.terminate() == 0
+    assert recorded(tmp_path) == Counter(one.session_id for one in kinds)
+
+
+async def test_rewards_that_come_late_are_recorded_by_a_replay(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    await ingest_all(stub, "a", "b")
+    async with archive(tmp_path, collector, metrics_port=0) as process:
+        process.metrics_port = json.loads(await process.wait_line("READY"))["metrics_port"]
+        await settled(stub, 2)
+        rewards = session_pb2.SessionRewards(reward=5.0)
+        late = pb.SetRewardsRequest(session_id="b", rewards=rewards, request_id="1")
+        await stub.SetRewards(late, timeout=TIMEOUT_S)
+        seek = pb.SeekRequest(consumer="archive", position=pb.Position(end=pb.LOG_END_EARLIEST))
+        sought = await stub.Seek(seek, timeout=TIMEOUT_S)
+        assert sought.again == 2
+        found = [("a", 0.0), ("b", 5.0)]
+        await until(lambda: rewarded(tmp_path) == found)
+
+        async def counted() -> bool:
+            kinds = await process.samples("rollmesh_archive_sessions_total")
+            return kinds == {
+                'rollmesh_archive_sessions_total{kind="new"}': 2,
+                'rollmesh_archive_sessions_total{kind="again"}': 2,
+            }
+
+        await until(counted)
+        assert await process.terminate() == 0
+    assert rewarded(tmp_path) == found
+
+
+async def test_an_archive_survives_a_full_disk_by_ending(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    await ingest_all(stub, "a")
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "nodes").write_text("no folder")
+    async with archive(tmp_path, collector) as process:
+        assert await process.exit_code() == 1
+    assert (await standing(stub)).acknowledged == 0
+    (tmp_path / "record" / "nodes").unlink()
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 1)
+    assert recorded(tmp_path) == Counter("a")
+
+
+async def test_many_sessions_make_files_of_bounded_size(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    await asyncio.gather(*(ingest(stub, record(f"{at:03}")) for at in range(50)))
+    async with archive(tmp_path, collector, sessions=20) as process:
+        await settled(stub, 50)
+        await process.terminate()
+    assert recorded(tmp_path) == Counter(f"{at:03}" for at in range(50))
+    files = list((tmp_path / "record" / "sessions").rglob("*.parquet"))
+    assert len(files) == 3
