@@ -77,6 +77,18 @@ async def test_tokens_are_coloured_by_what_the_trainer_wrote_back(
             assert page.events == []
 
 
+async def test_the_mesh_and_the_run_show_alarms_with_their_remedies(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        async with client.subscribe("trainer", unit="session"):
+            await client.state_dict("trainer")
+            await client.report_step("trainer", 1, {"loss": float("nan")})
+            async with browser(str(http.base_url)) as page:
+                for name in ("mesh", "run"):
+                    await page.open(f"#/{name}", "Restore the last checkpoint")
+                assert page.events == []
+        await client.delete_consumer("trainer")
+
+
 async def test_hostile_text_is_shown_and_never_run(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
         metadata = {HOSTILE: HOSTILE, "error": HOSTILE, "view": "javascript:alert(3)"}

@@ -299,6 +299,32 @@ async def test_a_collector_that_is_away_is_named_and_read_again(
             assert await error() == ""
 
 
+async def test_alarms_are_shown_also_while_no_router_and_no_collector_answers(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
+        async with viewer(mesh) as http:
+
+            async def names() -> set[tuple[str, str]]:
+                found = (await http.get("/api/alarms")).json()["alarms"]
+                assert all(one["message"] for one in found)
+                return {(one["name"], one["where"]) for one in found}
+
+            assert await names() == set()
+            async with client.subscribe("trainer", unit="session"):
+                await client.state_dict("trainer")
+                await client.report_step("trainer", 1, {"loss": float("nan")})
+                assert await until(names) == {("not_finite", "trainer")}
+            for service in ("router", "collector"):
+                await mesh.processes[service].kill()
+            silent = {("server_silent", mesh.address(one)) for one in ("router", "collector")}
+
+            async def both() -> bool:
+                return silent <= await names()
+
+            await until(both)
+
+
 async def test_sixty_four_readers_and_the_death_of_a_viewer_disturb_no_session(
     shared: Mesh,
 ) -> None:

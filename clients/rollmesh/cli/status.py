@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client, MeshAddresses, states_of
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER
@@ -77,16 +77,13 @@ def _member(one: router_pb2.Replica) -> dict[str, Any]:
     hello, load = one.hello, one.hello.load
     kind = name_of(router_pb2.ReplicaKind.DESCRIPTOR, hello.kind).lower()
     found: dict[str, Any] = {"kind": kind, "replica_id": hello.replica_id, "address": hello.address}
-    state = [name for name in ("paused", "sleeping", "draining") if getattr(load, name)]
     if kind == "engine":
-        circuit = name_of(router_pb2.CircuitState.DESCRIPTOR, one.circuit).lower()
-        state += ["fenced"] * one.fenced + [f"circuit {circuit}"] * (circuit != "closed")
         found |= {"model": hello.model, **_version(load)}
         found |= {"leases": one.leases, "lease_capacity": hello.lease_capacity}
         found |= {"sessions": one.sessions, "running": load.running, "waiting": load.waiting}
     if kind == "gateway":
         found |= {"model": hello.model, "live_sessions": load.live_sessions}
-    return found | {"state": state}
+    return found | {"state": states_of(one)}
 
 
 def _store(stats: collector_pb2.GetStatsResponse) -> dict[str, Any]:

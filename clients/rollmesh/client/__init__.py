@@ -20,7 +20,7 @@ from rollmesh.client.evaluations import (
     pass_at,
 )
 from rollmesh.client.failures import InfrastructureError, is_infrastructure
-from rollmesh.client.observer import Observer
+from rollmesh.client.observer import Observer, states_of
 from rollmesh.client.rollouts import (
     Episode,
     Group,
@@ -98,4 +98,5 @@ __all__ = [
     "rollout",
     "rollout_groups",
     "start_of_atif",
+    "states_of",
 ]

@@ -20,6 +20,7 @@ from rollmesh.runtime.alarms import (
     Server,
     raised,
 )
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import is_tunnel, stub_of, typed_errors
 from rollmesh.v1 import (
@@ -149,6 +150,15 @@ class Observer(Connections):
         """Closes the channels of servers that are gone."""
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close()
+
+
+def states_of(one: router_pb2.Replica) -> list[str]:
+    """Returns the words for the state of a member, the same wherever people see it."""
+    load = one.hello.load
+    circuit = name_of(router_pb2.CircuitState.DESCRIPTOR, one.circuit).lower()
+    found = [name for name in ("paused", "sleeping", "draining") if getattr(load, name)]
+    found += ["fenced"] * one.fenced
+    return found + [f"circuit {circuit}"] * (circuit in ("open", "half_open"))
 
 
 def _noted(found: _Look, server: Server, answer: Any) -> Server:

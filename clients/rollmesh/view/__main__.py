@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from tokenizers import Tokenizer
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client, MeshAddresses, Observer
 from rollmesh.launch.plan import VIEW_PORT
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
@@ -79,8 +79,8 @@ async def _serve(options: argparse.Namespace) -> list[str]:
             listener.bind((options.host, options.port))
         except OSError as error:
             return [f"{options.host}:{options.port}: {error.strerror}; give another --port"]
-        async with Client(addresses) as client:
-            viewer = Viewer(client, index, settings)
+        async with Client(addresses) as client, Observer(addresses) as observer:
+            viewer = Viewer(client, observer, index, settings)
             server = _Server(
                 uvicorn.Config(
                     viewer.app,
@@ -94,10 +94,10 @@ async def _serve(options: argparse.Namespace) -> list[str]:
                 )
             )
             async with asyncio.TaskGroup() as group:
-                following = group.create_task(viewer.follow())
+                reading = [group.create_task(one()) for one in (viewer.follow, viewer.watch)]
                 serving = group.create_task(server.serve([listener]))
                 serving.add_done_callback(lambda _: stop.set())
-                group.create_task(_stopped(stop, server, following))
+                group.create_task(_stopped(stop, server, reading))
                 host = f"[{options.host}]" if ":" in options.host else options.host
                 port = listener.getsockname()[1]
                 url = f"http://{host}:{port}/"
@@ -113,11 +113,12 @@ class _Server(uvicorn.Server):
 
 
 async def _stopped(
-    stop: asyncio.Event, server: uvicorn.Server, following: asyncio.Task[None]
+    stop: asyncio.Event, server: uvicorn.Server, reading: list[asyncio.Task[None]]
 ) -> None:
     await stop.wait()
     server.should_exit = True
-    following.cancel()
+    for one in reading:
+        one.cancel()
 
 
 def _key(path: Path | None, host: str) -> str:

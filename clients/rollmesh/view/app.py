@@ -23,8 +23,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollmesh.client import Client
+from rollmesh.client import Client, Observer, states_of
 from rollmesh.runtime import clock
+from rollmesh.runtime.alarms import Alarm
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnknownError
@@ -36,7 +37,7 @@ from rollmesh.view.sessions import REASONS, Decode, closed_session, listed, runn
 
 _log = logging.getLogger(__name__)
 _PAGE = 500
-_POLL_S = 1.0
+_POLL_S, _LOOK_S = 1.0, 5.0
 _AT_ONCE = 50
 _REWARDS_MS = 10_000
 """Time between two looks for rewards that came late, so that they cost the collector little."""
@@ -80,11 +81,15 @@ class ViewSettings:
 
 
 class Viewer:
-    """An ASGI application over one mesh. Run `follow` for as long as it serves."""
+    """An ASGI application over one mesh. Run `follow` and `watch` for as long as it serves."""
 
-    def __init__(self, client: Client, index: Index, settings: ViewSettings) -> None:
-        """Takes the mesh's client, an empty index, and the settings."""
+    def __init__(
+        self, client: Client, observer: Observer, index: Index, settings: ViewSettings
+    ) -> None:
+        """Takes the mesh's client and observer, an empty index, and the settings."""
         self._client = client
+        self._observer = observer
+        self._alarms: list[Alarm] = []
         self._index = index
         self._settings = settings
         self._after = self._error = ""
@@ -101,6 +106,7 @@ class Viewer:
             self._files[f"views/{name}.js"] = data, _TYPES[".js"]
         routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/api/mesh": self._mesh,
+            "/api/alarms": self._show_alarms,
             "/api/choices": self._choose,
             "/api/sessions": partial(self._page, index.sessions),
             "/api/groups": partial(self._page, index.groups),
@@ -140,6 +146,12 @@ class Viewer:
                 continue
             if is_last:
                 await asyncio.sleep(_POLL_S)
+
+    async def watch(self) -> None:
+        """Looks for alarms again and again, until it is cancelled."""
+        while True:
+            self._alarms = await self._observer.watch()
+            await asyncio.sleep(_LOOK_S)
 
     async def _read(self) -> bool:
         """Reads a page of sessions. Returns whether it was the last."""
@@ -206,7 +218,7 @@ class Viewer:
         return _digest(request.cookies.get(_COOKIE, "")) in self._logins
 
     async def _mesh(self, request: Request) -> Response:
-        """Members, weights, consumers with their steps and alarms, and the state of the index."""
+        """Members, weights, consumers with their steps, and the state of the index."""
         async with asyncio.timeout(_CALL_S):
             replicas, stats = await asyncio.gather(self._client.replicas(), self._client.stats())
             steps = {
@@ -236,6 +248,10 @@ class Viewer:
                 "unix_ms": clock.unix_ms(),
             }
         )
+
+    async def _show_alarms(self, request: Request) -> Response:
+        """Alarms as they were seen last. Nothing is asked, so a silent server holds up no page."""
+        return JSONResponse({"alarms": [one._asdict() for one in self._alarms]})
 
     async def _choose(self, request: Request) -> Response:
         if clock.monotonic_ms() >= self._choices_until:
@@ -348,10 +364,7 @@ def _member(one: router_pb2.Replica) -> dict[str, Any]:
         "sessions": one.sessions or load.live_sessions,
         "running": load.running,
         "waiting": load.waiting,
-        "state": [
-            *(name for name in ("paused", "sleeping", "draining") if getattr(load, name)),
-            *(["fenced"] if one.fenced else []),
-        ],
+        "state": states_of(one),
     }
 
 
@@ -365,7 +378,6 @@ def _consumer(one: collector_pb2.ConsumerStats) -> dict[str, Any]:
             name_of(collector_pb2.FilterReason.DESCRIPTOR, part.reason): part.units
             for part in one.filtered
         },
-        "alarms": {alarm.name: alarm.message for alarm in one.alarms},
     }
 
 

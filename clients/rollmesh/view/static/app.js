@@ -49,8 +49,8 @@ async function runPage(query) {
   const by = query.by === "time" ? "time" : "version";
   const wanted = { ...query, by };
   const runs = (query.compare || "").split(",").filter(Boolean);
-  const [found, mesh, ...others] = await Promise.all([
-    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })),
+  const [found, mesh, seen, ...others] = await Promise.all([
+    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })), ask("alarms"),
     ...runs.map((run_id) => ask("series", { ...wanted, run_id })),
   ]);
   const all = others.length ? others.map((one, index) => [runs[index], one]) : [["", found]];
@@ -70,7 +70,7 @@ async function runPage(query) {
       type: "button", "aria-pressed": String(one === by),
       onclick: () => { location.hash = link(["run"], { ...query, by: one }); },
     }, one === "version" ? "policy versions" : "time")), compareForm(query, runs)),
-    alarms(mesh),
+    alarms(mesh, seen.alarms),
     h("div", { class: "charts" },
       curve("Reward", ["reward", ""]),
       curve("Share with a reward of at least 1", ["passed", ""]),
@@ -117,11 +117,10 @@ function pushes(points) {
 
 const metricNames = (steps) => Object.keys(steps.at(-1)).filter((name) => name !== "step" && name !== "unix_ms").slice(0, 12);
 
-function alarms(mesh) {
-  const found = (mesh.consumers || []).flatMap((one) => Object.entries(one.alarms));
+function alarms(mesh, found) {
   return [
     mesh.error && h("p", { class: "error", role: "alert" }, mesh.error),
-    found.map(([name, text]) => h("p", { class: "alarm" }, h("strong", {}, name), ` ${text}`)),
+    found.map((one) => h("p", { class: "alarm" }, h("strong", {}, one.name), ` ${one.where}: ${one.message}.`)),
   ];
 }
 
@@ -237,10 +236,11 @@ async function openPage() {
 }
 
 async function meshPage() {
-  const mesh = await ask("mesh");
+  const [mesh, seen] = await Promise.all([ask("mesh").catch((error) => ({ error: error.message })), ask("alarms")]);
+  if (!mesh.members) return [h("h1", {}, "Mesh"), alarms(mesh, seen.alarms)];
   return [
     h("h1", {}, "Mesh"),
-    alarms(mesh),
+    alarms(mesh, seen.alarms),
     h("p", {}, Object.entries(mesh.models).map(([model, version]) => `${model || "model"}: ${version}. `),
       `${number(mesh.sessions)} sessions, ${number(mesh.complete_groups)} complete groups, ${number(mesh.open_groups)} open ones, `,
       `${number(mesh.waiting_for_rewards)} wait for rewards, ${number(mesh.stored_bytes / 1e6)} MB stored.`,
