@@ -114,7 +114,7 @@ async def test_harbor_reads_back_the_sampled_tokens(
     ]
     assert [one["llm_call_count"] for one in steps] == [1, 1]
     assert all("42" in one["message"] for one in steps)
-    assert document["extra"]["reward"] == 0.75
+    assert document["extra"]["rollmesh"]["reward"] == 0.75
 
 
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rollmesh.batches import PackageMissingError
 from rollmesh.client import SessionResult
+from rollmesh.record.atif import documents_of
 
-__all__ = ["read_sessions"]
+__all__ = ["documents_of", "read_sessions"]
 
 
 def read_sessions(

@@ -1,4 +1,4 @@
-"""`rollmesh export`: writes stored sessions as the record, as rows, or for fine-tuning."""
+"""`rollmesh export`: writes stored sessions as the record, as rows, for fine-tuning, or as ATIF."""
 
 import argparse
 import os
@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.record.rows import NO_MESSAGES, decoder, write_rows
+from rollmesh.record.atif import write_documents
+from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
@@ -24,15 +25,14 @@ ROLL_SESSIONS, ROLL_BYTES = 10_000, 128 * 2**20
 def main() -> int:
     """Returns the exit code: 0, 1 for a collector's error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog="rollmesh export", description=__doc__)
-    parser.add_argument(
-        "--to", type=Path, required=True, help="folder of the record, FILE.jsonl or FILE.parquet"
-    )
+    parser.add_argument("--to", type=Path, required=True, help="folder, FILE.jsonl or FILE.parquet")
     parser.add_argument(
         "--format",
-        choices=("record", "rows", "sft"),
+        choices=("record", "rows", "sft", "atif"),
         default="record",
         help="record (sessions, trees and tokens as Parquet), rows (one file, a row for each "
-        "trajectory), or sft (messages, tools and masks, for supervised fine-tuning)",
+        "trajectory), sft (messages, tools and masks, for supervised fine-tuning), or atif (a "
+        "folder of documents, one for each leaf)",
     )
     parser.add_argument("--record", type=Path, help="reads the record in this folder, no collector")
     parser.add_argument("--session", default="", help="only the session of this id")
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of the model; adds `text` and `sampled_texts` to rows",
+        help="folder of the model; adds texts to rows, and to atif where there are no messages",
     )
     parser.add_argument("--run-id", default="", help="only sessions of this run")
     parser.add_argument("--group-id", default="", help="only sessions of this group")
@@ -59,8 +59,10 @@ def main() -> int:
 
 async def _export(options: argparse.Namespace) -> list[str]:
     """Writes the chosen sessions. Returns the errors that did not end it."""
-    if options.tokenizer and options.format != "rows":
-        raise ConfigError("tokenizer: adds text to rows; leave it out, or give --format rows")
+    if options.tokenizer and options.format not in {"rows", "atif"}:
+        raise ConfigError(
+            f"tokenizer: adds text to rows and atif; leave it out for {options.format}"
+        )
     if options.record and options.consumer:
         raise ConfigError("consumer: a record has none; leave it out, or --record")
     damaged: list[str] = []
@@ -69,12 +71,32 @@ async def _export(options: argparse.Namespace) -> list[str]:
         if options.format == "record":
             await _write_record(sessions, options.to)
             return damaged
+        if options.format == "atif":
+            await _write_atif(sessions, options.to, decoder(options.tokenizer))
+            return damaged
         sft = options.format == "sft"
         done = await write_rows(sessions, options.to, decoder(options.tokenizer), sft=sft)
     print(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
     if done.left_out:
         print(f"left out: {done.left_out} {NO_MESSAGES}", file=sys.stderr)
     return damaged
+
+
+async def _write_atif(
+    sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path, decode: Decoder | None
+) -> None:
+    if to.suffix:
+        raise ConfigError(f"to: {to} is a file; give a folder")
+    count = documents = 0
+    try:
+        async for session in sessions:
+            count += 1
+            documents += write_documents(session, to, decode)
+    except OSError as error:
+        raise ConfigError(f"to: {to}: {error}") from error
+    if count and not documents:
+        raise ConfigError(f"format: all {NO_MESSAGES}; or give --tokenizer")
+    print(f"{count} sessions, {documents} documents: {to}")
 
 
 async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> None:

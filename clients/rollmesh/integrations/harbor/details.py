@@ -1,19 +1,11 @@
 """Sampled tokens of a session in the forms of Harbor: `rollout_details` and ATIF."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollmesh.client import SessionResult, Trajectory
-from rollmesh.client.sessions import reason_names
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import chat_pb2, trajectory_pb2
-
-_SOURCES = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "agent"}
-
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids, as a tokenizer's `decode`."""
+from rollmesh.record.atif import Decode, documents_of, facts_of, ids_of
 
 
 def rollout_details_of(session: SessionResult) -> list[dict[str, Any]]:
@@ -26,23 +18,28 @@ def rollout_details_of(session: SessionResult) -> list[dict[str, Any]]:
     """
     details = []
     for trajectory in _ordered(session):
-        turns = [_turn(trajectory, one) for one in trajectory.segments if one.sampled]
+        sampled = [one for one in trajectory.segments if one.sampled]
+        turns = [ids_of(trajectory, one) for one in sampled]
+        facts = [facts_of(trajectory, one) for one in sampled]
         names = ("prompt_token_ids", "completion_token_ids", "logprobs")
-        extra = {name: [turn["extra"][name] for turn in turns] for name in _EXTRA}
+        extra = {name: [one[name] for one in facts] for name in _EXTRA}
         details.append({name: [turn[name] for turn in turns] for name in names} | {"extra": extra})
     return details
 
 
 def atif_of(session: SessionResult, decode: Decode) -> dict[str, Any]:
-    """Returns a session as a document of ATIF 1.8. Further trajectories are embedded in the main.
+    """Returns a session as one document of ATIF 1.8. Further documents are embedded in the main.
 
     Args:
         session: With at least one trajectory.
-        decode: Of the model's tokenizer. The text of a step is that of its tokens, with those of
-            the template.
+        decode: Of the model's tokenizer. Without recorded messages, the text of a step is that of
+            its tokens, with those of the template.
     """
-    main, *others = [_document(session, one, decode) for one in _ordered(session)]
-    return main | ({"subagent_trajectories": others} if others else {})
+    main, *others = documents_of(session, decode)
+    for one in (main, *others):
+        one.pop("continued_trajectory_ref", None)  # which names a file
+    embedded = [*main.get("subagent_trajectories", ()), *others]
+    return main | ({"subagent_trajectories": embedded} if embedded else {})
 
 
 def write_details(session: SessionResult, folder: str | Path, decode: Decode) -> None:
@@ -77,55 +74,6 @@ _EXTRA = ("policy_versions", "trained", "reasons", "node_id")
 
 def _ordered(session: SessionResult) -> list[Trajectory]:
     return sorted(session.trajectories, key=lambda one: one.lineage != "MAIN")
-
-
-def _turn(trajectory: Trajectory, one: trajectory_pb2.TrajectorySegment) -> dict[str, Any]:
-    ids = trajectory.token_ids
-    return {
-        "prompt_token_ids": ids[: one.start].tolist(),
-        "completion_token_ids": ids[one.start : one.end].tolist(),
-        "logprobs": trajectory.logprobs[one.start : one.end].tolist(),
-        "extra": {
-            "policy_versions": trajectory.policy_versions[one.start : one.end].tolist(),
-            "trained": one.trained,
-            "reasons": list(reason_names(one.reasons)),
-            "node_id": one.node_id,
-        },
-    }
-
-
-def _document(session: SessionResult, trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
-    extra: dict[str, Any] = {"lineage": trajectory.lineage, "reasons": list(trajectory.reasons)}
-    extra["reward"] = session.reward if trajectory.reward is None else trajectory.reward
-    return {
-        "schema_version": "ATIF-v1.8",
-        "session_id": session.session_id,
-        "trajectory_id": trajectory.trajectory_id,
-        "agent": {
-            "name": session.metadata.get("harbor_agent", "agent"),
-            "version": session.metadata.get("harbor_agent_version", "unknown"),
-            "model_name": session.model,
-        },
-        "steps": list(_steps(trajectory, decode)),
-        "extra": extra,
-    }
-
-
-def _steps(trajectory: Trajectory, decode: Decode) -> Iterator[dict[str, Any]]:
-    for number, one in enumerate(trajectory.segments, 1):
-        role = name_of(chat_pb2.Role.DESCRIPTOR, one.role)
-        text = decode(trajectory.token_ids[one.start : one.end].tolist())
-        step: dict[str, Any] = {"step_id": number, "source": _SOURCES.get(role, "system")}
-        if role == "TOOL":
-            yield step | {"message": "", "observation": {"results": [{"content": text}]}}
-        elif one.sampled:
-            counts = {"prompt_tokens": one.start, "completion_tokens": one.end - one.start}
-            metrics = counts | _turn(trajectory, one)
-            yield step | {"message": text, "metrics": metrics, "llm_call_count": 1}
-        elif role == "ASSISTANT":  # of the template, or of the agent
-            yield step | {"message": text, "llm_call_count": 0}
-        else:
-            yield step | {"message": text}
 
 
 def _write(path: Path, document: object) -> None:

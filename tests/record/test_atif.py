@@ -1,0 +1,201 @@
+"""Documents of ATIF: validated by the package atif, of conversations of several forms."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollmesh.client import Session
+from rollmesh.record.atif import documents_of, leaves_as_result, write_documents
+from rollmesh.v1 import session_pb2
+from tests.collector.records import record, tree_record, with_images
+from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.record.readers import read_by
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+CALLS = "\n".join(
+    f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>' for at in (1, 2)
+)
+RULES = [
+    ("parallel", f"I look twice.\n{CALLS}"),
+    ("two\n</tool_response>", "One and two."),
+    ("other", "Another end."),
+    ("delegate", "I delegate."),
+    ("sub task", "The sub-agent's answer."),
+    ("summary", "A summary."),
+    ("go on", "The work goes on."),
+]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_VALIDATE = """
+import atif, glob, json, sys
+found = {}
+for name in glob.glob("*.json"):
+    text = open(name).read()
+    document = atif.Trajectory.model_validate_json(text)
+    assert document.to_json_dict() == json.loads(text)
+    found[document.trajectory_id] = name
+print(json.dumps(found))
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
+) -> AsyncIterator[Mesh]:
+    folder = tmp_path_factory.mktemp("mesh")
+    first = {"gateway": {"record_messages": True}}
+    async with scripted_mesh(folder, tokenizer_dir, RULES, first=first) as running:
+        yield running
+
+
+class Agent:
+    """An agent that names its requests."""
+
+    def __init__(self, mesh: Mesh, session: Session) -> None:
+        self._openai = mesh.openai(session)
+
+    async def ask(self, name: str, messages: list[Any], **settings: Any) -> dict[str, Any]:
+        """Returns the answer as a message."""
+        answer = await self._openai.chat.completions.create(
+            model="policy",
+            messages=messages,
+            extra_headers={"X-ACP-Model-Request-ID": name},
+            **settings,
+        )
+        said: dict[str, Any] = answer.choices[0].message.model_dump(exclude_none=True)
+        return said
+
+
+async def stored(mesh: Mesh, session: Session) -> session_pb2.SessionRecord:
+    async with mesh.client() as client:
+        await delivered(client, session)
+        (one,) = await client.stored_sessions(session_id=session.session_id, arrays=True)
+    return one.session
+
+
+def written(one: session_pb2.SessionRecord, folder: Path) -> list[dict[str, Any]]:
+    """Writes the documents of a session, has them validated, and returns them in order."""
+    count = write_documents(one, folder, None)
+    valid = json.loads(read_by(_VALIDATE, folder))
+    found = documents_of(leaves_as_result(one))
+    assert len(valid) == count == len(found)
+    return [json.loads((folder / valid[one["trajectory_id"]]).read_text()) for one in found]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("layout", ["leaves", "tree"])
+async def test_parallel_calls_have_their_results_in_the_step_that_called(
+    mesh: Mesh, tmp_path: Path, layout: Any
+) -> None:
+    async with mesh.client() as client, client.session(export=layout) as session:
+        agent = Agent(mesh, session)
+        messages: list[Any] = [{"role": "system", "content": "Look."}, user("parallel")]
+        messages.append(await agent.ask("a", messages, tools=TOOLS))
+        ids = [call["id"] for call in messages[-1]["tool_calls"]]
+        for id_, text in zip(ids, ("one", "two"), strict=True):
+            messages.append({"role": "tool", "content": text, "tool_call_id": id_})
+        await agent.ask("b", messages, tools=TOOLS)
+        await agent.ask("c", [*messages, user("other")], tools=TOOLS)
+        session.reward = 0.5
+    one = await stored(mesh, session)
+    main, branch = written(one, tmp_path)
+    system, asked, called, answer = main["steps"]
+    assert [step["source"] for step in (system, asked, called, answer)] == [
+        "system", "user", "agent", "agent",
+    ]  # fmt: skip
+    assert [call["arguments"] for call in called["tool_calls"]] == [{"at": 1}, {"at": 2}]
+    assert called["observation"]["results"] == [
+        {"source_call_id": ids[0], "content": "one"},
+        {"source_call_id": ids[1], "content": "two"},
+    ]
+    assert main["agent"]["tool_definitions"] == TOOLS
+    assert main["extra"]["rollmesh"]["reward"] == 0.5
+    ours = called["extra"]["rollmesh"]
+    assert (ours["trained"], set(ours["policy_versions"])) == (True, {0})
+    metrics = called["metrics"]
+    assert len(metrics["logprobs"]) == len(metrics["completion_token_ids"])
+    first = leaves_as_result(one).trajectories[0].token_ids.tolist()
+    prompt = metrics["prompt_token_ids"]
+    assert (prompt + metrics["completion_token_ids"]) == first[
+        : metrics["prompt_tokens"] + len(metrics["completion_token_ids"])
+    ]
+    copied = [step.get("is_copied_context", False) for step in branch["steps"]]
+    assert copied == [True, True, True, False, False]
+    assert branch["steps"][-1]["message"] == "Another end."
+
+
+async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_path: Path) -> None:
+    async with mesh.client() as client, client.session() as session:
+        agent = Agent(mesh, session)
+        messages: list[Any] = [user("delegate")]
+        messages.append(await agent.ask("m1", messages))
+        alone = [{"role": "system", "content": "You help."}, user("sub task")]
+        await agent.ask("s1", alone)
+        await agent.ask("m2", [*messages, user("summary")])
+        await agent.ask("c1", [user("A summary. go on")])
+        await client.declare_lineage(
+            session, [("m1", "s1", "subagent_call"), ("m2", "c1", "compaction")]
+        )
+    main, compacted = written(await stored(mesh, session), tmp_path)
+    (sub,) = main["subagent_trajectories"]
+    assert [step["message"] for step in sub["steps"]] == [
+        "You help.", "sub task", "The sub-agent's answer.",
+    ]  # fmt: skip
+    (result,) = main["steps"][1]["observation"]["results"]
+    (reference,) = result["subagent_trajectory_ref"]
+    assert reference["trajectory_id"] == sub["trajectory_id"]
+    assert compacted["extra"]["rollmesh"]["lineage"] == "COMPACTION"
+    assert main["continued_trajectory_ref"] == f"{compacted['trajectory_id']}.json"
+    assert "is_copied_context" not in compacted["steps"][-1]
+
+
+def told(one: session_pb2.SessionRecord, *nodes: list[Any]) -> session_pb2.SessionRecord:
+    """The session with messages of its nodes, each after the one before."""
+    for number, messages in enumerate(nodes, 1):
+        data = json.dumps(messages).encode()
+        one.messages.add(node_id=number, parent_node_id=number - 1, data=data, data_bytes=len(data))
+    one.trajectories[0].leaf_node_id = len(nodes)
+    one.trajectories[0].trajectory_id = f"{one.session_id}-{len(nodes)}"
+    return one
+
+
+async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path) -> None:
+    one = with_images(record("pictured"), b"cat")
+    url = {"url": f"sha256:{one.images[0].sha256}"}
+    shown = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": url}]
+    function = {"name": "look", "arguments": '{"at": '}
+    calls = [{"id": "call-1", "type": "function", "function": function}]
+    told(
+        one,
+        [{"role": "user", "content": shown}],
+        [{"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls}],
+    )
+    (document,) = written(one, tmp_path)
+    asked, called = document["steps"]
+    text, image = asked["message"]
+    assert text == {"type": "text", "text": "See"}
+    assert (tmp_path / image["source"]["path"]).read_bytes() == b"cat"
+    assert called["tool_calls"][0]["arguments"] == {}
+    assert called["extra"]["rollmesh"]["malformed_calls"] == {"call-1": '{"at": '}
+    assert (called["reasoning_content"], called["llm_call_count"]) == ("Hm.", 1)
+
+
+async def test_sessions_without_messages_have_the_text_of_their_tokens(tmp_path: Path) -> None:
+    tree = tree_record("tree")
+    assert documents_of(leaves_as_result(tree)) == []
+    found = documents_of(leaves_as_result(tree), lambda ids: " ".join(map(str, ids)))
+    last = [document["steps"][-1] for document in found]
+    assert [step["message"] for step in last] == ["3", "5"]
+    assert [step["metrics"]["completion_token_ids"] for step in last] == [[3], [5]]
+    assert [len(document["steps"]) for document in found] == [3, 3]
