@@ -34,11 +34,15 @@ class ReadCalls(Connections):
     async def open_session_tree(self, session_id: str) -> gateway_pb2.GetSessionResponse:
         """Returns an open session and all nodes of its tree so far, with their messages.
 
+        `running` has the turns that engines are sampling, with the last 2,048 tokens of each.
+
         Raises:
             SessionUnknownError: It is not open.
             RollmeshError: Its gateway refuses, or is unavailable for too long.
         """
-        request = gateway_pb2.GetSessionRequest(session_id=session_id, with_messages=True)
+        request = gateway_pb2.GetSessionRequest(
+            session_id=session_id, with_messages=True, with_running=True
+        )
         found = gateway_pb2.GetSessionResponse()
         while not found.HasField("session") or request.page_token:
             page = await self._at_gateway(session_id, lambda stub: stub.GetSession, request)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rollmesh.client.transcripts import message_of
-from rollmesh.runtime.codec.arrays import unpack_tokens
+from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import (
@@ -40,6 +40,8 @@ REASONS = {
     "STOP_STRING": "A stop string cut the text. The tokens from there on were dropped.",
     "CONSTRAINED": "The turn was sampled under a constraint, so from another distribution than the "
     "model's own.",
+    "IMPORTED": "Another session sampled the tokens, and this one started from them. They are "
+    "context, which is not trained.",
     "SPECIAL_TEXT": "Text from outside spells a special token, and became that token.",
     "SAMPLING_CHANGED": "The request's sampling parameters differ from those of the session.",
     "RESTARTED": "Tokens of the turn were discarded, and it was sampled anew.",
@@ -112,7 +114,10 @@ def closed_session(
 
 
 def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None) -> dict[str, Any]:
-    """Returns an open session so far, in the form of a closed one. It has no log-probabilities."""
+    """Returns an open session so far, in the form of a closed one.
+
+    A turn that is being sampled is its node without an end. Only it has log-probabilities.
+    """
     one = found.session
     nodes = []
     for node in found.nodes:
@@ -131,11 +136,14 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
             "ids": ids,
             "logprobs": None,
             "mask": None,
-            "versions": [],
+            "versions": _versions(
+                node.version_spans, -node.scaffold_tokens, len(ids) - node.scaffold_tokens
+            ),
             "images": [],
         }
         _add_texts(shown, decode)
         nodes.append(shown)
+    nodes += [_sampling(turn, decode) for turn in found.running]
     return {
         "session_id": one.session_id,
         "run_id": one.run_id,
@@ -153,6 +161,33 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
         "paths": _paths_of_tree(nodes),
         "live": True,
     }
+
+
+def _sampling(turn: gateway_pb2.RunningTurn, decode: Decode | None) -> dict[str, Any]:
+    """Returns a turn that is being sampled as a node, with its last tokens."""
+    node = {
+        "node_id": turn.node_id,
+        "parent": turn.parent_node_id or None,
+        "role": "ASSISTANT",
+        "sampled": True,
+        "trained": None,
+        "reasons": [],
+        "lineage": "MAIN",
+        "finish_reason": f"SAMPLING, {turn.sampled_tokens} TOKENS SO FAR",
+        "scaffold": 0,
+        "messages": [{"role": "assistant", "content": turn.text}],
+        "ids": _ids(turn.token_ids_u32le),
+        "logprobs": unpack_logprobs(turn.logprobs_f32le, "logprobs").tolist(),
+        "mask": None,
+        "versions": _versions(
+            turn.version_spans,
+            turn.sampled_tokens - len(turn.token_ids_u32le) // 4,
+            turn.sampled_tokens,
+        ),
+        "images": [],
+    }
+    _add_texts(node, decode)
+    return node
 
 
 def listed(one: gateway_pb2.OpenSession) -> dict[str, Any]:
@@ -280,24 +315,31 @@ def _node(
         "reward": node.reward if node.HasField("reward") else None,
         "sampling": plain(node.sampling) if node.HasField("sampling") else None,
         "request_ids": list(node.model_request_ids),
-        "versions": [
-            {
-                "start": max(span.start, start) - start,
-                "end": min(span.end, node.end) - start,
-                "run": run_of(span.policy_version),
-                "version": version_of(span.policy_version),
-                "adapter": span.adapter,
-                "engine_id": span.engine_id,
-            }
-            for span in of.version_spans
-            if span.start < node.end and start < span.end
-        ],
+        "versions": _versions(of.version_spans, start, node.end),
         "images": [
             {"sha256": one.sha256, "start": one.start - start, "tokens": one.tokens}
             for one in of.images
             if start <= one.start < node.end
         ],
     }
+
+
+def _versions(
+    spans: Iterable[sampling_pb2.VersionSpan], start: int, end: int
+) -> list[dict[str, Any]]:
+    """Returns the versions of the tokens from `start` to `end`, by index from `start` on."""
+    return [
+        {
+            "start": max(span.start, start) - start,
+            "end": min(span.end, end) - start,
+            "run": run_of(span.policy_version),
+            "version": version_of(span.policy_version),
+            "adapter": span.adapter,
+            "engine_id": span.engine_id,
+        }
+        for span in spans
+        if span.start < end and start < span.end
+    ]
 
 
 def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:

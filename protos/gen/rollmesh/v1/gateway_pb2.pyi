@@ -1579,6 +1579,7 @@ class GetSessionRequest(_message.Message):
     WITH_MESSAGES_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WITH_RUNNING_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     with_messages: _builtins.bool
@@ -1589,6 +1590,8 @@ class GetSessionRequest(_message.Message):
     """
     page_token: _builtins.str
     """`next_page_token` of the previous page. Empty requests the first page."""
+    with_running: _builtins.bool
+    """Whether to return the turns that are being sampled, with the last page."""
     def __init__(
         self,
         *,
@@ -1596,10 +1599,11 @@ class GetSessionRequest(_message.Message):
         with_messages: _builtins.bool = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        with_running: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "session_id", b"session_id", "with_messages", b"with_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "session_id", b"session_id", "with_messages", b"with_messages", "with_running", b"with_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1614,6 +1618,7 @@ class GetSessionResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Requests the next page. Empty on the last page."""
     @_builtins.property
@@ -1624,20 +1629,77 @@ class GetSessionResponse(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionNode]:
         """Durable nodes, parents first."""
 
+    @_builtins.property
+    def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningTurn]:
+        """The turns that engines are sampling, oldest first, at most 64. Empty unless requested."""
+
     def __init__(
         self,
         *,
         session: Global___OpenSession | None = ...,
         nodes: _abc.Iterable[Global___SessionNode] | None = ...,
         next_page_token: _builtins.str = ...,
+        running: _abc.Iterable[Global___RunningTurn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "nodes", b"nodes", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "nodes", b"nodes", "running", b"running", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class RunningTurn(_message.Message):
+    """A turn that is being sampled. Nothing of it is durable, and it may fail, or begin anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_NODE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    """Id of its node, once it is committed."""
+    parent_node_id: _builtins.int
+    """Id of the node that its request continues. 0 for a root. Between the two may be messages of the request."""
+    prompt_tokens: _builtins.int
+    """Number of ids in its prompt."""
+    sampled_tokens: _builtins.int
+    """Number of ids that were sampled so far."""
+    token_ids_u32le: _builtins.bytes
+    """The last ids of these, N of at most 2048, unsigned 32-bit little-endian."""
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of each of the N ids, nats, 32-bit floats, little-endian."""
+    text: _builtins.str
+    """Text of the N ids. Characters that are incomplete are replaced."""
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.VersionSpan]:
+        """Policy versions and engines, by index into all ids that were sampled."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        parent_node_id: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        token_ids_u32le: _builtins.bytes = ...,
+        logprobs_f32le: _builtins.bytes = ...,
+        text: _builtins.str = ...,
+        version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs_f32le", b"logprobs_f32le", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens", "text", b"text", "token_ids_u32le", b"token_ids_u32le", "version_spans", b"version_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningTurn: _TypeAlias = RunningTurn  # noqa: Y015
 
 @_typing.final
 class OpenSession(_message.Message):

@@ -1,7 +1,7 @@
 """Writes answers and sessions as the messages of `rollmesh.v1`."""
 
-from collections.abc import Iterable
-from itertools import starmap
+from collections.abc import Iterable, Iterator
+from itertools import islice, starmap
 
 from rollmesh.chat import (
     Message,
@@ -19,7 +19,7 @@ from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
-from rollmesh.mesh.generation import Sampled
+from rollmesh.mesh.generation import Sampled, joined
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import BudgetSpentError
@@ -32,6 +32,8 @@ from rollmesh.v1 import (
     trajectory_pb2,
 )
 
+_MOST_RUNNING, _MOST_SHOWN = 64, 2048
+"""Turns of a session, and tokens of each, that are shown while engines sample them."""
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 
 
@@ -247,6 +249,37 @@ def write_nodes(
             result.version_spans.extend(node.sample.spans)
         if with_messages:
             result.messages.extend(map(write_message, node.messages))
+        yield result
+
+
+def write_running(session: Session, tokenizer: ModelTokenizer) -> Iterator[gateway_pb2.RunningTurn]:
+    """Yields the turns of a session that engines are sampling, with their last tokens."""
+    for turn in islice(session.in_flight, _MOST_RUNNING):
+        if turn.running is None or turn.is_attached:
+            continue
+        node, order = turn.running
+        generation, runs, left = order.generation, list[Sampled](), _MOST_SHOWN
+        for run in reversed(generation.runs):
+            if left <= 0:
+                break
+            runs.append(run)
+            left -= len(run)
+        while node.parent is not None and not node.stored:
+            node = node.parent
+        result = gateway_pb2.RunningTurn(
+            node_id=turn.node_id,
+            parent_node_id=node.node_id,
+            prompt_tokens=turn.prompt_tokens,
+            sampled_tokens=generation.taken,
+            version_spans=generation.spans,
+        )
+        if runs:
+            shown = joined(runs[::-1])
+            ids = shown.token_ids[-_MOST_SHOWN:]
+            result.token_ids_u32le = pack_ids(ids)
+            result.logprobs_f32le = pack_logprobs(shown.logprobs[-_MOST_SHOWN:])
+            text = b"".join(tokenizer.token_bytes(one) for one in ids.tolist())
+            result.text = text.decode(errors="replace")
         yield result
 
 

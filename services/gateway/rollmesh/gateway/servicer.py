@@ -7,9 +7,15 @@ from functools import partial
 
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy, RequestImages, given_images
+from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.registry import ChatCall, Registry, end_session
 from rollmesh.gateway.requests import read_choices, read_edges
-from rollmesh.gateway.responses import write_nodes, write_session, write_stored
+from rollmesh.gateway.responses import (
+    write_nodes,
+    write_running,
+    write_session,
+    write_stored,
+)
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.starts import read_start
 from rollmesh.gateway.tenancy import Gateway
@@ -286,7 +292,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:
-        session = self.gateway.of(request.session_id).session(request.session_id)
+        registry = self.gateway.of(request.session_id)
+        session = registry.session(request.session_id)
         most, token = _page_size(request.page_size, _MAX_PAGE), request.page_token
         after = int(token) if token.isdecimal() else 0
         if token and after not in session.tree.nodes:
@@ -300,6 +307,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 break
             response.nodes.append(node)
             size += node.ByteSize()
+        if request.with_running and not response.next_page_token:
+            deps = registry.deps
+            if isinstance(deps, Deps):
+                response.running.extend(write_running(session, deps.tokenizer))
         return response
 
     async def GetGatewayInfo(

@@ -35,6 +35,7 @@ from google.protobuf import json_format
 from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
+from rollmesh.mesh.failover import Order
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.images import CheckedImage
 from rollmesh.runtime.errors import (
@@ -323,6 +324,8 @@ class Turn(AnswerReceipt):
     """Number of its request ids that the journal has."""
     outcome: Node | RollmeshError | None = None
     """The committed answer, or the error with which it failed, or None until then."""
+    running: tuple[Node, Order] | None = None
+    """The node that it continues, and its generation, while engines sample it."""
     _prompts: int = 0
 
     @property
@@ -357,7 +360,7 @@ class Turn(AnswerReceipt):
         """Ends the turn. Only the first end counts."""
         if self.outcome is None:
             self.outcome = outcome
-            self.images = {}
+            self.images, self.running = {}, None
             self._wake()
             self.responses = []  # current readers keep a reference to the old list
 

@@ -191,6 +191,7 @@ async def _sample(
     most += path_bytes(tokens, len(prompt.prompt.new_groups) + 1)
     reserve(deps.config, session, turn, most)
     order = _order(deps, store, session, turn, request, prompt, sampling)
+    turn.running = parent, order
     draft = await _generate(deps, order, turn, request, prompt)
     answer = draft.answer
     turn.emit(write_deltas(answer.end_text(), turn.choice))
