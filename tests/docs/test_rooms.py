@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_671, 56),
+    "services/runtime/rollmesh/runtime": (9_686, 56),
     "services/runtime/rollmesh/mesh": (4_683, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_918, 28),
@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_314, 24),
-    "clients/rollmesh/record": (2_217, 9),
+    "clients/rollmesh/record": (2_441, 10),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_385, 23),
     "clients/rollmesh/launch": (603, 4),

@@ -23,7 +23,7 @@ from tests.collector.records import (
     with_images,
     with_messages,
 )
-from tests.processes import ServiceProcess, running
+from tests.processes import ServiceProcess, run_to_its_code, running
 
 
 @pytest.fixture
@@ -171,3 +171,32 @@ async def test_parquet_without_pyarrow_names_the_remedy(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pyarrow"):
         await write_rows(sessions(), tmp_path / "out.parquet")
+
+
+async def test_export_writes_spans_and_sends_them_to_a_url(
+    collector: ServiceProcess, tmp_path: Path
+) -> None:
+    receivers = pytest.importorskip("tests.receivers")
+    path = tmp_path / "spans.jsonl"
+    done = export(collector, path, form="otel")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(path.read_text().splitlines()) == 4
+    flags = ("--format", "otel", "--session", "a", "--collector", collector.address)
+    with receivers.http_receiver() as receiver:
+        sent = await run_to_its_code(
+            *(sys.executable, "-m", "rollmesh.cli", "export", "--to", receiver.url, *flags),
+            cwd=Path.cwd(),
+            env=None,
+            limit_s=60,
+        )
+    assert sent == (0, f"2 spans: {receiver.url}\n", "")
+    assert [one.name for one in receiver.spans] == ["invoke_agent", "chat"]
+    wrong = ("--to", "http://127.0.0.1:1", *flags[2:])
+    code, _, told = await run_to_its_code(
+        *(sys.executable, "-m", "rollmesh.cli", "export", *wrong),
+        cwd=Path.cwd(),
+        env=None,
+        limit_s=60,
+    )
+    assert code == 2
+    assert "give a path, or --format otel" in told

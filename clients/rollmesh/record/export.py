@@ -1,4 +1,4 @@
-"""`rollmesh export`: writes stored sessions as the record, as rows, for fine-tuning, or as ATIF."""
+"""`rollmesh export`: writes stored sessions as the record, rows, data for SFT, ATIF or OTLP."""
 
 import argparse
 import os
@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.record.atif import write_documents
+from rollmesh.record.otel import send_spans, write_spans
 from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import summary_of
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError, TracesConfig
 from rollmesh.v1 import collector_pb2, session_pb2
 
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
@@ -25,14 +26,20 @@ ROLL_SESSIONS, ROLL_BYTES = 10_000, 128 * 2**20
 def main() -> int:
     """Returns the exit code: 0, 1 for a collector's error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog="rollmesh export", description=__doc__)
-    parser.add_argument("--to", type=Path, required=True, help="folder, FILE.jsonl or FILE.parquet")
+    parser.add_argument(
+        "--to",
+        type=_target,
+        required=True,
+        help="folder, FILE.jsonl or FILE.parquet, or for otel the URL of a receiver",
+    )
     parser.add_argument(
         "--format",
-        choices=("record", "rows", "sft", "atif"),
+        choices=("record", "rows", "sft", "atif", "otel"),
         default="record",
         help="record (sessions, trees and tokens as Parquet), rows (one file, a row for each "
-        "trajectory), sft (messages, tools and masks, for supervised fine-tuning), or atif (a "
-        "folder of documents, one for each leaf)",
+        "trajectory), sft (messages, tools and masks, for supervised fine-tuning), atif (a "
+        "folder of documents, one for each leaf), or otel (spans of OpenTelemetry as lines of "
+        "JSON, or sent by OTLP)",
     )
     parser.add_argument("--record", type=Path, help="reads the record in this folder, no collector")
     parser.add_argument("--session", default="", help="only the session of this id")
@@ -43,6 +50,13 @@ def main() -> int:
         "--tokenizer",
         type=Path,
         help="folder of the model; adds texts to rows, and to atif where there are no messages",
+    )
+    parser.add_argument("--content", action="store_true", help="messages in spans of otel")
+    parser.add_argument(
+        "--protocol", choices=("http", "grpc"), default="http", help="of the receiver of otel"
+    )
+    parser.add_argument(
+        "--headers-file", default="", help="headers for the receiver, NAME: VALUE lines, mode 0600"
     )
     parser.add_argument("--run-id", default="", help="only sessions of this run")
     parser.add_argument("--group-id", default="", help="only sessions of this group")
@@ -57,6 +71,14 @@ def main() -> int:
     return identity.run_tool(parser.prog, options, os.environ, partial(_export, options))
 
 
+def _target(text: str) -> Path | str:
+    return text if "://" in text else Path(text)
+
+
+def _is_url(to: Path | str) -> bool:
+    return isinstance(to, str)
+
+
 async def _export(options: argparse.Namespace) -> list[str]:
     """Writes the chosen sessions. Returns the errors that did not end it."""
     if options.tokenizer and options.format not in {"rows", "atif"}:
@@ -65,11 +87,16 @@ async def _export(options: argparse.Namespace) -> list[str]:
         )
     if options.record and options.consumer:
         raise ConfigError("consumer: a record has none; leave it out, or --record")
+    if options.format != "otel" and _is_url(options.to):
+        raise ConfigError(f"to: {options.to} is a URL; give a path, or --format otel")
     damaged: list[str] = []
     found = _recorded(options) if options.record else _stored(options, damaged)
     async with aclosing(_chosen(found, options)) as sessions:
         if options.format == "record":
             await _write_record(sessions, options.to)
+            return damaged
+        if options.format == "otel":
+            await _write_spans(sessions, options)
             return damaged
         if options.format == "atif":
             await _write_atif(sessions, options.to, decoder(options.tokenizer))
@@ -113,6 +140,22 @@ async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to:
                 files += len(writer.commit())
         files += len(writer.commit())
     print(f"{count} sessions, {files} files: {to}")
+
+
+async def _write_spans(
+    sessions: AsyncGenerator[session_pb2.SessionRecord], options: argparse.Namespace
+) -> None:
+    if isinstance(options.to, Path):
+        count = await write_spans(sessions, options.to, content=options.content)
+    else:
+        config = TracesConfig(
+            traces_endpoint=options.to,
+            traces_protocol=options.protocol,
+            traces_content=options.content,
+            traces_headers_file=options.headers_file,
+        )
+        count = await send_spans(sessions, config)
+    print(f"{count} spans: {options.to}")
 
 
 async def _stored(

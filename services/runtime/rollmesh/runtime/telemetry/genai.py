@@ -32,6 +32,7 @@ DUPLICATE = "rollmesh.duplicate"
 QUEUE_MS = "rollmesh.queue.wait_ms"
 REWARD, OUTCOME, TURNS = "rollmesh.reward", "rollmesh.outcome", "rollmesh.turns"
 LEFT_OUT = "rollmesh.content.left_out"
+TIME_ESTIMATED = "rollmesh.time.estimated"
 FIRST_TOKENS = "rollmesh.first_tokens"
 ENGINE_LOST, MIGRATION = "rollmesh.engine_lost", "rollmesh.migration"
 """Events."""
@@ -95,8 +96,8 @@ def response(
     model: str,
     finish: str,
     *,
-    prompt_tokens: int,
-    sampled_tokens: int,
+    prompt_tokens: int | None,
+    sampled_tokens: int | None,
     cached_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Returns the facts of an answer. `finish` is from `finish_reason`."""

@@ -42,6 +42,12 @@ ALARM = Gauge(
     ["name", "where"],
 )
 
+_SPANS = Counter(
+    "rollmesh_trace_spans_total",
+    "Spans of traces: sent, failed (the receiver refused them) or dropped (the queue was full).",
+    ["end"],
+)
+
 _counter = lru_cache(RPCS.labels)  # looking children up takes a lock and longer than counting
 _timer = lru_cache(RPC_SECONDS.labels)
 
@@ -55,6 +61,11 @@ def count_rpc(method: str, code: str, seconds: float) -> None:
 def count_refused(reason: str) -> None:
     """Counts a call that was refused for its caller."""
     REFUSED_CALLS.labels(reason).inc()
+
+
+def count_spans(end: str, number: int) -> None:
+    """Counts spans that were sent, have failed, or were dropped."""
+    _SPANS.labels(end).inc(number)
 
 
 def watch_bytes(in_flight: BytesInFlight) -> None:

@@ -23,18 +23,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from prometheus_client import Counter
-
 from rollmesh.runtime.access.tls import read_secret
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry.logs import fields
 
-SPANS = Counter(
-    "rollmesh_trace_spans_total",
-    "Spans of traces: sent, failed (the receiver refused them) or dropped (the queue was full).",
-    ["end"],
-)
 TRACEPARENT = "traceparent"
 """Name of the header, and of the entry of gRPC metadata."""
 _HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
@@ -304,8 +297,16 @@ class Exporter:
         ConfigError: The packages are missing, the endpoint is no URL, or the headers are wrong.
     """
 
-    def __init__(self, config: TracesConfig) -> None:
-        """Opens nothing: the first batch does."""
+    def __init__(
+        self, config: TracesConfig, count: Callable[[str, int], None] = lambda *_: None
+    ) -> None:
+        """Opens nothing: the first batch does.
+
+        Args:
+            config: The settings.
+            count: Called with an outcome, `sent` or `failed`, and a number of spans.
+        """
+        self._count = count
         headers, url = _headers(config), urlsplit(config.traces_endpoint)
         if url.scheme not in {"http", "https"} or not url.hostname:
             raise ConfigError(
@@ -347,7 +348,7 @@ class Exporter:
             sent = bool(self._inner.export(spans).name == "SUCCESS")
         finally:
             self.handed += len(spans)
-            SPANS.labels("sent" if sent else "failed").inc(len(spans))
+            self._count("sent" if sent else "failed", len(spans))
         return sent
 
     def shutdown(self) -> None:
@@ -425,7 +426,9 @@ class _Recorder:
 
     def __init__(self, service: str, config: TracesConfig) -> None:
         self.ratio, self.with_content = config.traces_ratio, config.traces_content
-        self._exporter = Exporter(config)
+        from rollmesh.runtime.telemetry.metrics import count_spans  # the SDK has no metrics
+
+        self._count, self._exporter = count_spans, Exporter(config, count_spans)
         self._encode = Encoder(service)
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -440,14 +443,14 @@ class _Recorder:
     def take(self, span: Span) -> None:
         """Adds an ended span to the queue, or drops it."""
         if self._taken - self._exporter.handed >= _MOST_WAITING:
-            SPANS.labels("dropped").inc()
+            self._count("dropped", 1)
             return
         self._taken += 1
         try:
             self._processor.on_end(self._encode(span))
         except Exception:  # the edge: a trace must not stop a turn
             self._taken -= 1
-            SPANS.labels("dropped").inc()
+            self._count("dropped", 1)
             _log.exception("span not encoded", extra=fields(span=span.name))
 
     def close(self) -> None:

@@ -1,0 +1,83 @@
+"""Stored sessions as spans: written as OTLP's JSON, sent to a receiver, and read by MLflow."""
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.record.otel import send_spans, spans_of, write_spans
+from rollmesh.runtime.config import TracesConfig
+from rollmesh.runtime.errors import RemoteError
+from rollmesh.runtime.telemetry import genai, tracing
+from rollmesh.v1 import session_pb2
+from tests.collector.records import record, tree_record, with_messages
+from tests.receivers import decoded, http_receiver, trace_service_pb2
+
+
+async def given(*records: session_pb2.SessionRecord) -> AsyncIterator[session_pb2.SessionRecord]:
+    for one in records:
+        yield one
+
+
+def test_each_turn_of_a_session_is_one_span_of_its_trace() -> None:
+    for one in (record("a"), tree_record("a")):
+        one.run_id, one.opened_unix_ms, one.closed_unix_ms = "r", 1_000, 5_000
+        root, *turns = spans_of(one)
+        place = tracing.place_of_session("a")
+        assert (root.place, root.parent_id, root.name) == (place, 0, "invoke_agent")
+        assert (root.start_ns, root.end_ns) == (10**9, 5 * 10**9)
+        assert root.attributes["rollmesh.reward"] == one.reward
+        assert turns
+        assert {(turn.place.trace_id, turn.parent_id) for turn in turns} == {place[:2]}
+        assert len({turn.place.span_id for turn in turns}) == len(turns)
+        assert turns == sorted(turns, key=lambda turn: turn.attributes[genai.NODE_ID])
+        assert [turn.start_ns for turn in turns[1:]] == [turn.end_ns for turn in turns[:-1]]
+        for turn in turns:
+            said = turn.attributes
+            assert (said["rollmesh.run.id"], said["rollmesh.sample.index"]) == ("r", 0)
+            assert said["gen_ai.usage.output_tokens"] > 0
+            assert said["rollmesh.time.estimated"]
+            assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & said.keys()
+
+
+async def test_lines_are_the_spans_that_a_receiver_gets(tmp_path: Path) -> None:
+    records = with_messages(record("a")), tree_record("b")
+    path = tmp_path / "spans.jsonl"
+    count = await write_spans(given(*records), path, content=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 2
+    with http_receiver() as receiver:
+        config = TracesConfig(traces_endpoint=receiver.url, traces_content=True)
+        assert await send_spans(given(*records), config) == count
+    assert [span for line in lines for span in decoded(parsed(line))] == receiver.spans
+    (turn,) = [
+        one
+        for one in receiver.spans
+        if one.name.startswith("chat") and "gen_ai.input.messages" in one.attributes
+    ][:1]
+    (answer,) = json.loads(turn.attributes["gen_ai.output.messages"])
+    assert answer["role"] == "assistant"
+    assert answer["finish_reason"] == turn.attributes["gen_ai.response.finish_reasons"][0]
+
+
+def parsed(line: dict[str, Any]) -> Any:
+    """A message of OTLP, of JSON whose ids are hexadecimal."""
+    from google.protobuf.json_format import ParseDict
+
+    for resource in line["resourceSpans"]:
+        for scope in resource["scopeSpans"]:
+            for span in scope["spans"]:
+                for name in ("traceId", "spanId", "parentSpanId"):
+                    if name in span:
+                        span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+    return ParseDict(line, trace_service_pb2.ExportTraceServiceRequest())
+
+
+async def test_a_receiver_that_refuses_ends_the_export_with_its_session() -> None:
+    with http_receiver() as receiver:
+        config = TracesConfig(traces_endpoint=f"{receiver.url}/elsewhere")
+        with pytest.raises(RemoteError, match="did not take session a"):
+            await send_spans(given(record("a")), config)
