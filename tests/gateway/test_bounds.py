@@ -5,12 +5,13 @@ import threading
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rollmesh.gateway.tree import Tree
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, close_of, said
 
@@ -173,3 +174,25 @@ async def test_a_session_with_many_equal_samples_is_searched_in_a_thread(
     chat = chat_in(opened, ASK)
     await mesh.stub.CountTokens(gateway_pb2.CountTokensRequest(chat=chat))
     assert threads == [False, False, False, True, True]
+
+
+async def test_a_context_larger_than_a_session_opens_none(mesh: LiveMesh) -> None:
+    await mesh.start_gateway(max_session_nodes=1)
+    files = mesh.gateway.deps.model_files
+    request = gateway_pb2.CreateSessionRequest(request_id="large")
+    start = request.start
+    start.tokenizer_sha256, start.template_sha256 = files
+    start.origin.kind = session_pb2.ORIGIN_KIND_TOKENS
+    start.origin.nodes.add(session_id="s", node_id=2, tokens=2)
+    for node_id, role in ((1, "user"), (2, "assistant")):
+        data = f'[{{"role": "{role}", "content": "a"}}]'.encode()
+        start.nodes.add(node_id=node_id, data=data, token_ids_u32le=np.array([5], "<u4").tobytes())
+    error = await refusal(mesh.stub.CreateSession(request, wait_for_ready=True))
+    assert error.reason == "SESSION_LIMIT"
+    assert "the context holds 2 nodes" in str(error)
+    find = gateway_pb2.FindSessionRequest(request_id="large")
+    assert (await refusal(mesh.stub.FindSession(find))).reason == "SESSION_UNKNOWN"
+    await mesh.start_gateway()
+    opened = await mesh.stub.CreateSession(request, wait_for_ready=True)
+    tree = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(session_id=opened.session_id))
+    assert [one.node_id for one in tree.nodes] == [1, 2]

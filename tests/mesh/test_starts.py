@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +12,19 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rollmesh.batches import group_advantages, ragged, rows_of
 from rollmesh.client import (
     Client,
     Group,
     Session,
     SessionResult,
     Start,
+    SubscribeOptions,
+    recorded_node,
     rollout,
     start_of_atif,
 )
+from rollmesh.record.atif import documents_of
 from rollmesh.runtime.errors import InvalidFieldError, ModelMismatchError, RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.meshes import Mesh, delivered
@@ -216,6 +221,7 @@ async def test_a_session_that_was_imported_is_imported_again(
 async def test_siblings_from_one_node_are_a_group_with_one_prefix(
     shared: Mesh, recorded: Recorded
 ) -> None:
+    rewards = count()
     async with shared.client() as client:
         start = await client.start_at(recorded.session_id, recorded.nodes[3])
 
@@ -223,7 +229,7 @@ async def test_siblings_from_one_node_are_a_group_with_one_prefix(
             assert session.start is not None
             messages = [*session.start.messages, {"role": "user", "content": sample}]
             await chat(shared, session, messages)
-            return float(len(session.session_id) % 2)
+            return float(next(rewards))
 
         group = Group(sample="again", group_id="siblings", start=start)
         summary = await rollout(client, [group], n=3, runner=run, run_id="r", needed="all")
@@ -235,7 +241,13 @@ async def test_siblings_from_one_node_are_a_group_with_one_prefix(
     assert len(delivery.sessions) == 3
     for session in delivery.sessions:
         check_row(session, start, 1)
-    assert len({one.trajectories[0].prompt_tokens for one in delivery.sessions}) == 1
+    found = rows_of([delivery])
+    prompts = [one.trajectory.token_ids[: one.trajectory.prompt_tokens] for one in found.rows]
+    assert [one.tolist() for one in prompts] == [prompts[0].tolist()] * 3
+    columns = ragged(found).trajectories
+    advantages = group_advantages(columns)
+    assert sorted(advantages.tolist()) == [-1, 0, 1]
+    assert np.array_equal(advantages + 1, columns.reward)
 
 
 async def test_a_context_survives_a_killed_gateway_before_and_in_the_first_turn(
@@ -491,6 +503,31 @@ async def test_the_command_opens_siblings_once_with_a_conversation_for_their_age
     code, lines, told = await imported(shared, *node[:2], "--node=999")
     assert (code, lines) == (1, [])
     assert "node_id: 999" in told
+
+
+async def test_a_document_of_ours_starts_from_the_recorded_ids(
+    shared: Mesh, recorded: Recorded, tmp_path: Path
+) -> None:
+    async with shared.client() as client:
+        options = SubscribeOptions(messages=True)
+        async with client.subscribe("atif", unit="session", options=options) as deliveries:
+            delivery = await anext(deliveries)
+            while delivery.sessions[0].session_id != recorded.session_id:
+                delivery = await anext(deliveries)
+    (document,) = documents_of(delivery.sessions[0])
+    assert recorded_node(document) == (recorded.session_id, recorded.nodes[-1])
+    assert recorded_node(document, 2) == (recorded.session_id, recorded.nodes[1])
+    assert recorded_node(document, 1) is None
+    assert recorded_node(ATIF) is None
+    text = start_of_atif(document)
+    assert [one["role"] for one in text.messages] == [one["role"] for one in recorded.messages]
+    path = tmp_path / "trajectory.json"
+    path.write_text(json.dumps(document))
+    for flags, tokens in (([], recorded.ends[-1]), (["--step=2"], recorded.ends[1])):
+        _, (line,), _ = await imported(shared, f"--atif={path}", *flags)
+        assert line["context_tokens"] == tokens
+    _, (line,), _ = await imported(shared, f"--atif={path}", "--as-text")
+    assert line["context_tokens"] == 0
 
 
 async def test_the_command_reads_atif(shared: Mesh, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 
 from rollmesh.batches import TextSessionError, rows_of
-from rollmesh.client import Budget, SessionResult, SubscribeOptions
+from rollmesh.client import Budget, SessionResult, Start, SubscribeOptions
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import SESSION, create_or_update
@@ -352,3 +353,16 @@ async def test_log_probabilities_are_recorded_and_no_key_is_logged(
             data = file.read_bytes()
             assert KEY.encode() not in data
             assert b"sk-other-secret" not in data
+
+
+async def test_a_session_on_a_model_elsewhere_starts_from_text_alone(mesh: Mesh) -> None:
+    async with mesh.client_of("router") as client:
+        start = Start(HI)
+        start.request.origin.kind = session_pb2.ORIGIN_KIND_TOKENS
+        start.request.origin.nodes.add(session_id="s", node_id=1)
+        with pytest.raises(InvalidFieldError, match=r"start\.origin\.kind.*start from TEXT"):
+            await client.open_session(client.session_request(model=MODEL, start=start))
+        start.request.origin.kind = session_pb2.ORIGIN_KIND_TEXT
+        async with client.session(model=MODEL, start=start) as session:
+            pass
+        assert session.closed

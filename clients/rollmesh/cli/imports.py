@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import Client, MeshAddresses, Session, Start, start_of_atif
+from rollmesh.client import (
+    Client,
+    MeshAddresses,
+    Session,
+    Start,
+    recorded_node,
+    start_of_atif,
+)
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 
@@ -60,7 +67,9 @@ async def _open(options: argparse.Namespace) -> None:
         if options.session:
             start = await client.start_at(options.session, options.node, as_text=options.as_text)
         else:
-            start = start_of_atif(_read(options.atif), options.step)
+            document = _read(options.atif)
+            node = None if options.as_text else recorded_node(document, options.step)
+            start = await client.start_at(*node) if node else start_of_atif(document, options.step)
         if options.conversation:
             _write(options.conversation, start)
         name = options.request_id or uuid.uuid4().hex

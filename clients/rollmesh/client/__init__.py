@@ -45,7 +45,7 @@ from rollmesh.client.sessions import (
     Trajectory,
     TrajectoryTree,
 )
-from rollmesh.client.starts import Start, start_of_atif
+from rollmesh.client.starts import Start, recorded_node, start_of_atif
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.weights import Transfer, WeightDeltas, WeightsPushError
 from rollmesh.v1.sampling_pb2 import AdapterChoice, PolicyRun
@@ -94,6 +94,7 @@ __all__ = [
     "evaluate",
     "is_infrastructure",
     "pass_at",
+    "recorded_node",
     "register_runner",
     "rollout",
     "rollout_groups",

@@ -118,6 +118,30 @@ def start_of_atif(document: Mapping[str, Any], last_step: int | None = None) -> 
     return Start(messages, tools, request=gateway_pb2.SessionStart(origin=origin))
 
 
+def recorded_node(
+    document: Mapping[str, Any], last_step: int | None = None
+) -> tuple[str, int] | None:
+    """Returns the session and the node of an ATIF document that rollmesh has written.
+
+    None for a document of somebody else, or a step that is no answer.
+
+    Args:
+        document: An ATIF document.
+        last_step: Id of a step. None: the end of the document.
+    """
+    try:
+        if "rollmesh" not in document["extra"]:
+            return None
+        if last_step is None:
+            node_id = document["trajectory_id"].rpartition("-")[2]
+        else:
+            (step,) = [one for one in document["steps"] if one["step_id"] == last_step]
+            node_id = step["extra"]["rollmesh"]["node_id"]
+        return str(document["session_id"]), int(node_id)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+
+
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 
@@ -129,6 +153,7 @@ def _messages_of(step: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]
     }
     if step.get("reasoning_content"):
         message["reasoning_content"] = step["reasoning_content"]
+    malformed = ((step.get("extra") or {}).get("rollmesh") or {}).get("malformed_calls", {})
     if step.get("tool_calls"):
         message["tool_calls"] = [
             {
@@ -136,13 +161,15 @@ def _messages_of(step: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]
                 "type": "function",
                 "function": {
                     "name": call["function_name"],
-                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+                    "arguments": malformed.get(call["tool_call_id"])
+                    or json.dumps(call["arguments"], ensure_ascii=False),
                 },
             }
             for call in step["tool_calls"]
         ]
-    yield message
     results = (step.get("observation") or {}).get("results", ())
+    if message["content"] or message["role"] == "assistant" or not results:
+        yield message
     for result in sorted(results, key=lambda one: not one.get("source_call_id")):
         told = {"content": _text(result.get("content") or "", f"{field}.observation")}
         if called := result.get("source_call_id"):
