@@ -6,10 +6,12 @@ import json
 import os
 import random
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
 
@@ -161,7 +163,7 @@ def make_model(folder: Path) -> Model:
 
 @asynccontextmanager
 async def running_mesh(
-    folder: Path, gateways: int = 1, *, locked: bool = False
+    folder: Path, gateways: int = 1, *, locked: bool = False, traces: str = ""
 ) -> AsyncIterator[Mesh]:
     """Runs router, engine, collector, and as many gateways and sidecars.
 
@@ -169,12 +171,16 @@ async def running_mesh(
         folder: From `make_model`.
         gateways: Number of gateways, and of sidecars.
         locked: Whether the services talk over mutual TLS and show tokens too.
+        traces: Where 1 % of the traces are sent to. Empty: none are.
     """
     tables = read_mesh(folder / "mesh.toml")
-    data_dir = folder / (f"mesh-{gateways}-locked" if locked else f"mesh-{gateways}")
+    kind = "-locked" if locked else "-traced" if traces else ""
+    data_dir = folder / f"mesh-{gateways}{kind}"
     shown = lock(tables, data_dir)[1] if locked else {}
     counts = {"gateways": gateways, "sidecars": gateways}
     tables["mesh"] |= {**counts, "tokens": locked, "data_dir": str(data_dir)}
+    if traces:
+        tables["traces"] = {"endpoint": traces, "ratio": 0.01}
     config = folder / f"{data_dir.name}.toml"
     config.write_text(_toml(tables))
     command = ("-m", "rollmesh.cli", "up", f"--config={config}")
@@ -187,6 +193,29 @@ async def running_mesh(
         first, *more = (int(at.rpartition(":")[2]) for at in said["sidecars"].values())
         async with Client(addresses) as client:
             yield Mesh(client, first, pids, more_ports=tuple(more))
+
+
+@contextmanager
+def trace_receiver() -> Iterator[str]:
+    """Yields the URL of a receiver of traces in this process. It reads nothing of them."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:

@@ -7,9 +7,9 @@ front of an equally fast fake engine, and in the base case so does LiteLLM's pro
 forwards chat requests. All get the same texts from the same load generator, in interleaved rounds.
 Every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
 case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
-short fixed reply, not streamed. A second mesh, over mutual TLS and with tokens, gets the same. CPU
-time is measured with 64 concurrent sessions, and includes all work after the last answer, such as
-delivery to the collector.
+short fixed reply, not streamed. A second mesh, over mutual TLS and with tokens, gets the same. A
+third one sends 1 % of its traces. CPU time is measured with 64 concurrent sessions, and includes
+all work after the last answer, such as delivery to the collector.
 
 `--rounds` sets the number of rounds. The last line of the output is one JSON object.
 """
@@ -39,6 +39,7 @@ from benchmarks.harness.systems import (
     running_mesh,
     running_peer,
     running_timed_mesh,
+    trace_receiver,
 )
 from benchmarks.harness.workload import Shape
 from benchmarks.turns import cases
@@ -103,7 +104,9 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
             mesh = await stack.enter_async_context(running_mesh(folder))
             tls = await stack.enter_async_context(running_mesh(folder, locked=True))
             timed, engine = await stack.enter_async_context(running_timed_mesh(folder))
-            systems: dict[str, System] = {"ours": mesh, "tls": tls}
+            receiver = stack.enter_context(trace_receiver())
+            traced = await stack.enter_async_context(running_mesh(folder, traces=receiver))
+            systems: dict[str, System] = {"ours": mesh, "tls": tls, "traced": traced}
             if PEER.exists():
                 systems["peer"] = await stack.enter_async_context(running_peer(folder, model))
             if LITELLM.exists():
@@ -214,6 +217,7 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "cpu_ms_per_turn_by_process": cpu,
         "tls_turns_ratio": round(rate("tls", 64) / rate("ours", 64), 3),
         "tls_cpu_ratio": round(services_cpu("tls") / services_cpu("ours"), 3),
+        "traces_cpu_ratio": round(services_cpu("traced") / services_cpu("ours"), 3),
         **compared,
         "not_installed": [name for name in ("peer", "litellm") if name not in peers],
     }
