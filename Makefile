@@ -285,13 +285,14 @@ docs: .venv-check/.ready ## Builds the documentation's site into build/site; a b
 	  -d build/doctrees . build/site
 	@echo "docs: build/site/index.html"
 
-docs-generate: .venv/.ready .venv-templates/.ready  # Makes the generated pages again: settings, errors, checks, roles, alarms, templates, parsers, curve
+docs-generate: .venv/.ready .venv-templates/.ready  # Makes the generated pages again: settings, errors, checks, roles, alarms, the record, templates, parsers, curve
 	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
 	.venv/bin/python -m scripts.pages.errors > docs/errors.md
 	.venv/bin/python -m scripts.pages.conformance > docs/conformance.md
 	.venv/bin/python -m scripts.pages.peers > docs/peers.md
 	.venv/bin/python -m scripts.pages.security
 	.venv/bin/python -m scripts.pages.alarms
+	.venv/bin/python -m scripts.pages.record
 	.venv/bin/python -m scripts.curve
 	.venv/bin/python -m tests.chat.parsing.page > docs/parsers.md
 	.venv/bin/python -m tests.chat.templates.page > docs/templates.md

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1.errors_pb2 import ErrorReason
@@ -34,6 +36,14 @@ def test_the_table_of_roles_is_current() -> None:
 def test_the_page_of_alarms_is_current() -> None:
     text = alarms.PAGE.read_text("utf-8")
     assert text == alarms.page(text), AGAIN
+
+
+def test_the_columns_of_the_record_are_current() -> None:
+    pytest.importorskip("pyarrow")
+    from scripts.pages import record
+
+    text = record.PAGE.read_text("utf-8")
+    assert text == record.page(text), AGAIN
 
 
 def test_the_page_of_settings_is_current() -> None:

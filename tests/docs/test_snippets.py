@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from rollmesh.client import (
 from rollmesh.integrations.harbor import HarborRunner, HarborTrialRunner, task_of
 from rollmesh.integrations.trl import MeshRollouts
 from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
+from tests.collector.records import record
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.docs.test_first_agent import PROGRAM as FIRST_AGENT
 from tests.meshes import Mesh, delivered
 from tests.models import make_tokenizer_dir
 from tests.ray.test_joining import SNIPPET as ON_RAY
+from tests.record.readers import read_by
 from tests.trainers.test_transfer_queue import SNIPPET as WITH_A_QUEUE
 
 GROUP = 8
@@ -156,6 +158,37 @@ async def atif(block: Block, folder: Path) -> None:
     exec("from rollmesh.client import start_of_atif", names)  # noqa: S102
     await run(replace(block, text=text.replace("=4", "=1")), names)
     assert names["start"].messages == [{"role": "user", "content": "Hi."}]
+
+
+async def record_rows(block: Block, folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    written(folder)
+    names: dict[str, Any] = {}
+    with chdir(folder):
+        await run(block, names)
+    assert names["row"].reward == 3.0
+
+
+async def record_reader(block: Block, folder: Path) -> None:
+    """Pandas and datasets are in this environment, and others where the readers are."""
+    pytest.importorskip("pyarrow")
+    written(folder)
+    if "duckdb" in block.text:
+        assert "2.0" in read_by(block.text, folder)
+        return
+    pytest.importorskip("datasets")
+    with chdir(folder), patch.dict(os.environ, HF_DATASETS_CACHE=str(folder)):
+        await run(block, {})
+
+
+def written(folder: Path) -> None:
+    """Writes a record of two sessions."""
+    from rollmesh.record.files import Writer
+
+    with Writer(folder / "record") as writer:
+        for one in (record("a", "g", 1, 4), record("b", "g", 3, 4)):
+            writer.add(one)
+        writer.commit()
 
 
 async def saved_checkpoint(block: Block, mesh: Mesh) -> None:
@@ -390,6 +423,10 @@ ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/harbor.md python 2": harbor_of_verl,
     "docs/harbor.md python 3": harbor_trials,
     "docs/operations.md python 1": scorer,
+    "docs/record.md python 1": record_reader,
+    "docs/record.md python 2": record_reader,
+    "docs/record.md python 3": record_reader,
+    "docs/record.md python 4": record_rows,
     "docs/trainers.md python 3": trl_trainer,
     "docs/trainers.md python 4": nccl,
     "docs/verl.md python 1": verl_runner,

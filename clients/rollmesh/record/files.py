@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 from rollmesh.record import images
 from rollmesh.record.schema import TABLES, VERSION, VERSION_KEY, schema_of
-from rollmesh.record.tables import Tables, record_of, tables_of
+from rollmesh.record.tables import Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.config import ConfigError
@@ -33,7 +33,10 @@ _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `sessions`."""
-_ARRAYS = ("token_ids", "logprobs", "loss_mask", "policy_versions", "policy_runs")
+_ARRAYS = ("token_ids", "logprobs", "loss_mask")
+_OF_SPANS = {"policy_versions", "policy_runs"}
+"""Columns for other readers. A session is read by its spans."""
+_PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -112,8 +115,10 @@ class Writer:
         for (table, day), rows in self._rows.items():
             path = self._unnamed(table, day)
             with path.open("wb") as file:
-                written = arrow.Table.from_pylist(rows, schema_of(table))
-                parquet.write_table(written, file, compression="zstd")
+                schema = schema_of(table)
+                with parquet.ParquetWriter(file, schema, compression="zstd") as to:
+                    for piece in _pieces(table, rows):
+                        to.write_table(arrow.Table.from_pylist(piece, schema))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -186,6 +191,19 @@ class Writer:
             if name not in known:
                 found = parquet.ParquetFile(path).read(["session_id"])
                 self._remember([name], found.column("session_id").to_pylist())
+
+
+def _pieces(table: str, rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+    """Yields the rows of a table in pieces, which bound the memory of a write."""
+    piece, tokens = list[_Row](), 0
+    for row in rows:
+        piece.append(with_versions(row) if table == "nodes" else row)
+        tokens += len(row["token_ids"]) if table == "nodes" else 0
+        if len(piece) == _PIECE_ROWS or tokens >= _PIECE_TOKENS:
+            yield piece
+            piece, tokens = [], 0
+    if piece:
+        yield piece
 
 
 def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
@@ -274,7 +292,7 @@ def _read(path: Path) -> Any:
         raise InvalidFieldError(
             "record", f"{path} has version {version}, and this release reads {VERSION}; update it"
         )
-    return file.read()
+    return file.read([name for name in file.schema_arrow.names if name not in _OF_SPANS])
 
 
 def _by_session(path: Path) -> dict[str, list[_Row]]:

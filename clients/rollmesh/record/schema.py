@@ -107,7 +107,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("columns", _COLUMNS, "further values of the tokens of a tree"),
     ),
     "trajectories": (
-        Column("trajectory_id", _TEXT, "its id, that of a leaf of the tree"),
+        Column("trajectory_id", _TEXT, "its id, which names a leaf of the tree"),
         Column("session_id", _TEXT, "its session"),
         Column("leaf_node_id", _WHOLE, "its last node"),
         Column("lineage", _TEXT, "MAIN, SUB_AGENT, COMPACTION, ..."),
@@ -115,7 +115,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("reasons", _TEXTS, "fidelity reasons"),
         Column("turns", _WHOLE, "sampled turns on the path"),
         Column("prompt_tokens", _WHOLE, "tokens before the first sampled one"),
-        Column("reward", _REAL, "its own. Null where that of the session applies"),
+        Column("reward", _REAL, "of this trajectory. Null: the reward of the session applies"),
         Column(
             "path",
             _records(node_id=_WHOLE, trained=_FLAG, reasons=_TEXTS),
@@ -130,7 +130,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("role", _TEXT, "author: SYSTEM, USER, ASSISTANT or TOOL"),
         Column("sampled", _FLAG, "whether the model sampled it"),
         Column("trained", _FLAG, "whether a trajectory trains it"),
-        Column("lineage", _TEXT, "that of the branch, or of the trajectory that trains it"),
+        Column("lineage", _TEXT, "of the branch, or of the trajectory with its training"),
         Column("lineage_source", _TEXT, "who said so"),
         Column("reasons", _TEXTS, "fidelity reasons, where it is trained"),
         Column("scaffold_tokens", _WHOLE, "its leading tokens that were not sampled"),

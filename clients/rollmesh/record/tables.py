@@ -133,6 +133,16 @@ def _trajectory(one: trajectory_pb2.Trajectory) -> _Row:
     }
 
 
+def with_versions(node: _Row) -> _Row:
+    """Returns a node with `policy_versions` and `policy_runs`, int64 [N], of its spans."""
+    versions = np.full(len(node["token_ids"]), -1, np.int64)
+    runs = versions.copy()
+    for span in node["spans"]:
+        where = slice(span["start"], span["end"])
+        versions[where], runs[where] = span["policy_version"], span["policy_run"]
+    return {**node, "policy_versions": versions, "policy_runs": runs}
+
+
 class Part(NamedTuple):
     """A node on the path of a trajectory: tokens of the template, then sampled tokens."""
 
@@ -243,7 +253,6 @@ def _empty(node_id: int) -> _Row:
         "token_ids": none,
         "logprobs": none.astype(np.float32),
         "loss_mask": none.astype(np.bool_),
-        **dict.fromkeys(("policy_versions", "policy_runs"), none.astype(np.int64)),
     }
 
 
@@ -267,18 +276,19 @@ def _describe(
 def _place(node: _Row, one: _Sequence, arrays: _Arrays, where: slice) -> None:
     """Adds the tokens of a node, and what refers to them by their index in the node."""
     node["token_ids"], node["logprobs"], node["loss_mask"] = (array[where] for array in arrays)
-    versions = np.full(where.stop - where.start, -1, np.int64)
-    runs = versions.copy()
     for span in one.version_spans:
         start, end = max(span.start, where.start), min(span.end, where.stop)
         if start >= end:
             continue
-        place = {"start": start - where.start, "end": end - where.start}
-        version, run = version_of(span.policy_version), run_of(span.policy_version)
-        versions[place["start"] : place["end"]], runs[place["start"] : place["end"]] = version, run
-        of = {name: getattr(span, name) for name in _SPAN}
-        node["spans"].append({**place, "policy_version": version, "policy_run": run, **of})
-    node["policy_versions"], node["policy_runs"] = versions, runs
+        node["spans"].append(
+            {
+                "start": start - where.start,
+                "end": end - where.start,
+                "policy_version": version_of(span.policy_version),
+                "policy_run": run_of(span.policy_version),
+                **{name: getattr(span, name) for name in _SPAN},
+            }
+        )
     node["images"] = [
         {"sha256": image.sha256, "start": image.start - where.start, "tokens": image.tokens}
         for image in one.images
