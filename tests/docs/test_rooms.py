@@ -20,7 +20,7 @@ CEILINGS = {
     "clients/rollmesh/integrations": (4_385, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (1_970, 13),
-    "clients/rollmesh/view": (1_358, 5),
+    "clients/rollmesh/view": (1_360, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rollmesh.client import start_of_atif
 from tests.meshes import Mesh, scripted_mesh
 from tests.view.browser import CHROMIUM, browser
 from tests.view.test_viewer import HOSTILE, conversation, listed, turn, viewer
@@ -111,11 +112,16 @@ async def test_hostile_text_is_shown_and_never_run(shared: Mesh) -> None:
 
 
 async def test_an_open_session_grows_while_it_is_read(shared: Mesh) -> None:
+    step = {"step_id": 1, "source": "user", "message": "first"}
+    name = "<b>d</b>"
+    document = {"schema_version": "ATIF-v1.8", "session_id": name, "agent": {}, "steps": [step]}
+    start = start_of_atif(document)
     async with shared.client() as client, viewer(shared) as http:
-        async with client.session() as session, browser(str(http.base_url)) as page:
+        async with client.session(start=start) as session, browser(str(http.base_url)) as page:
             answer = await turn(shared, session, "first")
             await page.open(f"#/session/{session.session_id}", "OPEN")
             assert await page.run("document.querySelectorAll('.node').length") == 2
+            await page.until("document.body.textContent.includes('document <b>d</b>, as text')")
             await turn(shared, session, "first", answer, "second")
             await page.until("document.querySelectorAll('.node').length === 4")
             assert page.events == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import Client, Rewards, Session, evaluate
+from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
@@ -181,13 +181,17 @@ async def test_a_reward_that_comes_late_is_shown(shared: Mesh) -> None:
 
 
 async def test_an_open_session_is_shown_until_it_is_closed(shared: Mesh) -> None:
+    step = {"step_id": 1, "source": "user", "message": HOSTILE}
+    document = {"schema_version": "ATIF-v1.8", "session_id": "d", "agent": {}, "steps": [step]}
+    start = start_of_atif(document)
     async with shared.client() as client, viewer(shared) as http:
-        async with client.session() as session:
+        async with client.session(start=start) as session:
             await turn(shared, session, HOSTILE)
             rows = (await http.get("/api/open")).json()["rows"]
             assert session.session_id in [one["session_id"] for one in rows]
             shown = (await http.get(f"/api/session/{session.session_id}")).json()
             assert shown["live"] is True
+            assert shown["origin"] == {"kind": "TEXT", "document_id": "d"}
             assert shown["nodes"][0]["messages"] == [{"role": "user", "content": HOSTILE}]
 
         async def closed() -> bool:

@@ -102,6 +102,7 @@ def closed_session(
         "numerics": [plain(one) for one in record.numerics],
         "contexts": [json.loads(one.data) for one in record.contexts],
         "messages_left_out": record.messages_left_out,
+        "origin": plain(record.origin) if record.HasField("origin") else None,
         "images": [
             {"sha256": one.sha256, "media_type": one.media_type, "bytes": one.data_bytes}
             for one in record.images
@@ -157,6 +158,7 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
         "idle_ms": one.idle_ms,
         "metadata": dict(sorted(one.metadata.items())),
         "opened": one.opened_unix_ms,
+        "origin": plain(one.origin) if one.HasField("origin") else None,
         "nodes": nodes,
         "paths": _paths_of_tree(nodes),
         "live": True,

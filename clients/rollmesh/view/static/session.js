@@ -32,6 +32,12 @@ function main(paths) {
   return Math.max(at, 0);
 }
 
+function originView(origin) {
+  const from = (origin.nodes || []).map((one) => [h("a", { href: link(["session", one.session_id]) }, one.session_id), ` at node ${one.node_id}, `]);
+  return h("p", { class: "quiet" }, "Started from ", from, origin.document_id && `document ${origin.document_id}, `,
+    origin.kind === "TEXT" ? "as text." : "with the recorded tokens.");
+}
+
 function summary(found) {
   const row = (name, value) => value !== undefined && value !== "" && value !== null && [h("dt", {}, name), h("dd", {}, value)];
   return [
@@ -42,6 +48,7 @@ function summary(found) {
       found.superseded && ", superseded by another attempt", found.in_flight > 0 && `, ${found.in_flight} in flight`,
       found.closed && `, ${seconds(found.closed - found.opened)}, closed ${time(found.closed)}`, ". ",
       found.group_id && h("a", { href: link(["sessions"], { run_id: found.run_id, group_id: found.group_id }) }, `Group ${found.group_id}`)),
+    found.origin && originView(found.origin),
     found.messages_left_out > 0 && h("p", { class: "quiet" }, `The messages of the last ${found.messages_left_out} nodes were not recorded: the session has more than the gateway keeps.`),
     (found.abandoned || found.metadata.error) && h("p", { class: "error" }, found.abandoned || found.metadata.error),
     h("details", {}, h("summary", {}, "Metadata, tools and numerics"),

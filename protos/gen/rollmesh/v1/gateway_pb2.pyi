@@ -474,7 +474,7 @@ class StartNode(_message.Message):
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     SPECIAL_TEXT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
-    """Id, which the node keeps: 1 to 2^31 - 1, each once."""
+    """Id, which the node keeps: 1 to 100,000,000, each once."""
     data: _builtins.bytes
     """A JSON array of messages, as in NodeMessages."""
     token_ids_u32le: _builtins.bytes
@@ -1631,7 +1631,7 @@ class GetSessionResponse(_message.Message):
 
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningTurn]:
-        """The turns that engines are sampling, oldest first, at most 64. Empty unless requested."""
+        """The turns that engines are sampling, oldest first, at most 16. Empty unless requested."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from rollmesh.v1 import (
     trajectory_pb2,
 )
 
-_MOST_RUNNING, _MOST_SHOWN = 64, 2048
+_MOST_RUNNING, _MOST_SHOWN = 16, 2048
 """Turns of a session, and tokens of each, that are shown while engines sample them."""
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 

@@ -33,7 +33,7 @@ from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 
 _MAX_ID_CHARS, _MAX_NAME_CHARS = 128, 256
 _MAX_ORIGINS = 64
-_MAX_NODE_ID = 2**31 - 1
+_MAX_NODE_ID = 100_000_000
 _MAX_UNIX_MS = 1 << 53
 _HASH = "image_url", "sha256:"
 """Type of an image's part, and what precedes the hash in its URL."""
@@ -152,7 +152,7 @@ def _read_nodes(
     for at, one in enumerate(given.nodes):
         field = f"start.nodes[{at}]"
         if not 0 < one.node_id <= _MAX_NODE_ID or one.node_id in known:
-            raise InvalidFieldError(f"{field}.node_id", "give 1 to 2^31 - 1, each once")
+            raise InvalidFieldError(f"{field}.node_id", f"give 1 to {_MAX_NODE_ID}, each once")
         known.add(one.node_id)
         group = _read_group(one, field, images)
         shown.update(image.sha256 for message in group for image in message.images)
