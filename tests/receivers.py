@@ -29,6 +29,8 @@ class SentSpan:
     parent_id: str
     attributes: dict[str, Any]
     events: list[tuple[str, dict[str, Any]]]
+    links: list[str]
+    """Span ids."""
     is_error: bool
     nanoseconds: int
 
@@ -72,6 +74,7 @@ def decoded(request: Any) -> list[SentSpan]:
             span.parent_span_id.hex(),
             values_of(span.attributes),
             [(one.name, values_of(one.attributes)) for one in span.events],
+            [one.span_id.hex() for one in span.links],
             span.status.code == 2,
             span.end_time_unix_nano - span.start_time_unix_nano,
         )

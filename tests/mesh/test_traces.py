@@ -138,6 +138,7 @@ async def test_a_turn_is_one_trace_through_all_services(
     root, ingest = named(spans, "invoke_agent"), named(spans, "ingest")
     assert root.trace_id == ingest.trace_id != door.trace_id
     assert (root.parent_id, ingest.parent_id) == ("", root.span_id)
+    assert chat.links == [root.span_id]
     assert (root.service, ingest.service) == ("rollmesh-gateway", "rollmesh-collector")
     for one in (root, ingest):
         assert (one.attributes["rollmesh.reward"], one.attributes["rollmesh.turns"]) == (0.5, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_messages_have_the_form_of_opentelemetry_and_a_bound() -> None:
             {"type": "uri", "modality": "image", "uri": "sha256:ab"},
         ],
     }
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant", "content": None, "reasoning_content": "hm",
         "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{broken"}}],
     }  # fmt: skip
@@ -193,6 +194,10 @@ def test_messages_have_the_form_of_opentelemetry_and_a_bound() -> None:
         {"type": "reasoning", "content": "hm"},
         {"type": "tool_call", "id": "1", "name": "f", "arguments": "{broken"},
     ]
+    for arguments in ('{"a": "\\ud800"}', '{"a": NaN}'):
+        answer["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": arguments}}]
+        sent = genai.content([], 0, answer, "stop")[genai.OUTPUT_MESSAGES]
+        assert json.loads(sent.encode(), parse_constant=pytest.fail)
     many = [{"role": "user", "content": f"{number:05}" * 2_000} for number in range(100)]
     found = genai.content(reversed(many), len(many), answer, "stop")
     assert len(found[genai.INPUT_MESSAGES]) < 70_000

@@ -818,7 +818,7 @@ class Registry:
         deps = self.deps
         with tracing.span(f"chat {deps.config.model}", "client") as span:
             if span is not None:
-                span.describe(partial(traces.asked, session, turn, request))
+                span.describe(partial(traces.asked, span, session, turn, request))
             if isinstance(deps, UpstreamDeps):
                 node = await run_text_turn(deps, self.journal, session, turn, request)
             else:

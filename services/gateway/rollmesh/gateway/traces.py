@@ -11,9 +11,11 @@ from rollmesh.runtime.telemetry.logs import current_request_id
 from rollmesh.v1 import gateway_pb2
 
 
-def asked(session: Session, turn: Turn, request: TurnRequest) -> dict[str, Any]:
-    """Returns the attributes of a turn at its beginning."""
+def asked(span: tracing.Span, session: Session, turn: Turn, request: TurnRequest) -> dict[str, Any]:
+    """Links the span of a turn to its session's, and returns its attributes at its beginning."""
     spec, settings = session.spec, request.settings
+    root = tracing.place_of_session(spec.session_id)
+    span.links = (root,) if root.sampled else ()
     return {
         **genai.operation(genai.CHAT, spec.session_id, spec.model),
         **genai.session(spec.run_id, spec.group_id, spec.sample_index, spec.purpose),

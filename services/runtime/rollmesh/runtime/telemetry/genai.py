@@ -235,13 +235,17 @@ def _written(given: Mapping[str, Any], **further: str) -> str:
 
 def _arguments(text: Any) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except (ValueError, TypeError, RecursionError):
         return text
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN is not JSON
+
+
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)  # in ASCII: arguments may have half an emoji, which OTLP cannot carry
 
 
 def _word(enum: Any, number: int) -> str:
