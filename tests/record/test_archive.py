@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest, ingest_all
 from tests.collector.records import record
-from tests.processes import ServiceProcess, started
+from tests.processes import ServiceProcess, reserved_port, running, started
 from tests.waiting import until
 
 pytest.importorskip("pyarrow")
@@ -168,3 +169,34 @@ async def test_many_sessions_make_files_of_bounded_size(
     assert recorded(tmp_path) == Counter(f"{at:03}" for at in range(50))
     files = list((tmp_path / "record" / "sessions").rglob("*.parquet"))
     assert len(files) == 3
+
+
+@pytest.mark.long
+async def test_kills_of_archive_and_collector_leave_each_session_once(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    with reserved_port() as port:
+        flags = {"port": port.getsockname()[1], "data_dir": tmp_path / "data"}
+        address = f"127.0.0.1:{flags['port']}"
+        count = kept = 0
+        for life in range(12):
+            async with AsyncExitStack() as stack:
+                collector = await stack.enter_async_context(
+                    running("collector", tmp_path / "collector", **flags)
+                )
+                channel = await stack.enter_async_context(open_channel(address))
+                stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+                process = await stack.enter_async_context(archive(tmp_path, address, sessions=7))
+                for _ in range(chance.randrange(10, 60)):
+                    await ingest(stub, record(f"{count:04}"))
+                    count += 1
+                await settled(stub, kept := chance.randrange(kept, count))
+                if life % 3 == 0:
+                    await collector.kill()
+                await process.kill()
+        async with (
+            running("collector", tmp_path / "collector", **flags),
+            open_channel(address) as channel,
+            archive(tmp_path, address),
+        ):
+            await settled(collector_pb2_grpc.CollectorServiceStub(channel), count)
+    assert recorded(tmp_path) == Counter(f"{at:04}" for at in range(count))

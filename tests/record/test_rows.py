@@ -116,6 +116,27 @@ async def test_an_export_has_the_sessions_and_texts_that_were_asked_for(
     assert (folder.returncode, "is a file; give a folder" in folder.stderr) == (2, True)
 
 
+def test_a_record_is_exported_as_its_collector_was(
+    collector: ServiceProcess, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    folder, paths = tmp_path / "record", [tmp_path / f"{at}.jsonl" for at in range(2)]
+    first, second = (export(collector, folder, form="record") for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
+    assert second.stdout.startswith("4 sessions")
+    assert len(list(folder.rglob("sessions/*/*.parquet"))) == 1  # the second added none
+    export(collector, paths[0])
+    done = export(collector, paths[1], "--record", str(folder))
+    assert done.stdout.startswith("4 sessions, 4 trajectories"), done.stderr
+    ours, theirs = (
+        [json.loads(line) | {"lineage_source": "RULE"} for line in path.read_text().splitlines()]
+        for path in paths
+    )
+    assert ours == theirs
+    wrong = export(collector, paths[1], "--record", str(folder), "--consumer", "nobody")
+    assert (wrong.returncode, "a record has none" in wrong.stderr) == (2, True)
+
+
 def test_a_tree_has_a_row_of_messages_for_each_leaf() -> None:
     tree = tree_record("a")
     told = with_messages(record("a"))

@@ -30,6 +30,7 @@ from rollmesh.v1 import collector_pb2, session_pb2
 _log = logging.getLogger(__name__)
 _LEAST_LEASE_MS, _LEASES = 600_000, 3
 _MOST_S = 3600
+_ACKNOWLEDGE_S = 5.0
 _LOOK_S = 0.5
 """Time between two looks for a stop while nothing comes."""
 _STARTS = {"earliest": collector_pb2.LOG_END_EARLIEST, "latest": collector_pb2.LOG_END_LATEST}
@@ -105,7 +106,7 @@ async def _archive(options: argparse.Namespace) -> list[str]:
                 while not stop.is_set():
                     batch = await _collect(writer, deliveries, options, stop)
                     if batch:
-                        await _keep(writer, deliveries, batch)
+                        await _keep(writer, deliveries, batch, stop)
             except OSError as error:  # nothing of the batch was acknowledged
                 return [f"{options.to}: {error}"]
     return []
@@ -140,8 +141,12 @@ async def _collect(
     return batch
 
 
-async def _keep(writer: Writer, deliveries: Subscription, batch: list[Delivery]) -> None:
+async def _keep(
+    writer: Writer, deliveries: Subscription, batch: list[Delivery], stop: asyncio.Event
+) -> None:
     """Makes a batch durable, then acknowledges it.
+
+    A stop does not wait for a collector that is away: the next start gets the sessions again.
 
     Raises:
         OSError: It cannot be written.
@@ -155,7 +160,14 @@ async def _keep(writer: Writer, deliveries: Subscription, batch: list[Delivery])
     await asyncio.to_thread(writer.publish, TABLES.keys() - PARTS)
     await faults.reach("archive-before-ack")
     new, files = await asyncio.to_thread(writer.finish)
-    await deliveries.acknowledge(*batch)
+    while True:
+        try:
+            async with asyncio.timeout(_ACKNOWLEDGE_S):
+                await deliveries.acknowledge(*batch)
+                break
+        except TimeoutError:
+            if stop.is_set():
+                return
     SESSIONS.labels("new").inc(new)
     SESSIONS.labels("again").inc(sessions - new)
     BYTES.inc(size)

@@ -36,6 +36,7 @@ PARTS = ("nodes", "trajectories")
 _ARRAYS = ("token_ids", "logprobs", "loss_mask")
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
+_LAST_MS = 253_402_300_799_000  # the end of the year 9999
 _PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -231,6 +232,7 @@ def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
 
 
 def _day(unix_ms: int) -> str:
+    unix_ms = min(max(unix_ms, 0), _LAST_MS)  # as a client may have sent it
     return datetime.fromtimestamp(unix_ms / 1000, UTC).date().isoformat()
 
 

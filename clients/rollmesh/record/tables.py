@@ -5,6 +5,7 @@ share it. A trajectory is a row that names the nodes of its path.
 """
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -26,7 +27,6 @@ from rollmesh.v1.sampling_pb2 import TokenColumn
 TREE, TRAJECTORIES = "TREE", "TRAJECTORIES"
 """The layouts in which a session was exported."""
 _Row: TypeAlias = dict[str, Any]
-_Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 _Sequence: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 _PLAIN = ("session_id", "run_id", "group_id", "sample_index", "group_size")
 _TIMES = ("opened_unix_ms", "closed_unix_ms", "turns", "superseded", "abandoned")
@@ -172,7 +172,7 @@ def _path_nodes(record: session_pb2.SessionRecord) -> dict[int, _Row]:
     """Returns the nodes of all paths by id. A trained node has its mask and reasons from there."""
     nodes: dict[int, _Row] = {}
     for one in record.trajectories:
-        arrays = unpack_tokens(one.tokens, "tokens")
+        placed = _Placed(one)
         parent: int | None = None
         for part in parts_of(one):
             last, shape = part.last, [segment.sampled for segment in part.segments]
@@ -186,7 +186,7 @@ def _path_nodes(record: session_pb2.SessionRecord) -> dict[int, _Row]:
                 "scaffold_tokens": part.scaffold,
             }
             _describe(node, last)
-            _place(node, one, arrays, whole)
+            placed.fill(node, whole)
             parent = part.node_id
             fits = shape in ([True], [False], [False, True])
             if not fits or (known and not _is_alike(known, node)):
@@ -216,7 +216,7 @@ def _is_alike(known: _Row, node: _Row) -> bool:
 
 
 def _tree_nodes(tree: trajectory_pb2.TrajectoryTree) -> dict[int, _Row]:
-    arrays = unpack_tokens(tree.tokens, "tokens")
+    placed = _Placed(tree)
     nodes: dict[int, _Row] = {}
     for one in tree.nodes:
         parent = tree.nodes[one.parent_index].node_id if one.HasField("parent_index") else None
@@ -228,7 +228,7 @@ def _tree_nodes(tree: trajectory_pb2.TrajectoryTree) -> dict[int, _Row]:
             "scaffold_tokens": one.scaffold_tokens,
         }
         _describe(node, one)
-        _place(node, tree, arrays, slice(one.start, one.end))
+        placed.fill(node, slice(one.start, one.end))
     return nodes
 
 
@@ -273,27 +273,38 @@ def _describe(
     }
 
 
-def _place(node: _Row, one: _Sequence, arrays: _Arrays, where: slice) -> None:
-    """Adds the tokens of a node, and what refers to them by their index in the node."""
-    node["token_ids"], node["logprobs"], node["loss_mask"] = (array[where] for array in arrays)
-    for span in one.version_spans:
-        start, end = max(span.start, where.start), min(span.end, where.stop)
-        if start >= end:
-            continue
-        node["spans"].append(
-            {
-                "start": start - where.start,
-                "end": end - where.start,
-                "policy_version": version_of(span.policy_version),
-                "policy_run": run_of(span.policy_version),
-                **{name: getattr(span, name) for name in _SPAN},
-            }
-        )
-    node["images"] = [
-        {"sha256": image.sha256, "start": image.start - where.start, "tokens": image.tokens}
-        for image in one.images
-        if where.start <= image.start < where.stop
-    ]
+class _Placed:
+    """The tokens, spans and images of a trajectory or a tree, to be cut into nodes."""
+
+    def __init__(self, one: _Sequence) -> None:
+        """Reads them once. Both lists ascend."""
+        self._arrays = unpack_tokens(one.tokens, "tokens")
+        self._spans, self._images = list(one.version_spans), list(one.images)
+        self._ends = [span.end for span in self._spans]
+        self._starts = [image.start for image in self._images]
+
+    def fill(self, node: _Row, where: slice) -> None:
+        """Adds the tokens of a node, with spans and images by their index in the node."""
+        arrays = (array[where] for array in self._arrays)
+        node["token_ids"], node["logprobs"], node["loss_mask"] = arrays
+        for span in self._spans[bisect_right(self._ends, where.start) :]:
+            start, end = max(span.start, where.start), min(span.end, where.stop)
+            if start >= end:
+                break
+            node["spans"].append(
+                {
+                    "start": start - where.start,
+                    "end": end - where.start,
+                    "policy_version": version_of(span.policy_version),
+                    "policy_run": run_of(span.policy_version),
+                    **{name: getattr(span, name) for name in _SPAN},
+                }
+            )
+        first, last = (bisect_left(self._starts, at) for at in (where.start, where.stop))
+        node["images"] = [
+            {"sha256": image.sha256, "start": image.start - where.start, "tokens": image.tokens}
+            for image in self._images[first:last]
+        ]
 
 
 def _columns(one: _Sequence) -> list[_Row]:

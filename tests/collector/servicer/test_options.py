@@ -10,6 +10,7 @@ import pytest
 from rollmesh.client import Client, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
+    ConsumerUnknownError,
     InvalidFieldError,
     RollmeshError,
     SessionUnknownError,
@@ -19,8 +20,10 @@ from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import (
     GROUP,
+    SESSION,
     TIMEOUT_S,
     collector_at,
+    create_or_update,
     ingest_all,
     stub_at,
     subscribing,
@@ -190,6 +193,20 @@ async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
     assert not one.trajectories[0].HasField("tokens")
     call = stub.ReadSessions(pb.ReadSessionsRequest(session_id="x"))
     assert isinstance(await refused(call.read()), SessionUnknownError)
+
+
+async def test_a_consumer_filters_the_sessions_that_are_read(stub: Any) -> None:
+    wanted = record("wanted")
+    wanted.metadata["of"] = "one"
+    await stub.Ingest(pb.IngestRequest(sessions=[record("other"), wanted]), timeout=TIMEOUT_S)
+    rules = pb.DeliveryFilter(metadata={"of": "one"})
+    await create_or_update(stub, name="one", unit=SESSION, filter=rules)
+    assert [one.session for one in await read_all(stub, consumer="one")] == [wanted]
+    assert await read_all(stub, consumer="one", session_id="other") == []
+    unread = pb.ReadSessionsRequest(consumer="one", without_arrays=True)
+    assert isinstance(await refused(stub.ReadSessions(unread).read()), InvalidFieldError)
+    unknown = pb.ReadSessionsRequest(consumer="x")
+    assert isinstance(await refused(stub.ReadSessions(unknown).read()), ConsumerUnknownError)
 
 
 async def read_all(stub: Any, **wanted: Any) -> list[Any]:
