@@ -24,6 +24,7 @@ from rollmesh.client import (
     rollout,
     start_of_atif,
 )
+from rollmesh.client.sync import Client as SyncClient
 from rollmesh.record.atif import documents_of
 from rollmesh.runtime.errors import InvalidFieldError, ModelMismatchError, RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
@@ -542,3 +543,37 @@ async def test_the_command_reads_atif(shared: Mesh, tmp_path: Path) -> None:
     path.write_text("[]")
     code, lines, told = await imported(shared, f"--atif={path}")
     assert (code, lines) == (2, [])
+
+
+async def test_an_answer_that_was_cut_is_closed_as_in_its_own_session(shared: Mesh) -> None:
+    messages: list[Any] = [{"role": "user", "content": "plain"}]
+    async with shared.client() as client:
+        async with client.session(record_messages=True) as session:
+            messages.append(await chat(shared, session, messages, max_tokens=3))
+            messages.append({"role": "user", "content": "again"})
+            await chat(shared, session, messages)
+        (own,) = (await delivered(client, session)).trajectories
+        cut = next(one for one in own.segments if one.sampled)
+        start = await client.start_at(session.session_id, cut.node_id)
+        async with client.session(start=start) as again:
+            await chat(shared, again, messages)
+        result = await delivered(client, again)
+    check_row(result, start, 1)
+    (row,) = result.trajectories
+    assert row.token_ids.tolist() == own.token_ids.tolist()
+
+
+async def test_another_model_is_refused_and_the_blocking_client_starts_too(
+    shared: Mesh, recorded: Recorded
+) -> None:
+    def work() -> str:
+        with SyncClient(shared.addresses) as client:
+            start = client.start_at(recorded.session_id, recorded.nodes[-1])
+            with pytest.raises(ModelMismatchError, match="model"):
+                client.open_session(client.session_request(start=start, model="other"))
+            with client.session(start=start) as session:
+                tree = client.open_session_tree(session.session_id)
+            assert [one.node_id for one in tree.nodes] == recorded.nodes
+            return tree.session.origin.nodes[0].session_id
+
+    assert await asyncio.to_thread(work) == recorded.session_id

@@ -702,8 +702,8 @@ class Attempts:
     async def run(self, seat: Seat) -> SampleOutcome:
         """Runs a seat to its end and returns the outcome. Errors of the agent are part of it."""
         if seat.kept is not None:
-            outcome = _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
-            return await self._hand_over(seat, outcome)
+            kept = _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
+            return await self._hand_over(seat, kept)
         backoff = Backoff(self._retries.delay_s, math.inf)
         going = await self._left(seat)
         attempt, is_new = seat.earlier + 1, True

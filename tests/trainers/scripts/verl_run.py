@@ -197,7 +197,7 @@ def job(config: Any, step: int) -> tuple[Any, Any, Any]:
     return callback, push, manager
 
 
-def step_of(trainer: Any, uid: str, **more: list[Any]) -> list[dict[str, Any]]:
+def step_of(trainer: Any, uid: str, **more: Any) -> list[dict[str, Any]]:
     """Rolls a prompt out, alone in the queue. Returns the tags of its rows."""
     tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
     batch = prompts([uid], [False], **more)
