@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from rollmesh.chat import Message, RenderContext, ToolCall, make_context
-from rollmesh.gateway.tree import Lineage
+from rollmesh.gateway.tree import Lineage, Node, new_root
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
 
@@ -79,6 +79,22 @@ def test_a_history_begun_anew_is_a_compaction() -> None:
     world.turn((*summary, said("go on"), user("yes")), said("done"), context=TOOLS)
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
     assert all(mask_of(trajectory).any() for trajectory in world.export())
+
+
+def test_a_history_that_another_session_began_is_compacted_as_well() -> None:
+    earlier, world = World(), World()
+    before = worked(earlier, 3)
+    parent = new_root(TOOLS)
+    for one in max(earlier.tree.leaves(), key=lambda leaf: leaf.end).path():
+        sampled = frozenset({trajectory_pb2.FIDELITY_REASON_IMPORTED} if one.sample else ())
+        ids, size = one.token_ids.copy(), len(one.token_ids)
+        parent = Node(one.node_id, parent, TOOLS, one.messages, ids, size, reasons=sampled)
+        world.tree.attach(parent)
+    world.next_id = earlier.next_id
+    world.turn((*before, user("Summarise.")), said(SUMMARY), context=TOOLS)
+    world.turn((SYSTEM, user(f"So far: {SUMMARY}")), said("on"), context=TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
+    world.check()
 
 
 @pytest.mark.parametrize("summariser", ["the work", "another agent"])

@@ -239,12 +239,12 @@ class _Ways:
         while reached is not None:
             self._trunk.append(reached)
             reached = self._next(reached) if reached.children else None
-        self._worked = [node.node_id for node in self._trunk if node.sample is not None]
-        """Ids of the main path's turns."""
+        self._worked = [node.node_id for node in self._trunk if node.was_sampled]
+        """Ids of the main path's turns, with those of the context that the session starts from."""
         self._told = [node for node in self._trunk if node.messages[0].role != "system"]
-        self._last = max((at for at, one in enumerate(self._told) if one.sample), default=0)
+        self._last = max((at for at, one in enumerate(self._told) if one.was_sampled), default=0)
         """Index of the last turn in `_told`."""
-        self._sampled = sorted(one.node_id for one in tree.nodes.values() if one.sample is not None)
+        self._sampled = sorted(one.node_id for one in tree.nodes.values() if one.was_sampled)
         self._nodes = tree.nodes
         self._parts: dict[int, list[str]] = {}
         self._carries: dict[int, bool] = {}
