@@ -33,6 +33,7 @@ _VARIABLES = {f"ROLLMESH_{one.name}".upper() for one in fields(CallerConfig)} | 
 _MODULES = {
     "status": "rollmesh.cli.status",
     "tail": "rollmesh.cli.tail",
+    "top": "rollmesh.cli.top",
     "doctor": "rollmesh.cli.doctor",
     "import": "rollmesh.cli.imports",
     "view": "rollmesh.view",

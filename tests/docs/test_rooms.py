@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_385, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (1_970, 13),
+    "clients/rollmesh/cli": (2_486, 14),
     "clients/rollmesh/view": (1_360, 5),
     "clients/rollmesh/conformance": (4_122, 39),
 }

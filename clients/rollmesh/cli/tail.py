@@ -102,10 +102,10 @@ def _show(line: dict[str, Any], options: argparse.Namespace) -> None:
         return
     if options.outcome not in (None, line["outcome"]):
         return
-    print(json.dumps(line, ensure_ascii=False) if options.json else _words(line), flush=True)
+    print(json.dumps(line, ensure_ascii=False) if options.json else words_of(line), flush=True)
 
 
-def _words(line: dict[str, Any]) -> str:
+def words_of(line: dict[str, Any]) -> str:
     """Returns a line for people. It has no character that moves a terminal's cursor."""
     at = datetime.fromtimestamp(line["closed_unix_ms"] / 1000, UTC).strftime("%H:%M:%S")
     reward = "-" if line["reward"] is None else f"{line['reward']:.3f}"
