@@ -194,7 +194,12 @@ def test_a_cut_batch_leaves_nothing(tmp_path: Path) -> None:
         writer.write()
         writer.publish(("nodes", "trajectories"))
     assert len(list(tmp_path.glob("nodes/*/*.parquet"))) == 1
+    others = tmp_path / "nodes" / "date=2026-01-01" / "mine.parquet"
+    others.parent.mkdir()
+    others.write_text("of somebody else")
     write(tmp_path, record("b"))
+    assert others.exists()
+    others.unlink()
     assert [one.session_id for one in read_records(tmp_path)] == ["b"]
     assert len(list(tmp_path.glob("nodes/*/*.parquet"))) == 1
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
-from rollmesh.record.files import PARTS, Writer
-from rollmesh.record.schema import TABLES
+from rollmesh.record.files import COMMITS, PARTS, Writer
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
@@ -157,7 +156,7 @@ async def _keep(
     await faults.reach("archive-after-write")
     await asyncio.to_thread(writer.publish, PARTS)
     await faults.reach("archive-between-names")
-    await asyncio.to_thread(writer.publish, TABLES.keys() - PARTS)
+    await asyncio.to_thread(writer.publish, COMMITS)
     await faults.reach("archive-before-ack")
     new, files = await asyncio.to_thread(writer.finish)
     while True:

@@ -10,8 +10,8 @@ import os
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, date, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from rollmesh.record import images
-from rollmesh.record.schema import TABLES, VERSION, VERSION_KEY, schema_of
+from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
 from rollmesh.record.tables import Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
@@ -32,7 +32,9 @@ from rollmesh.v1 import session_pb2
 _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
-"""The files of these tables are renamed before the files of `sessions`."""
+"""The files of these tables are renamed before the files of `COMMITS`."""
+COMMITS = ("sessions", "rewards")
+_NAMES = "date=*/[0-9]*-????????.parquet"
 _ARRAYS = ("token_ids", "logprobs", "loss_mask")
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
@@ -62,22 +64,20 @@ class Writer:
         self._name = ""
         try:
             owner_only.make_folder(folder)
-            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
+            with ExitStack() as stack:
+                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._index = sqlite3.connect(folder / _INDEX, check_same_thread=False)
+                stack.callback(self._index.close)
+                self._index.executescript(_SCHEMA)
+                self._clean()
+                self._catch_up()
+                self._held = stack.pop_all()
+        except BlockingIOError as error:
+            raise ConfigError(f"to: another process writes {folder}; stop it") from error
+        except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"to: {folder}: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._index = sqlite3.connect(folder / _INDEX, check_same_thread=False)
-            self._index.executescript(_SCHEMA)
-            self._clean()
-            self._catch_up()
-        except BaseException as error:
-            os.close(self._lock)
-            if isinstance(error, BlockingIOError):
-                raise ConfigError(f"to: another process writes {folder}; stop it") from error
-            if isinstance(error, (OSError, sqlite3.Error)):
-                raise ConfigError(f"to: {folder}: {error}") from error
-            raise
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -85,8 +85,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         """Gives the folder back. A batch that was not published is dropped."""
-        self._index.close()
-        os.close(self._lock)
+        self._held.close()
 
     def add(self, record: session_pb2.SessionRecord) -> None:
         """Adds a session to the batch. A known session adds only its rewards.
@@ -123,10 +122,10 @@ class Writer:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def publish(self, tables: Collection[str]) -> None:
-        """Gives the written files of some tables their names. Durable."""
-        for table, day in self._rows:
-            if table in tables:
+    def publish(self, tables: Sequence[str]) -> None:
+        """Gives the written files of some tables their names, in this order. Durable."""
+        for table in tables:
+            for day in (day for of, day in self._rows if of == table):
                 path = self.folder / table / f"date={day}" / self._name
                 owner_only.make_folder(path.parent)
                 self._unnamed(table, day).replace(path)
@@ -157,7 +156,7 @@ class Writer:
         try:
             self.write()
             self.publish(PARTS)
-            self.publish(TABLES.keys() - PARTS)
+            self.publish(COMMITS)
         except OSError as error:
             raise ConfigError(f"to: {self.folder}: {error}") from error
         return self.finish()[1]
@@ -176,18 +175,18 @@ class Writer:
             self._index.executemany("INSERT OR IGNORE INTO files VALUES (?)", [(f,) for f in files])
 
     def _clean(self) -> None:
-        """Removes files of a batch whose sessions have no file."""
+        """Removes files of a batch whose sessions have no file. Others' files stay."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder / _WRITING)
         for table in PARTS:
-            for path in (self.folder / table).glob("date=*/*.parquet"):
+            for path in (self.folder / table).glob(_NAMES):
                 if not (self.folder / "sessions" / path.parent.name / path.name).exists():
                     path.unlink()
 
     def _catch_up(self) -> None:
         """Reads the ids of sessions whose files the index does not know: of a killed writer."""
         known = {name for (name,) in self._index.execute("SELECT name FROM files")}
-        for path in (self.folder / "sessions").glob("date=*/*.parquet"):
+        for path in (self.folder / "sessions").glob(_NAMES):
             name = path.relative_to(self.folder).as_posix()
             if name not in known:
                 found = parquet.ParquetFile(path).read(["session_id"])
