@@ -8,7 +8,7 @@ CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_690, 56),
     "services/runtime/rollmesh/mesh": (4_683, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
-    "services/gateway/rollmesh/gateway": (10_920, 28),
+    "services/gateway/rollmesh/gateway": (10_923, 28),
     "services/engine/rollmesh/engine": (7_942, 32),
     "services/router/rollmesh/router": (4_762, 17),
     "services/collector/rollmesh/collector": (5_364, 14),

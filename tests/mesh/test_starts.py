@@ -318,6 +318,8 @@ def damaged(request: gateway_pb2.SessionStart, how: str) -> None:
             node.data = b"[{"
         case "no message":
             node.data = b'["a"]'
+        case "no Unicode":
+            node.data = b'[{"role": "assistant", "content": "\\ud800"}]'
         case "no answer":
             request.nodes[0].sampled = True
         case "image":
@@ -347,6 +349,7 @@ def damaged(request: gateway_pb2.SessionStart, how: str) -> None:
         ("twice", "start.nodes[2].node_id"),
         ("no JSON", "start.nodes[1].data"),
         ("no message", "start.nodes[1].data"),
+        ("no Unicode", "start.nodes[1].data"),
         ("no answer", "start.nodes[0].sampled"),
         ("image", "start.nodes[0].data"),
         ("merged", "start.nodes"),

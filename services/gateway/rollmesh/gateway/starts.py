@@ -5,6 +5,7 @@ that a model sampled carries IMPORTED: requests match it as a sample, and it is 
 """
 
 import hashlib
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -224,7 +225,9 @@ def _read_group(
         return Image(0, sha256, images[sha256].width, images[sha256].height)
 
     try:
-        group = read_messages(read_json(one.data.decode()), read_image)
+        read = read_json(one.data.decode())
+        json.dumps(read, ensure_ascii=False).encode()  # no lone surrogates, which no message has
+        group = read_messages(read, read_image)
     except InvalidInputError as error:
         raise InvalidFieldError(f"{field}.data", f"{error.field} {error.problem}") from error
     except (ValueError, TypeError, AttributeError) as error:
