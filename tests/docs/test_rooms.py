@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_342, 24),
-    "clients/rollmesh/record": (2_492, 10),
+    "clients/rollmesh/record": (2_493, 10),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_385, 23),
     "clients/rollmesh/launch": (603, 4),

@@ -191,6 +191,25 @@ async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path
     assert (called["reasoning_content"], called["llm_call_count"]) == ("Hm.", 1)
 
 
+async def test_a_session_of_text_has_steps_without_tokens(tmp_path: Path) -> None:
+    one = told(record("text"), [user("Hi")], [{"role": "assistant", "content": "One."}])
+    one.capture = session_pb2.CAPTURE_TEXT
+    del one.trajectories[0].segments[0]
+    one.trajectories[0].segments[0].start = one.trajectories[0].segments[0].end = 0
+    for name in ("tokens", "version_spans"):
+        one.trajectories[0].ClearField(name)
+    other = one.trajectories.add()
+    other.CopyFrom(one.trajectories[0])
+    other.trajectory_id, other.leaf_node_id = "text-3", 3
+    other.segments[0].node_id = 3
+    data = b'[{"role": "assistant", "content": "Two."}]'
+    one.messages.add(node_id=3, parent_node_id=1, data=data, data_bytes=len(data))
+    first, second = written(one, tmp_path)
+    assert [step["message"] for step in second["steps"]] == ["Hi", "Two."]
+    assert [step.get("is_copied_context") for step in second["steps"]] == [True, None]
+    assert [set(step) & {"metrics", "is_copied_context"} for step in first["steps"]] == [set()] * 2
+
+
 async def test_sessions_without_messages_have_the_text_of_their_tokens(tmp_path: Path) -> None:
     tree = tree_record("tree")
     assert documents_of(leaves_as_result(tree)) == []

@@ -40,13 +40,12 @@ def documents_of(session: SessionResult, decode: Decode | None = None) -> list[_
         decode: Of the model's tokenizer. Without messages, the text of a step is that of its
             tokens. None leaves such trajectories out.
     """
-    ordered = _ordered(session)
+    ordered = [(one, session.conversation(one)) for one in _ordered(session)]
     owners = _owners(ordered)
     documents: list[_Json] = []
     made: list[tuple[Trajectory, _Json]] = []
     told: _Json | None = None  # the end of the main conversation so far
-    for trajectory in ordered:
-        found = session.conversation(trajectory)
+    for trajectory, found in ordered:
         if found is None and decode is None:
             continue
         document = _document(session, trajectory, found)
@@ -137,11 +136,13 @@ def _ordered(session: SessionResult) -> list[Trajectory]:
     return sorted(session.trajectories, key=lambda one: places.get(one.lineage, 1))
 
 
-def _owners(ordered: Iterable[Trajectory]) -> dict[int, str]:
+def _owners(ordered: Iterable[tuple[Trajectory, Conversation | None]]) -> dict[int, str]:
     """Returns the trajectory of each node in which its step is no copy, by node id."""
     owners: dict[int, str] = {}
     trained: dict[int, str] = {}
-    for trajectory in ordered:
+    for trajectory, found in ordered:
+        for node_id in found.node_ids if found is not None else ():  # also those without tokens
+            owners.setdefault(node_id, trajectory.trajectory_id)
         for one in trajectory.path.segments:
             owners.setdefault(one.node_id, trajectory.trajectory_id)
             if one.trained:
