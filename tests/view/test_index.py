@@ -94,6 +94,7 @@ def test_versions_of_two_runs_of_a_policy_are_two_series(index: Index) -> None:
 def test_points_over_time_are_at_most_200(index: Index) -> None:
     index.add(record(f"t{n}", 0.5, closed_unix_ms=10_000 * n) for n in range(500))
     found = index.series(Selection(), "time")
+    assert found["lags"] == [{"lag": 0, "sessions": 506}]
     assert 100 < len(found["points"]) <= 201
     assert sum(one["sessions"] for one in found["points"]) == 506
     reasons = {one["reason"]: one["sessions"] for one in found["reasons"]}

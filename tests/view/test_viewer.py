@@ -329,6 +329,32 @@ async def test_alarms_are_shown_also_while_no_router_and_no_collector_answers(
             await until(both)
 
 
+async def test_the_load_of_a_mesh_and_what_happened_are_shown_over_time(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
+        async with viewer(mesh) as http:
+
+            async def history() -> dict[str, list[dict[str, Any]]]:
+                found: dict[str, list[dict[str, Any]]] = (await http.get("/api/history")).json()
+                return found
+
+            async def point() -> Any:
+                return (await history())["points"]
+
+            (first, *_) = await until(point)
+            assert (first["engines"], first["leases"], first["queue"]) == (1, 0, 0)
+            await client.push_weights({"w": np.zeros(1, np.float32)}, 1)
+            await mesh.restart("engine")
+
+            async def happened() -> bool:
+                names = [one["name"] for one in (await history())["events"]]
+                pushed = "version 1 of policy pushed" in names
+                return pushed and any(one.startswith("engine ") for one in names)
+
+            await until(happened)
+
+
 async def test_sixty_four_readers_and_the_death_of_a_viewer_disturb_no_session(
     shared: Mesh,
 ) -> None:

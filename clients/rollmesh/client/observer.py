@@ -42,6 +42,8 @@ _MOST_SAID = 200
 _SHOWN = (
     "rollmesh_collector_session_rewards_sum",
     "rollmesh_collector_session_rewards_count",
+    "rollmesh_gateway_journal_takeovers_total",
+    "process_start_time_seconds",
 )
 """Metrics that no rule reads, for people."""
 _KINDS = {

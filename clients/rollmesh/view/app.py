@@ -32,6 +32,7 @@ from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnk
 from rollmesh.runtime.runs import told
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, router_pb2, session_pb2
+from rollmesh.view.history import History
 from rollmesh.view.index import Index, Selection
 from rollmesh.view.sessions import REASONS, Decode, closed_session, listed, running_session
 
@@ -90,6 +91,7 @@ class Viewer:
         self._client = client
         self._observer = observer
         self._alarms: list[Alarm] = []
+        self._history = History()
         self._index = index
         self._settings = settings
         self._after = self._error = ""
@@ -107,6 +109,7 @@ class Viewer:
         routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/api/mesh": self._mesh,
             "/api/alarms": self._show_alarms,
+            "/api/history": self._show_history,
             "/api/choices": self._choose,
             "/api/sessions": partial(self._page, index.sessions),
             "/api/groups": partial(self._page, index.groups),
@@ -151,6 +154,7 @@ class Viewer:
         """Looks for alarms again and again, until it is cancelled."""
         while True:
             self._alarms = await self._observer.watch()
+            self._history.add(self._observer.history[-1], clock.unix_ms())
             await asyncio.sleep(_LOOK_S)
 
     async def _read(self) -> bool:
@@ -252,6 +256,9 @@ class Viewer:
     async def _show_alarms(self, request: Request) -> Response:
         """Alarms as they were seen last. Nothing is asked, so a silent server holds up no page."""
         return JSONResponse({"alarms": [one._asdict() for one in self._alarms]})
+
+    async def _show_history(self, request: Request) -> Response:
+        return JSONResponse(self._history.shown())
 
     async def _choose(self, request: Request) -> Response:
         if clock.monotonic_ms() >= self._choices_until:

@@ -17,7 +17,7 @@ from typing import Any
 from rollmesh.client import pass_at
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.runs import run_of, told, version_of
+from rollmesh.runtime.runs import STRIDE, run_of, told, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _BUCKETS = 200
@@ -236,7 +236,9 @@ class Index:
         return sorted(rows, key=lambda one: one["closed"], reverse=True)[:100]
 
     def series(self, chosen: Selection, by: str = "version") -> dict[str, Any]:
-        """Returns sums over policy versions or over time, and how often each reason occurs.
+        """Returns sums over policy versions or over time, and counts of reasons and of lags.
+
+        The lag of a session is the number of versions from its first token's to its last one's.
 
         Args:
             chosen: The sessions.
@@ -272,11 +274,18 @@ class Index:
             " GROUP BY reason ORDER BY sessions DESC",
             given,
         )
+        lags = self._rows(
+            "SELECT last_version - first_version lag, count(*) sessions FROM sessions"
+            f" WHERE {where} AND last_version / {STRIDE} = first_version / {STRIDE}"
+            " GROUP BY lag ORDER BY lag LIMIT 100",
+            given,
+        )
         if by == "version":
             points = [
                 one | {"run": run_of(one["at"]), "at": version_of(one["at"])} for one in points
             ]
-        return {"points": points[::-1], "reasons": reasons, "width_ms": width}
+        shown = {"points": points[::-1], "reasons": reasons, "lags": lags}
+        return shown | {"width_ms": width}
 
     def _page(
         self, sql: str, given: list[Any], order: str, offset: int, limit: int

@@ -179,8 +179,15 @@ class MeshCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             await self._pushes.push(tensors, global_steps)
 
     async def receive_weights(self, global_steps: int | None = None) -> Any:
-        """Is not called: the mesh's engines receive the weights."""
-        raise NotImplementedError
+        """Refuses: the mesh's engines receive the weights.
+
+        Raises:
+            InvalidFieldError: Always.
+        """
+        raise InvalidFieldError(
+            "checkpoint_engine.backend",
+            "is rollmesh, whose engines receive the weights themselves; do not call this",
+        )
 
 
 def _gathered(weights: Iterable[tuple[str, Any]], *, is_first: bool) -> dict[str, Any]:

@@ -49,13 +49,16 @@ async function runPage(query) {
   const by = query.by === "time" ? "time" : "version";
   const wanted = { ...query, by };
   const runs = (query.compare || "").split(",").filter(Boolean);
-  const [found, mesh, seen, ...others] = await Promise.all([
-    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })), ask("alarms"),
+  const [found, mesh, seen, history, ...others] = await Promise.all([
+    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })), ask("alarms"), ask("history"),
     ...runs.map((run_id) => ask("series", { ...wanted, run_id })),
   ]);
   const all = others.length ? others.map((one, index) => [runs[index], one]) : [["", found]];
   const label = by === "time" ? (x) => time(x).slice(11) : (x) => `v${x}`;
-  const events = by === "time" ? pushes(found.points) : [];
+  const happened = history.events.map((one) => ({ x: one.at, name: one.name }));
+  const events = by === "time" ? [...pushes(found.points), ...happened] : [];
+  const load = (title, ...names) => chart(title, names.map(([name, shown]) => (
+    { name: shown, points: history.points.map((p) => ({ x: p.at, y: p[name] })) })), { label, events: happened });
   const curve = (title, ...names) => chart(title, all.flatMap(([run, one]) => names.flatMap(([name, shown]) =>
     byRun(one.points).map(([policy, points]) => ({
       name: [run, shown, policy].filter(Boolean).join(" "),
@@ -80,8 +83,25 @@ async function runPage(query) {
       curve("Versions within a session", ["lag", ""]),
       by === "time" && chart("Sampled tokens per second", [{ points: rate }], { label, events }),
       curve("Sessions", ["sessions", ""]),
+      by === "time" && [
+        load("Leases of engines", ["leases", "granted"], ["capacity", "room"]),
+        load("Requests that wait", ["queue", "for a lease"], ["waiting", "in engines"]),
+        load("Open sessions", ["sessions", ""]),
+        load("Engines", ["engines", ""]),
+      ],
       reports.flatMap(([name, steps]) => metricNames(steps).map((metric) => chart(`${name}: ${metric}`,
         [{ points: steps.map((one) => ({ x: one.step, y: one[metric] })) }], { label: (x) => `step ${x}` })))),
+    h("h2", {}, "Lag"),
+    h("p", { class: "quiet" }, "Versions from the first to the last sampled token of a session."),
+    table([
+      ["versions", (one) => number(one.lag), "number"],
+      ["sessions", (one) => number(one.sessions), "number"],
+      ["", (one) => bar(one.sessions / Math.max(...found.lags.map((other) => other.sessions))), "bar"],
+    ], found.lags),
+    history.events.length > 0 && [h("h2", {}, "What happened"), table([
+      ["time", (one) => time(one.at)],
+      ["event", (one) => one.name, "text"],
+    ], history.events.slice(-50).reverse())],
     h("h2", {}, "Reasons"),
     table([
       ["reason", (one) => h("a", { href: link(["sessions"], { ...query, reason: one.reason }) }, one.reason)],
@@ -89,6 +109,12 @@ async function runPage(query) {
       ["meaning", (one) => choices.sentences[one.reason] || "", "text"],
     ], found.reasons),
   ];
+}
+
+function bar(share) {
+  const made = h("i", {});
+  made.style.setProperty("width", `${100 * share}%`);
+  return made;
 }
 
 function compareForm(query, runs) {

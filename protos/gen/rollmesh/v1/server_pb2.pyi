@@ -120,7 +120,7 @@ class GetMetricsResponse(_message.Message):
     """The server's clock."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricSample]:
-        """The samples whose names begin with "rollmesh_"."""
+        """The samples that were asked for."""
 
     def __init__(
         self,

@@ -106,10 +106,10 @@ def samples(names: Set[str]) -> Iterator[server_pb2.MetricSample]:
     """Yields the samples of this process's metrics.
 
     Args:
-        names: Their names. Empty means all but the buckets of histograms.
+        names: Their names. Empty means all of rollmesh's but the buckets of histograms.
     """
     for metric in REGISTRY.collect():
-        if not metric.name.startswith("rollmesh_"):
+        if not (names or metric.name.startswith("rollmesh_")):
             continue
         for one in metric.samples:
             if one.name in names if names else not one.name.endswith("_bucket"):

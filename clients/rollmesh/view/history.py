@@ -1,0 +1,101 @@
+"""How a mesh changed while a viewer looked at it: its load over time, and what happened."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, TypeAlias
+
+from rollmesh.runtime.alarms import Observation
+from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.runs import told
+from rollmesh.v1 import router_pb2
+
+_POINTS, _EVENTS = 1440, 500
+_TAKEOVERS = "rollmesh_gateway_journal_takeovers_total"
+_START, _SAME_S = "process_start_time_seconds", 0.5
+_QUEUE = "rollmesh_router_queue_length"
+_Member: TypeAlias = tuple[str, str]
+"""Kind and id."""
+
+
+class History:
+    """The last points and events. Both are bounded."""
+
+    def __init__(self) -> None:
+        """Starts without observations."""
+        self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._members: set[_Member] | None = None
+        self._versions: dict[str, int] | None = None
+        self._starts: dict[_Member, float] = {}
+        self._takeovers: dict[str, float] = {}
+
+    def shown(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns the points and events, oldest first. `at` is Unix time, milliseconds."""
+        return {"points": list(self._points), "events": list(self._events)}
+
+    def add(self, seen: Observation, unix_ms: int) -> None:
+        """Adds an observation. Without members it is a gap: nobody is known to have left."""
+        if seen.members is None:
+            return
+        self._points.append({"at": unix_ms, **_load(seen)})
+        events = self._moves(seen.members), self._restarts(seen), self._pushes(seen.members)
+        for text in chain(*events, self._taken(seen)):
+            self._events.append({"at": unix_ms, "name": text})
+
+    def _moves(self, members: router_pb2.ListReplicasResponse) -> Iterator[str]:
+        before, now = self._members, {_member(one.hello) for one in members.replicas}
+        self._members = now
+        if before is not None:
+            yield from (f"{kind} {name} left" for kind, name in sorted(before - now))
+            yield from (f"{kind} {name} joined" for kind, name in sorted(now - before))
+
+    def _restarts(self, seen: Observation) -> Iterator[str]:
+        for server in seen.servers:
+            start = server.total(_START)
+            if start is None:
+                continue
+            place = server.kind, server.name
+            if start > self._starts.get(place, start) + _SAME_S:
+                yield f"{server.kind} {server.name} restarted"
+            self._starts[place] = start
+
+    def _pushes(self, members: router_pb2.ListReplicasResponse) -> Iterator[str]:
+        before, now = (
+            self._versions,
+            {one.model: one.target_policy_version for one in members.models},
+        )
+        self._versions = now
+        if before is not None:
+            for model, version in now.items():
+                if before.get(model, 0) != version:
+                    yield f"{told(version)} of {model} pushed"
+
+    def _taken(self, seen: Observation) -> Iterator[str]:
+        for server in seen.of("gateway"):
+            count = server.total(_TAKEOVERS)
+            if count is None:
+                continue
+            more = count - self._takeovers.get(server.name, count)
+            self._takeovers[server.name] = count
+            if more > 0:
+                yield f"gateway {server.name} took {more:.0f} journals over"
+
+
+def _member(hello: router_pb2.ReplicaHello) -> _Member:
+    return name_of(router_pb2.ReplicaKind.DESCRIPTOR, hello.kind).lower(), hello.replica_id
+
+
+def _load(seen: Observation) -> dict[str, float | None]:
+    engines = seen.engines()
+    queues = [one.total(_QUEUE) for one in seen.of("router")]
+    known = [one for one in queues if one is not None]
+    return {
+        "engines": len(engines),
+        "leases": sum(one.leases for one in engines),
+        "capacity": sum(one.hello.lease_capacity for one in engines),
+        "running": sum(one.hello.load.running for one in engines),
+        "waiting": sum(one.hello.load.waiting for one in engines),
+        "queue": sum(known) if known else None,
+        "sessions": None if seen.sessions is None else len(seen.sessions),
+    }
