@@ -53,8 +53,6 @@ REASONS = {
     "COMPACTION_REJECTED": "The agent declared a compaction that it did not take. It is not "
     "trained.",
     "BUDGET": "A budget of the session ended the turn.",
-    "IMPORTED": "The tokens come from another session, from which this one started. They are not "
-    "trained.",
 }
 """Each reason in a sentence."""
 
