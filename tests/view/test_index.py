@@ -101,6 +101,13 @@ def test_points_over_time_are_at_most_200(index: Index) -> None:
     assert reasons == {"EXACT": 505, "LENGTH_CUT": 1}
 
 
+def test_a_session_with_an_impossible_time_leaves_the_others(index: Index) -> None:
+    wrong = record("wrong", closed_unix_ms=2**63 - 1, reward_timeout_ms=1_000)
+    assert index.add([wrong, record("right")]) == 1
+    assert ids(index.sessions(Selection(), "newest", 0, 1)) == ["s4-cut"]
+    assert index.sessions(Selection())["total"] == 7
+
+
 def test_a_reward_that_comes_late_replaces_none(index: Index) -> None:
     assert index.waiting(0) == ["s5"]
     assert index.waiting(6_000) == []

@@ -164,8 +164,8 @@ class Viewer:
             part = page[start : start + _AT_ONCE]
             whole = [one.session for one in part if not one.damaged_session_id]
             records = [await self._with_messages(one) for one in whole]
-            await asyncio.to_thread(self._index.add, records)
-            self._damaged += len(part) - len(whole)
+            left_out = await asyncio.to_thread(self._index.add, records)
+            self._damaged += len(part) - len(whole) + left_out
             self._after = part[-1].resume_token
         if len(page) == _PAGE:
             return False

@@ -134,21 +134,33 @@ class Index:
         with self._lock:
             self._db.close()
 
-    def add(self, records: Iterable[session_pb2.SessionRecord]) -> None:
-        """Adds sessions, or replaces them. Messages are searched. Other arrays are not needed."""
+    def add(self, records: Iterable[session_pb2.SessionRecord]) -> int:
+        """Adds sessions, or replaces them. Messages are searched. Other arrays are not needed.
+
+        Returns:
+            The number of sessions that were left out, because a number of theirs is too large.
+        """
+        left_out = 0
         with self._lock, self._db:
             for record in records:
-                row = _row(record)
-                n = self._db.execute(
-                    f"INSERT INTO sessions ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
-                    " ON CONFLICT (session_id) DO UPDATE SET reward = excluded.reward RETURNING n",
-                    row,
-                ).fetchone()[0]
-                reasons = {(n, one) for one in _reasons(record)}
-                self._db.executemany("INSERT OR IGNORE INTO reasons VALUES (?, ?)", reasons)
-                self._db.execute(
-                    "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
-                )
+                try:
+                    self._add(record)
+                except OverflowError:
+                    left_out += 1
+        return left_out
+
+    def _add(self, record: session_pb2.SessionRecord) -> None:
+        row = _row(record)
+        n = self._db.execute(
+            f"INSERT INTO sessions ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
+            " ON CONFLICT (session_id) DO UPDATE SET reward = excluded.reward RETURNING n",
+            row,
+        ).fetchone()[0]
+        reasons = {(n, one) for one in _reasons(record)}
+        self._db.executemany("INSERT OR IGNORE INTO reasons VALUES (?, ?)", reasons)
+        self._db.execute(
+            "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
+        )
 
     def waiting(self, unix_ms: int) -> list[str]:
         """Returns ids of sessions whose reward may still come at a time, at most 100."""
