@@ -152,7 +152,7 @@ test-fast: $(FAST)/.ready ## Runs the tests that need no vLLM, trainer, agent, P
 	$(FAST)/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
 
 # Folders whose tests start many services.
-WHOLE = cli docker docs faults kubernetes mesh pairs
+WHOLE = cli docker docs faults kubernetes mesh pairs record
 # A third of the remaining time: commands as processes, conversations in every template, hostile clients.
 EVERY = collector/test_commands chat/templates/test_any_conversation chat/templates/test_mistral chat/templates/test_probe \
   conformance/test_against_rollmesh gateway/turns/test_prompt sidecar/test_attacks sidecar/test_bodies
