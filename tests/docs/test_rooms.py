@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_690, 56),
+    "services/runtime/rollmesh/runtime": (9_705, 56),
     "services/runtime/rollmesh/mesh": (4_683, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_923, 28),

@@ -20,7 +20,7 @@ from rollmesh.launch.child import Child, EndedEarlyError
 from rollmesh.launch.locks import mesh_tokens, trainer_files
 from rollmesh.launch.plan import VIEW_PORT, ProcessSpec, plan_mesh, view_spec, visible_gpus
 from rollmesh.runtime import clock, owner_only
-from rollmesh.runtime.config import ConfigError, Tables, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError, Tables, mesh_config, mesh_problems, read_mesh
 from rollmesh.runtime.process.main import stop_signals
 from rollmesh.runtime.telemetry.logs import JsonFormatter, configure_logging, fields
 
@@ -259,7 +259,7 @@ def main() -> int:
             if options.traces is not None:
                 tables["traces"] = {**tables.get("traces", {}), "endpoint": options.traces}
             path, classes = str(options.config), installed()
-            problems = own_problems(tables, path, classes)
+            problems = mesh_problems(tables) or own_problems(tables, path, classes)
             problems = problems or missing_packages(tables, path, classes, os.environ)
             if problems:
                 print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)

@@ -69,6 +69,30 @@ def test_every_service_reads_the_shared_settings(tmp_path: Path) -> None:
         assert found.get("tokens_dir") == (None if service == "sidecar" else "/locks/accepted")
 
 
+def test_every_service_sends_the_traces_of_the_file(tmp_path: Path) -> None:
+    text = """
+    [traces]
+    endpoint = "http://collector:4317"
+    protocol = "grpc"
+    ratio = 0.5
+    [gateway]
+    traces_content = true
+    """
+    for service in SERVICES:
+        found = started(tmp_path, text, service)
+        assert given(found, "traces_endpoint", "traces_protocol", "traces_ratio") == (
+            "http://collector:4317", "grpc", 0.5,
+        )  # fmt: skip
+        assert found["traces_content"] == (service == "gateway")
+    argv = [f"--config={tmp_path / 'mesh.toml'}"]
+    sources = resolve(RouterConfig, "router", argv, {})
+    assert sources.source("traces_ratio") == f"{tmp_path / 'mesh.toml'} [traces]"
+    (problem,) = mesh_problems({"traces": {"endpont": "http://a"}})
+    assert problem == "traces.endpont: unknown setting; did you mean endpoint?"
+    (problem,) = mesh_problems({"traces": {"ratio": 2}})
+    assert problem == "traces.ratio: is 2.0; give at most 1"
+
+
 def test_a_file_without_a_mesh_table_is_a_locked_mesh_of_defaults(tmp_path: Path) -> None:
     found = started(tmp_path, "[gateway]\nmax_sessions = 5", "gateway")
     assert given(found, "max_sessions", "router", "data_dir", "tokens_dir") == (

@@ -112,14 +112,15 @@ async def test_only_tasks_of_a_caller_are_in_its_trace() -> None:
         assert [one.result() for one in tasks] == [HEADER, "", HEADER]
 
 
-async def test_spans_beyond_the_queue_are_dropped_and_counted() -> None:
+@pytest.mark.parametrize(("content", "most"), [(False, 4_096), (True, 256)])
+async def test_spans_beyond_the_queue_are_dropped_and_counted(*, content: bool, most: int) -> None:
     before = spans_counted("dropped")
     async with hanging_receiver() as url:
-        with tracing.sending("test", TracesConfig(traces_endpoint=url)):
+        with tracing.sending("test", TracesConfig(traces_endpoint=url, traces_content=content)):
             for _ in range(5_000):
                 with span("a", "server"):
                     pass
-            assert spans_counted("dropped") - before == 5_000 - 4_096
+            assert spans_counted("dropped") - before == 5_000 - most
 
 
 def test_a_broken_description_breaks_only_its_span() -> None:
@@ -137,11 +138,10 @@ def test_a_broken_description_breaks_only_its_span() -> None:
     assert [one.name for one in receiver.spans] == ["a", "c"]
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://a", "http://"])
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://a", "http://", "http://a:x", "http://[a"])
 def test_another_endpoint_than_a_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="traces_endpoint: is"):
-        with tracing.sending("test", TracesConfig(traces_endpoint=url)):
-            pass
+        TracesConfig(traces_endpoint=url)
 
 
 def test_the_file_of_headers_is_private_and_has_headers(tmp_path: Path) -> None:

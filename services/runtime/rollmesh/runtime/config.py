@@ -54,6 +54,7 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+from urllib.parse import urlsplit
 
 # Secret values: they come by file or environment and are never printed.
 
@@ -184,6 +185,24 @@ class OneOf:
     def __str__(self) -> str:
         """Returns the phrase for the help."""
         return f"one of {', '.join(self.words)}"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpUrl:
+    """A URL of HTTP or HTTPS, or nothing."""
+
+    def problem(self, value: str) -> str:
+        """Returns the remedy for a value, empty if the value is allowed."""
+        try:
+            url = urlsplit(value)
+            is_one = url.scheme in {"http", "https"} and bool(url.hostname) and url.port != 0
+        except ValueError:
+            is_one = False
+        return "" if is_one or not value else "give a URL such as http://127.0.0.1:4318"
+
+    def __str__(self) -> str:
+        """Returns the phrase for the help."""
+        return "an http or https URL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,7 +545,7 @@ class MeshConfig(Config):
 class TracesConfig(Config):
     """Settings of traces, which every service has. The keys of `[traces]` lack the prefix."""
 
-    traces_endpoint: str = ""
+    traces_endpoint: Annotated[str, HttpUrl()] = ""
     """URL of the receiver of OTLP that traces of turns are sent to, such as http://127.0.0.1:4318.
     Empty: no traces."""
     traces_protocol: Annotated[str, OneOf(("http", "grpc"))] = "http"
