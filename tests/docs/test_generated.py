@@ -36,6 +36,8 @@ def test_the_table_of_roles_is_current() -> None:
 def test_the_page_of_alarms_is_current() -> None:
     text = alarms.PAGE.read_text("utf-8")
     assert text == alarms.page(text), AGAIN
+    assert alarms.PROMETHEUS.read_text("utf-8") == alarms.prometheus(), AGAIN
+    assert alarms.BOARD.read_text("utf-8") == alarms.board(), AGAIN
 
 
 def test_the_columns_of_the_record_are_current() -> None:

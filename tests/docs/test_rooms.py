@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_705, 56),
+    "services/runtime/rollmesh/runtime": (9_707, 56),
     "services/runtime/rollmesh/mesh": (4_683, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_923, 28),
     "services/engine/rollmesh/engine": (7_942, 32),
     "services/router/rollmesh/router": (4_762, 17),
-    "services/collector/rollmesh/collector": (5_364, 14),
+    "services/collector/rollmesh/collector": (5_380, 14),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_344, 24),

@@ -194,3 +194,20 @@ async def test_metrics_of_delivered_sessions_raise_their_alarm(client: Client) -
     for step in range(3):
         alarms = await client.report_step("c", step, step_metrics([masked]))
     assert {one.name for one in alarms} == {"rewarded_without_tokens", "everything_masked"}
+
+
+async def test_alarms_are_exported_while_they_last(tmp_path: Path) -> None:
+    gauge = 'rollmesh_alarm{name="not_finite",where="c"}'
+    async with running("collector", tmp_path, data_dir=tmp_path, metrics_port=0) as process:
+        async with client_at(process.address) as client, asyncio.timeout(TIMEOUT_S):
+            async with client.subscribe("c"):
+                await client.state_dict("c")
+                for values, exported in (
+                    (float("nan"), {gauge: 1.0}),
+                    (1.0, {}),
+                    (float("nan"), {gauge: 1.0}),
+                ):
+                    await report(client, [{"loss": values}])
+                    assert await process.samples("rollmesh_alarm{") == exported
+            await client.delete_consumer("c")
+            assert await process.samples("rollmesh_alarm{") == {}

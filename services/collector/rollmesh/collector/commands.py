@@ -183,7 +183,7 @@ def _selection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-id", default="", help="only sessions of this run")
     parser.add_argument("--group-id", default="", help="only sessions of this group")
     parser.add_argument("--model", default="", help="only sessions of this model")
-    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED"), ("TRAIN", "EVAL", "OTHER")
+    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED", "LOST"), ("TRAIN", "EVAL", "OTHER")
     parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
     parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
 

@@ -10,6 +10,7 @@ from contextlib import (
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
+    suppress,
 )
 from typing import Any
 
@@ -58,6 +59,7 @@ from rollmesh.v1 import (
 
 _log = logging.getLogger(__name__)
 _READ_PAGE = 100
+_ALARMS_S = 10.0
 _MAX_REASON_CHARS = 4096
 _MAX_METADATA = 65_536
 _MAX_UNTRAINED = 65_536
@@ -150,7 +152,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             self.subscriptions = Subscriptions(self.store, tasks)
             await self.subscriptions.refresh()
             work = maintain(self.store, self.subscriptions, config.tick_ms, config.consumer_ttl_ms)
-            running = [tasks.create_task(work)]
+            running = [tasks.create_task(work), tasks.create_task(self._export_alarms())]
             if config.scorer:
                 timeout_s = config.scorer_timeout_ms / 1000
                 announce = self.subscriptions.announce
@@ -431,8 +433,22 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if steps:
             stats.step = steps[-1].step
             stats.alarms.extend(alarms_of(steps))
-            show_alarms([(one.name, consumer.name) for one in stats.alarms], consumer.name)
         return stats
+
+    async def _export_alarms(self) -> None:
+        """Exports the alarms of all consumers again and again, until it is cancelled.
+
+        Another collector of the store may have taken the last step.
+        """
+        while True:
+            found: list[tuple[str, str]] = []
+            with suppress(RollmeshError):  # the store is away
+                for name in [one.name for one in self.subscriptions.consumers]:
+                    with suppress(ConsumerUnknownError):  # deleted since
+                        steps = await self.store.steps(name, WINDOW)
+                        found += [(one.name, name) for one in alarms_of(steps)]
+                show_alarms(found)
+            await asyncio.sleep(_ALARMS_S)
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""

@@ -380,7 +380,8 @@ def _logprobs_not_finite(history: History, limits: Limits) -> Iterator[tuple[str
         first = _first(history, one)
         for labels, value in one.samples.get(_NOT_FINITE, {}).items():
             known = first.samples.get(_NOT_FINITE, {}).get(labels, 0.0) if first else 0.0
-            if count := _gain(known, value) if is_watched else value:
+            count = _gain(known, value) if is_watched else value
+            if count > 0:
                 engine = dict(labels).get("engine", one.name)
                 yield engine, f"{count:.0f} sampled tokens have a log-probability that is no number"
 
@@ -565,8 +566,9 @@ RULES: tuple[Rule, ...] = (
         when="an engine does not take the weights of the last push for longer than `--patience`",
         remedy="See the log of the engine: it may lack memory or disk for them. Weights that came "
         "over a transfer backend need another push",
-        prometheus="count by (model) (rollmesh_router_target_policy_version) > 0 and on () "
-        "min(rollmesh_engine_policy_version) < on () max(rollmesh_router_target_policy_version)",
+        prometheus="min(rollmesh_engine_policy_version) < "
+        "max(rollmesh_router_target_policy_version) and "
+        "count(count by (model) (rollmesh_router_target_policy_version)) == 1",
     ),
     Rule(
         name="engine_slow",
