@@ -302,6 +302,7 @@ async def test_the_command_names_alarms_and_ends_with_1(mesh: Mesh) -> None:
         (line,) = (await doctor(*where, *quick, "--json", code=1)).splitlines()
         assert json.loads(line)["name"] == "not_finite"
     assert "--for" in await doctor("--for=soon", code=2)
+    assert "at least 3.6" in await doctor("--patience=30m", "--every=1s", code=2)
 
 
 async def test_a_mesh_that_does_not_answer_is_a_finding() -> None:

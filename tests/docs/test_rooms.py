@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_392, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (2_486, 14),
+    "clients/rollmesh/cli": (2_493, 14),
     "clients/rollmesh/view": (1_489, 6),
     "clients/rollmesh/conformance": (4_122, 39),
 }

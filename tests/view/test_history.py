@@ -1,4 +1,4 @@
-from rollmesh.runtime.alarms import Observation, Server
+from rollmesh.runtime.alarms import Labels, Observation, Server
 from rollmesh.v1 import router_pb2
 from rollmesh.view.history import History
 
@@ -19,7 +19,7 @@ def member(
 def look(
     *members: router_pb2.Replica, version: int = 1, takeovers: float = 0, start: float = 5.0
 ) -> Observation:
-    gateway = {
+    gateway: dict[str, dict[Labels, float]] = {
         "rollmesh_gateway_journal_takeovers_total": {(): takeovers},
         "process_start_time_seconds": {(): start},
     }

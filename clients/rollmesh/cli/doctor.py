@@ -63,9 +63,16 @@ def _seconds(text: str) -> float:
 
 
 async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> list[str]:
-    """Prints alarms as they are raised and cleared, and adds them to `found`."""
+    """Prints alarms as they are raised and cleared, and adds them to `found`.
+
+    Raises:
+        ConfigError: The looks within `--patience` are too many to be kept, or a port is taken.
+    """
     limits = Limits(patience_s=options.patience, session_s=options.session_idle)
-    looks = min(max(_LEAST_LOOKS, 2 * round(options.patience / options.every)), _MOST_LOOKS)
+    looks = max(_LEAST_LOOKS, 2 * round(options.patience / options.every))
+    if looks > _MOST_LOOKS:
+        least = 2 * options.patience / _MOST_LOOKS
+        raise ConfigError(f"every: is too short for this patience; give at least {least:.1f}")
     addresses = MeshAddresses(
         router=options.router, collector=options.collector, **identity.given(options)
     )
@@ -83,7 +90,7 @@ async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> li
                 if options.watch:
                     for key in before.keys() - now.keys():
                         _say(before[key], options, cleared=True)
-                found.update(now)
+                found.update((name, where * (not options.watch)) for name, where in now)
                 show(now)
                 next_ms = max(next_ms, clock.monotonic_ms())
                 if not options.watch and next_ms > until_ms and len(observer.history) > 1:

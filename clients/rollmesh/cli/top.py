@@ -32,7 +32,7 @@ from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
 from rollmesh.runtime.runs import told
 from rollmesh.v1 import gateway_pb2, router_pb2
 
-_CALL_S = 5.0
+_CALL_S, _LEAST_S = 5.0, 0.1
 _LOOKS = 60
 _MOST_TEXT = 20_000
 _MOST_ALARMS = 3
@@ -392,7 +392,7 @@ async def _run(options: argparse.Namespace) -> list[str]:
         router=options.router, collector=options.collector, **identity.given(options)
     )
     async with Client(addresses) as client, Observer(addresses, looks=_LOOKS) as observer:
-        await _Top(client, observer, options.every).run()
+        await _Top(client, observer, max(options.every, _LEAST_S)).run()
     return []
 
 
