@@ -6,7 +6,7 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_707, 56),
-    "services/runtime/rollmesh/mesh": (4_683, 11),
+    "services/runtime/rollmesh/mesh": (4_688, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_923, 28),
     "services/engine/rollmesh/engine": (7_942, 32),

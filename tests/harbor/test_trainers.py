@@ -58,6 +58,7 @@ async def test_trls_prompts_are_tasks_in_each_of_its_steps(
             num_generations=2,
             args=arguments(),
             accelerator=SimpleNamespace(process_index=0),
+            state=SimpleNamespace(global_step=0),
             eos_token_ids=[0],
         )
         for _ in range(2):  # each with an event loop of its own

@@ -23,6 +23,7 @@ async def test_log_probs_that_are_not_the_trainers_are_refused_before_the_first_
         model=SimpleNamespace(training=True),
         num_generations=2,
         accelerator=SimpleNamespace(process_index=0),
+        state=SimpleNamespace(global_step=0),
     )
     rollouts = MeshRollouts(mesh.addresses, never_run)
     with pytest.raises(InvalidFieldError, match=r"temperature: is 0\.7, and the engines return"):

@@ -21,7 +21,7 @@ from rollmesh.v1 import session_pb2
 from tests.collector.records import record, trajectory
 from tests.collector.stores import KEEP, Reader, sessions_of
 
-TOKENS = 60_000
+TOKENS = 80_000
 """Of a session. Two of them are large, one is not."""
 NOW = Retention(settled_ms=0, max_bytes=2**30)
 

@@ -46,7 +46,7 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
         back = pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="1")
         assert await store.restore_checkpoint(back) == 1
         assert await store.steps("c", 1) == []
-    assert database.sql("SELECT version FROM version") == "5"
+    assert database.sql("SELECT version FROM version") == "6"
     assert database.sql("SELECT to_regclass('groups_overdue') IS NULL") == "f"
 
 

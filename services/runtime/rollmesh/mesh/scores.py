@@ -125,7 +125,12 @@ class ScoringEngines(Directory):
     ) -> AsyncIterator[router_pb2.ReplicaHello]:
         """Yields an engine for a sequence. If the block fails, others are asked first for 5 s."""
         await self._list()
-        engines = self._able(model, same_vocabulary_as)
+        try:
+            engines = self._able(model, same_vocabulary_as)
+        except InvalidFieldError:  # the list may be older than the remedy
+            self._listed_ms = None
+            await self._list()
+            engines = self._able(model, same_vocabulary_as)
         now_ms = clock.monotonic_ms()
 
         def busy(one: router_pb2.ReplicaHello) -> tuple[bool, bool, float, str]:
