@@ -383,7 +383,7 @@ async def test_a_mesh_that_is_well_raises_nothing(tmp_path: Path, tokenizer_dir:
         mesh = Mesh(tmp_path, tokenizer_dir, stack)
         await mesh.start("router")
         await mesh.start("collector")
-        observer = await stack.enter_async_context(observed(mesh, Limits(patience_s=1)))
+        observer = await stack.enter_async_context(observed(mesh, Limits(patience_s=10)))
         client = await stack.enter_async_context(mesh.client())
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch(observer))
