@@ -133,7 +133,13 @@ function byRun(points) {
     const name = one.run ? `run ${one.run}` : "";
     found.set(name, [...(found.get(name) || []), one]);
   }
-  return [...found];
+  return [...found].map(([name, of]) => [name, ended(of)]);
+}
+
+// Without the newest point while it has few sessions: the first to end are the short ones.
+function ended(points) {
+  const [before, last] = points.slice(-2);
+  return last && last.sessions < before.sessions / 2 ? points.slice(0, -1) : points;
 }
 
 function pushes(points) {
