@@ -67,14 +67,16 @@ class Up:
         return MeshAddresses.from_json(json.dumps(self.line))
 
     async def serving(self, address: str, within_s: float = 60) -> None:
-        """Waits until a service answers that it is ready."""
+        """Waits until a service answers that it is ready. It may die and come back meanwhile."""
         identity = Identity(self.addresses)
         async with asyncio.timeout(within_s), open_channel(address, identity=identity) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            watching = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            async for seen in watching:
-                if seen.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
+            while True:
+                watching = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                with suppress(grpc.aio.AioRpcError):
+                    async for seen in watching:
+                        if seen.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
 
 
 def _listening(address: str, data_dir: Path | None = None) -> tuple[str, ...]:

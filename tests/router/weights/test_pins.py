@@ -187,7 +187,7 @@ async def test_a_router_that_was_killed_waits_for_the_renewals_of_pins(place: Pl
     client = place.clients[0]
     await client.pin_weights("math", 1, 60)
     await place.routers[0].kill()
-    await place.router(0, gather_ms=15_000)
+    await place.router(0, gather_ms=8_000)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.push_weights(TENSORS, 2))
         assert await client.pin_weights("math", 1, 60)

@@ -105,12 +105,13 @@ class Models:
         Args:
             model: Name given in the call.
             field: Name of the field, for errors.
-            waits: Whether to wait also if the model is known already.
+            waits: Whether to wait also if the model is known already, or is the only one so far.
 
         Raises:
             InvalidFieldError: The mesh does not have the model, or has several and none is named.
         """
-        if waits or model not in self.names():
+        names = self.names()
+        if waits or (model not in names if model else len(names) != 1):
             await self.gather()
         known = sorted(self.names())
         if model in known or (not model and len(known) == 1):
